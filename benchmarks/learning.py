@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PrinterCallback
 
 from prefrl.registry import REGISTRY
-from prefrl.scripts import demo_tiny
+from prefrl.scripts.demo import tiny as demo_tiny
 from prefrl.trainer.grpo_presets import PRESETS
 from prefrl.trainer.online.trainer import OnlineTrainer
 

@@ -22,7 +22,7 @@ from transformers import PrinterCallback
 
 from prefrl import SFTConfig, SFTTrainer, distributed
 from prefrl.errors import ConfigError
-from prefrl.scripts.demo_tiny import make_model, make_questions, make_tokenizer
+from prefrl.scripts.demo.tiny import make_model, make_questions, make_tokenizer
 from prefrl.trainer.base import optimized
 from prefrl.trainer.base.optimizers import OPTIMIZERS, works_under
 from tests.distributed.backends import enter

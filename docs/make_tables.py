@@ -238,8 +238,8 @@ def _commands() -> Iterator[list[str]]:
     for name, algorithm in load("prefrl.registry.REGISTRY").items():
         page = algorithm.docs.removeprefix("docs/")
         yield [f"[`prefrl {name}`]({page})", f"trains; dataset: {algorithm.dataset}"]
-    for name, text in load("prefrl.scripts.main._OTHERS").items():
-        yield [f"`prefrl {name}`", text]
+    for name, command in load("prefrl.scripts.main.OTHERS").items():
+        yield [f"`prefrl {name}`", command.text]
 
 
 def _names() -> Iterator[list[str]]:
@@ -341,7 +341,7 @@ def shared_tables() -> str:
 
 def command_tables() -> str:
     """The tables of the options that commands have besides those of a config."""
-    arguments = load("prefrl.scripts.arguments.RewardArguments")
+    arguments = load("prefrl.scripts.arguments.command.RewardArguments")
     return "\n".join(table(arguments, group) for group in groups(arguments))
 
 

@@ -41,16 +41,16 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.models.frozen_copy import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
-    from prefrl.scripts.dataset_config import DatasetConfig as DatasetConfig
-    from prefrl.scripts.dataset_config import DatasetMixtureConfig as DatasetMixtureConfig
-    from prefrl.scripts.dataset_config import ScriptArguments as ScriptArguments
-    from prefrl.scripts.dataset_config import get_dataset as get_dataset
-    from prefrl.scripts.model_config import ModelConfig as ModelConfig
-    from prefrl.scripts.model_config import get_kbit_device_map as get_kbit_device_map
-    from prefrl.scripts.model_config import get_peft_config as get_peft_config
-    from prefrl.scripts.model_config import get_quantization_config as get_quantization_config
-    from prefrl.scripts.parser import ArgumentParser as ArgumentParser
-    from prefrl.scripts.parser import TrlParser as TrlParser
+    from prefrl.scripts.arguments.dataset_config import DatasetConfig as DatasetConfig
+    from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig as DatasetMixtureConfig
+    from prefrl.scripts.arguments.dataset_config import ScriptArguments as ScriptArguments
+    from prefrl.scripts.arguments.dataset_config import get_dataset as get_dataset
+    from prefrl.scripts.arguments.model_config import ModelConfig as ModelConfig
+    from prefrl.scripts.arguments.model_config import get_kbit_device_map as get_kbit_device_map
+    from prefrl.scripts.arguments.model_config import get_peft_config as get_peft_config
+    from prefrl.scripts.arguments.model_config import get_quantization_config as get_quantization_config
+    from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
+    from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
     from prefrl.scripts.quiet import init_zero_verbose as init_zero_verbose
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
@@ -82,26 +82,26 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
-    "ArgumentParser": "prefrl.scripts.parser:ArgumentParser",
+    "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
     "BEMACallback": "prefrl.trainer.callbacks.bema:BEMACallback",
-    "DatasetConfig": "prefrl.scripts.dataset_config:DatasetConfig",
-    "DatasetMixtureConfig": "prefrl.scripts.dataset_config:DatasetMixtureConfig",
+    "DatasetConfig": "prefrl.scripts.arguments.dataset_config:DatasetConfig",
+    "DatasetMixtureConfig": "prefrl.scripts.arguments.dataset_config:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
     "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
-    "ModelConfig": "prefrl.scripts.model_config:ModelConfig",
+    "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",
-    "ScriptArguments": "prefrl.scripts.dataset_config:ScriptArguments",
-    "TrlParser": "prefrl.scripts.parser:TrlParser",
+    "ScriptArguments": "prefrl.scripts.arguments.dataset_config:ScriptArguments",
+    "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
     "apply_chat_template": "prefrl.data.examples:apply_chat_template",
     "clone_chat_template": "prefrl.data.chat_templates:clone_chat_template",
     "create_reference_model": "prefrl.models.frozen_copy:create_reference_model",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
-    "get_dataset": "prefrl.scripts.dataset_config:get_dataset",
-    "get_kbit_device_map": "prefrl.scripts.model_config:get_kbit_device_map",
-    "get_peft_config": "prefrl.scripts.model_config:get_peft_config",
-    "get_quantization_config": "prefrl.scripts.model_config:get_quantization_config",
+    "get_dataset": "prefrl.scripts.arguments.dataset_config:get_dataset",
+    "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",
+    "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
+    "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
     "init_zero_verbose": "prefrl.scripts.quiet:init_zero_verbose",
     "is_conversational": "prefrl.data.examples:is_conversational",

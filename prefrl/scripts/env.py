@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 
-from prefrl.scripts.command_parser import CommandParser
+from prefrl.scripts.parsing.command_parser import CommandParser
 
 __all__ = ["main"]
 

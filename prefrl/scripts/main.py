@@ -10,34 +10,49 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import prefrl
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 
-__all__ = ["main"]
+__all__ = ["OTHERS", "Command", "main"]
 
-# Descriptions of the other commands. With underscores, the name is that of the module with `main(argv) -> exit code`.
-_OTHERS = {
-    "init": "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml",
-    "doctor": "check a run before it starts: data, rewards, server, batches, memory, time",
-    "launch": "run an algorithm on several GPUs or nodes, optionally with a vLLM server",
-    "resume": "continue a run from its last checkpoint, with the options that it was started with",
-    "demo": "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU",
-    "watch": "show a run in the browser while it trains",
-    "report": "write one HTML file about a run, or about two",
-    "look": "show the best and the worst completions of a run",
-    "chat": "talk to a model in the terminal",
-    "generate": "sample completions of a prompt or of a dataset",
-    "eval": "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source",
-    "merge": "merge an adapter into its base model",
-    "soup": "average checkpoints",
-    "replay": "recompute a past step of a run, for debugging",
-    "verify": "compute the exact bias of your own loss, advantage or KL estimate",
-    "vllm-serve": "serve a model to trainers, with vLLM in its own environment",
-    "migrate": "rewrite scripts and configs of TRL, verl and cosmos-rl",
-    "env": "print the versions and devices of this machine, for bug reports",
+
+class Command(NamedTuple):
+    """A command that is not an algorithm.
+
+    Args:
+        module: Its module in `prefrl.scripts`, which has `main(argv) -> exit code`.
+        text: What it does, for the help.
+    """
+
+    module: str
+    text: str
+
+
+OTHERS = {
+    "init": Command("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
+    "doctor": Command("checkup.doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
+    "launch": Command("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
+    "resume": Command("resume", "continue a run from its last checkpoint, with the options that it was started with"),
+    "demo": Command("demo.command", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
+    "watch": Command("report.watch", "show a run in the browser while it trains"),
+    "report": Command("report.command", "write one HTML file about a run, or about two"),
+    "look": Command("report.look", "show the best and the worst completions of a run"),
+    "chat": Command("sampling.chat", "talk to a model in the terminal"),
+    "generate": Command("sampling.generate", "sample completions of a prompt or of a dataset"),
+    "eval": Command(
+        "sampling.eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
+    ),
+    "merge": Command("merge", "merge an adapter into its base model"),
+    "soup": Command("soup", "average checkpoints"),
+    "replay": Command("replay.command", "recompute a past step of a run, for debugging"),
+    "verify": Command("verify", "compute the exact bias of your own loss, advantage or KL estimate"),
+    "vllm-serve": Command("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
+    "migrate": Command("migrate.command", "rewrite scripts and configs of TRL, verl and cosmos-rl"),
+    "env": Command("env", "print the versions and devices of this machine, for bug reports"),
 }
 
 
@@ -70,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()} | _OTHERS
+    commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()}
+    commands |= {name: command.text for name, command in OTHERS.items()}
     width = max(map(len, commands))
     parser = argparse.ArgumentParser(
         prog="prefrl",
@@ -89,11 +105,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
-    if command in _OTHERS:
-        return int(importlib.import_module(f"prefrl.scripts.{command.replace('-', '_')}").main(list(arguments)))
+    if command in OTHERS:
+        return int(importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").main(list(arguments)))
     if command in REGISTRY:
         return _train(command, arguments)
-    raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *_OTHERS])}")
+    raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *OTHERS])}")
 
 
 def _train(command: str, arguments: Sequence[str]) -> int:
@@ -102,9 +118,10 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     train, algorithm = importlib.import_module("prefrl.scripts.train"), REGISTRY[command]
     given = train.read(algorithm, arguments)  # refuses mistakes before torch is imported
     train.check_files(given)
-    options = importlib.import_module("prefrl.scripts.launch_arguments").launch_options(given, os.environ)
+    options = importlib.import_module("prefrl.scripts.arguments.launch").launch_options(given, os.environ)
     if options is not None:
-        return int(importlib.import_module("prefrl.scripts.launch").start([command, *arguments], given, options))
+        launch = importlib.import_module("prefrl.scripts.launch.command")
+        return int(launch.start([command, *arguments], given, options))
     as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
     code = int(as_worker(lambda: train.main(algorithm, given)))
     is_done.set()

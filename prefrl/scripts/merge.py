@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.scripts.command_parser import CommandParser
-from prefrl.scripts.model_config import DType
+from prefrl.scripts.arguments.model_config import DType
+from prefrl.scripts.parsing.command_parser import CommandParser
 
 __all__ = ["MergeArguments", "command_parser", "main"]
 

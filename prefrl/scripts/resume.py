@@ -16,7 +16,7 @@ from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import find_last
 from prefrl.run.identity import read_identity
 from prefrl.run.starts import STARTS, read_starts
-from prefrl.scripts.command_parser import CommandParser
+from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.train import read
 
 __all__ = ["command_to_resume", "main"]

@@ -17,9 +17,9 @@ from prefrl.models.soup import Evaluate, Soup, best_soup, greedy_soup, uniform_s
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.command_parser import CommandParser
-from prefrl.scripts.dataset_config import DatasetConfig, load_part
-from prefrl.scripts.parser import ArgumentParser
+from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
+from prefrl.scripts.parsing.argument_parser import ArgumentParser
+from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
-from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.dataset_columns import SHAPING
-from prefrl.scripts.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
-from prefrl.scripts.launch_arguments import LaunchArguments, launch_options
-from prefrl.scripts.model_config import get_peft_config, quantization_config
-from prefrl.scripts.schema import Given, SchemaParser
+from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
+from prefrl.scripts.arguments.dataset_columns import SHAPING
+from prefrl.scripts.arguments.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
+from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
+from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
+from prefrl.scripts.schema.parser import SchemaParser
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm

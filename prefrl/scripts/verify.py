@@ -18,7 +18,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.params import Params
 from prefrl.options.suggest import nearest
-from prefrl.scripts.command_parser import CommandParser
+from prefrl.scripts.parsing.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from prefrl.oracle.checks import Check

@@ -18,8 +18,10 @@ from prefrl.errors import ConfigError
 from prefrl.models.merged import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.scripts import chat, eval, generate, look, merge
-from prefrl.scripts.main import main
+from prefrl.scripts import merge
+from prefrl.scripts.main import OTHERS, main
+from prefrl.scripts.report import look
+from prefrl.scripts.sampling import chat, eval, generate
 from prefrl.types import Completion, Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
@@ -176,7 +178,7 @@ def test_a_merged_adapter_gives_the_outputs_of_base_and_adapter(workspace: Path,
 @pytest.mark.parametrize("line", LINES)
 def test_the_commands_of_the_docs_parse(line: str) -> None:
     command, *words = shlex.split(line)
-    assert importlib.import_module(f"prefrl.scripts.{command}").command_parser().parse(words)
+    assert importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").command_parser().parse(words)
 
 
 def rollout(group: int, text: str, reward: float) -> Rollout:

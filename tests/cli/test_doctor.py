@@ -10,11 +10,11 @@ import pytest
 from prefrl.errors import ConfigError, DataError
 from prefrl.models import load
 from prefrl.registry import REGISTRY
-from prefrl.scripts import doctor
+from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.checkup import doctor
 from prefrl.scripts.checkup.resources import footprint_of
 from prefrl.scripts.checkup.run import checkup_of
 from prefrl.scripts.checkup.subject import Subject
-from prefrl.scripts.launch_arguments import launch_options
 from prefrl.scripts.main import main
 from prefrl.scripts.train import options_of, read
 from tests.cli.conftest import write_jsonl

@@ -10,7 +10,8 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.scripts.schema import Given, SchemaParser
+from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.schema.parser import SchemaParser
 from prefrl.scripts.train import read
 from prefrl.trainer.grpo_presets import PRESETS
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.scripts.launch import CONFIGS
+from prefrl.scripts.launch.command import CONFIGS
+from prefrl.scripts.launch.processes import with_variable
 from prefrl.scripts.main import main
-from prefrl.scripts.processes import with_variable
 
 ROOT = Path(__file__).parents[2]
 # Process 1 fails in its second optimizer step, and process 0 waits for it in the next collective.

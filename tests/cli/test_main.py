@@ -16,9 +16,9 @@ import pytest
 import prefrl
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.scripts import schema_writer
 from prefrl.scripts.main import main
-from prefrl.scripts.schema import SCHEMA_FILE, SchemaParser
+from prefrl.scripts.schema.parser import SCHEMA_FILE, SchemaParser
+from prefrl.scripts.schema.writer import schema_text
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
 def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     code = (
-        "import sys\nfrom prefrl.scripts.main import main\nimport prefrl.scripts.watch\n"
+        "import sys\nfrom prefrl.scripts.main import main\nimport prefrl.scripts.report.watch\n"
         f"main(['report', {str(tmp_path)!r}])\nprint([m for m in {HEAVY} if m in sys.modules])"
     )
     assert python(code).splitlines()[-1] == "[]"
@@ -204,8 +204,8 @@ def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_schema_is_that_of_the_configs() -> None:
-    remedy = "run python -m prefrl.scripts.schema_writer"
-    assert schema_writer.schema_text() == SCHEMA_FILE.read_text(encoding="utf-8"), remedy
+    remedy = "run python -m prefrl.scripts.schema.writer"
+    assert schema_text() == SCHEMA_FILE.read_text(encoding="utf-8"), remedy
 
 
 def test_help_all_shows_the_options_of_huggingface_too(capsys: pytest.CaptureFixture[str]) -> None:

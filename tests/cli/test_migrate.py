@@ -14,12 +14,12 @@ import yaml
 from datasets import Dataset
 
 from prefrl.registry import REGISTRY
-from prefrl.scripts.dataset_config import DatasetConfig, load_part
+from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.main import main
-from prefrl.scripts.migrate_config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
-from prefrl.scripts.migrate_python import migrate_script
-from prefrl.scripts.migrate_shell import migrate_commands
-from prefrl.scripts.schema_writer import parser_of
+from prefrl.scripts.migrate.config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
+from prefrl.scripts.migrate.python import migrate_script
+from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.schema.writer import parser_of
 
 SCRIPT = '''\
 # /// script

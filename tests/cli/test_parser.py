@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments import CommandArguments, RewardArguments
-from prefrl.scripts.dataset_config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
-from prefrl.scripts.model_config import ModelConfig, lora_options
-from prefrl.scripts.parser import ArgumentParser, TrlParser
+from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
+from prefrl.scripts.arguments.dataset_config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.arguments.model_config import ModelConfig, lora_options
+from prefrl.scripts.parsing.argument_parser import ArgumentParser, TrlParser
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.sft_config import SFTConfig
 

@@ -11,8 +11,9 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
-from prefrl.scripts.reward_entry import reward_entries
-from prefrl.scripts.schema import Given, SchemaParser, options_of
+from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.reward_entry import reward_entries
+from prefrl.scripts.schema.parser import SchemaParser, options_of
 from prefrl.scripts.train import read
 from prefrl.trainer.grpo_config import GRPOConfig
 

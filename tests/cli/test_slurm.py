@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from prefrl.registry import REGISTRY
-from prefrl.scripts.command_parser import CommandParser
-from prefrl.scripts.launch_arguments import launch_options
-from prefrl.scripts.schema import SchemaParser
+from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.launch.vllm_serve import ServeArguments
+from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.schema.parser import SchemaParser
 from prefrl.scripts.train import read
-from prefrl.scripts.vllm_serve import ServeArguments
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.slurm"))

@@ -15,9 +15,9 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.generation.vllm.key import key_of_user
-from prefrl.scripts import vllm_serve
+from prefrl.scripts.launch import vllm_serve
+from prefrl.scripts.launch.vllm_serve import ServeArguments, serve_command, serve_environment
 from prefrl.scripts.main import main
-from prefrl.scripts.vllm_serve import ServeArguments, serve_command, serve_environment
 
 KEY = "a-secret-of-more-than-32-characters"
 CONTRACT = [

@@ -20,7 +20,7 @@ from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.schema_writer import parser_of
+from prefrl.scripts.schema.writer import parser_of
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer

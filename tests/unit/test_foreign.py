@@ -15,7 +15,7 @@ from prefrl.options.foreign import ARGUMENTS, LIBRARIES, advice, row_of
 from prefrl.options.foreign.trl import DEFAULTS, TRL, VALUES
 from prefrl.options.foreign.verl import VERL
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate_edits import every_option, options_of
+from prefrl.scripts.migrate.edits import every_option, options_of
 from prefrl.trainer.base.kwargs_options import KwargsOption
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "trl_1_16_names.json").read_text(encoding="utf-8"))

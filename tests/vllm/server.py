@@ -15,7 +15,7 @@ from typing import Any
 from prefrl.generation.server_info import INFO_PATH
 from prefrl.generation.vllm.key import KEY_VARIABLE
 from prefrl.http import Http, HttpError
-from prefrl.scripts.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
+from prefrl.scripts.launch.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.vlms import tiny_vlm
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.scripts import doctor, eval, generate
+from prefrl.scripts.checkup import doctor
+from prefrl.scripts.sampling import eval, generate
 from tests.vllm.server import Server
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.scripts.processes import with_variable
+from prefrl.scripts.launch.processes import with_variable
 from tests.launch import run
 from tests.vllm.server import PYTHON, environment, free_port
 

@@ -20,7 +20,7 @@ from prefrl import __version__
 from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
 from prefrl.generation.vllm.key import key_of_user
 from prefrl.http import Http
-from prefrl.scripts.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
+from prefrl.scripts.launch.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
 from tests.assets import tiny_tokenizer
 from tests.vllm.server import (
     KEY,

@@ -1,0 +1,1 @@
+"""`prefrl doctor`, and the checks that it shares with the start of a run."""

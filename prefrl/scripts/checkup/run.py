@@ -21,9 +21,9 @@ from prefrl.scripts.train import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
-    from prefrl.scripts.arguments import CommandArguments
-    from prefrl.scripts.launch_arguments import LaunchArguments
-    from prefrl.scripts.schema import Given
+    from prefrl.scripts.arguments.command import CommandArguments
+    from prefrl.scripts.arguments.given import Given
+    from prefrl.scripts.arguments.launch import LaunchArguments
 
 __all__ = ["check_before", "checkup_of"]
 

@@ -11,7 +11,7 @@ from prefrl.data.images import tokenizer_of, with_named_images
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.outline import outline_of
 from prefrl.models.positions import position_limit
-from prefrl.scripts.arguments import RewardArguments
+from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.trainer.bco_config import BCOConfig
 from prefrl.trainer.kto_config import KTOConfig
 from prefrl.trainer.offline.preference import PAIRS, prepare_unpaired
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.registry import Algorithm
-    from prefrl.scripts.arguments import CommandArguments
+    from prefrl.scripts.arguments.command import CommandArguments
 
 __all__ = ["Subject"]
 

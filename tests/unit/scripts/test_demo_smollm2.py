@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from prefrl.scripts.demo_smollm2 import gives_number, is_right, make_questions
+from prefrl.scripts.demo.smollm2 import gives_number, is_right, make_questions
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefrl.rewards.at_k import PromptSamples
-from prefrl.scripts.eval_metrics import Estimate, default_sizes, summaries
+from prefrl.scripts.sampling.metrics import Estimate, default_sizes, summaries
 
 # Two prompts of one source with 1 of 2 and 2 of 2 correct, and one of another with 0 of 1.
 PROMPTS = [

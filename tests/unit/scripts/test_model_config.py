@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
+from prefrl.scripts.arguments.model_config import (
+    ModelConfig,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+)
 
 
 def test_options_of_lora_are_those_of_peft() -> None:

@@ -22,11 +22,11 @@ from prefrl.rollout.journal import Entry, write_entry
 from prefrl.run.identity import Identity, write_identity
 from prefrl.run.starts import record_start
 from prefrl.scripts.main import main
-from prefrl.scripts.report_completions import histograms_of, side_by_side
-from prefrl.scripts.report_events import events_of
-from prefrl.scripts.report_html import page
-from prefrl.scripts.report_run import read_run, thinned
-from prefrl.scripts.watch import LivePage, serve
+from prefrl.scripts.report.completions import histograms_of, side_by_side
+from prefrl.scripts.report.events import events_of
+from prefrl.scripts.report.html import page
+from prefrl.scripts.report.run import read_run, thinned
+from prefrl.scripts.report.watch import LivePage, serve
 from prefrl.types import Completion, Rollout, Turn
 from tests.patience import PATIENCE
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from prefrl.errors import GenerationError
-from prefrl.scripts import supervisor
-from prefrl.scripts.supervisor import Supervisor
+from prefrl.scripts.launch import supervisor
+from prefrl.scripts.launch.supervisor import Supervisor
 from tests.patience import wait_until
 
 # A stall may cost an answer, and the server counts it as given.

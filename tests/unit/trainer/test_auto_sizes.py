@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
-from prefrl.scripts.parser import ArgumentParser
+from prefrl.scripts.parsing.argument_parser import ArgumentParser
 from prefrl.trainer.base.size_search import Trial, best, candidates, search
 from prefrl.trainer.base.trial_memory import TrialMemory
 from tests.contract.cases import make_trainer

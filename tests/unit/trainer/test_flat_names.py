@@ -13,8 +13,8 @@ import pytest
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments import RewardArguments
-from prefrl.scripts.parser import ArgumentParser
+from prefrl.scripts.arguments.command import RewardArguments
+from prefrl.scripts.parsing.argument_parser import ArgumentParser
 from prefrl.trainer.base.flat_names import flat_parameters
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 

@@ -1,0 +1,84 @@
+"""`prefrl doctor run.yaml`: look at everything that a run needs before its model is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefrl.errors import ConfigError
+from prefrl.options.suggest import nearest
+from prefrl.registry import REGISTRY
+from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.train import read
+
+if TYPE_CHECKING:
+    from prefrl.registry import Algorithm
+
+__all__ = ["main"]
+
+_USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check a run and print what was found.
+
+    Args:
+        argv: The algorithm, the file, and options that change it.
+
+    Returns:
+        0 if the run would begin, otherwise 2.
+
+    Raises:
+        ConfigError: The command line or the file cannot be read.
+    """
+    algorithm, options = _read(argv)
+    given = read(algorithm, options)
+    from rich.console import Console  # this and the next import torch, which mistakes do not need
+
+    from prefrl.scripts.arguments.launch import launch_options
+    from prefrl.scripts.checkup.run import checkup_of
+
+    checkup = checkup_of(algorithm, given, launch_options(given, os.environ))
+    checkup.print(Console(highlight=False))
+    return 2 if checkup.count("problem") else 0
+
+
+def _read(argv: Sequence[str]) -> tuple[Algorithm, list[str]]:
+    """The algorithm, and the command line of `prefrl <algorithm>`."""
+    parser = CommandParser(
+        "doctor",
+        (),
+        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. Options are "
+        f"those of the algorithm. {_USAGE}. Without ALGORITHM, the file has to name it in a comment, such as '# "
+        "prefrl grpo run.yaml'.",
+        takes_config=False,
+    )
+    start = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    words, options = list(argv[:start]), list(argv[start:])
+    if {"-h", "--help"}.intersection(options):
+        parser.parse(["--help"])
+    files = [word for word in words if word.endswith((".yaml", ".yml"))]
+    names = [word for word in words if word not in files]
+    if len(names) > 1 or len(files) > 1:
+        raise ConfigError(f"{' '.join(words)}: give one algorithm and one file: {_USAGE}")
+    config = [option for path in files for option in ("--config", path)]
+    name = names[0] if names else _named_in(files)
+    if name not in REGISTRY:
+        raise ConfigError(f"unknown algorithm {name!r}. {nearest(name, list(REGISTRY))}")
+    return REGISTRY[name], [*config, *options]
+
+
+def _named_in(files: Sequence[str]) -> str:
+    """The algorithm that a comment of the file names."""
+    for path in files:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+        found: Any = re.search(r"^#.*\bprefrl (?:doctor )?(\w+)\b", text, re.MULTILINE)
+        if found and found[1] in REGISTRY:
+            return str(found[1])
+    raise ConfigError(f"no algorithm is given: {_USAGE}, or write a comment '# prefrl grpo run.yaml' into the file")

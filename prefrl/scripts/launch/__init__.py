@@ -1,0 +1,1 @@
+"""`prefrl launch` and `prefrl vllm-serve`: processes that start, run and end together."""

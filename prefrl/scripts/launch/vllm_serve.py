@@ -1,0 +1,308 @@
+"""`prefrl vllm-serve`: start an unmodified vLLM server that samples for prefrl's trainers and takes their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import ipaddress
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError
+from prefrl.generation.vllm.key import KEY_VARIABLE, check_key, key_of_user
+from prefrl.options.fields import check_fields, opt, parse_json
+from prefrl.options.remote_code import unpinned_code
+from prefrl.scripts.launch.supervisor import Supervisor
+from prefrl.scripts.parsing.command_parser import CommandParser
+
+__all__ = [
+    "CONTRACT",
+    "CPU_FLAGS",
+    "FLAGS",
+    "REFUSED",
+    "REFUSED_SHORT",
+    "ServeArguments",
+    "check_port",
+    "main",
+    "serve_command",
+    "serve_environment",
+]
+
+_OLDEST_VLLM = (0, 32)
+_PLUGIN = "prefrl"
+
+# Flags that trainers rely on, whatever the options are.
+CONTRACT = (
+    "--enable-scale-out",  # token ids in and out: /inference/v1/generate
+    *("--logprobs-mode", "processed_logprobs"),
+    *("--max-logprobs", "-1"),
+    *("--weight-transfer-config", '{"backend":"prefrl"}'),
+    *("--middleware", "prefrl.generation.vllm.guard.Guard"),
+    "--disable-fastapi-docs",
+    *("--disable-access-log-for-endpoints", "/health"),
+)
+# For a CPU build of vLLM. Its random generators cannot be rewound, so the engine dies when the prompt of a request
+# with a seed is processed in several chunks. This also happens when a weight sync makes it process a request again.
+CPU_FLAGS = ("--no-enable-chunked-prefill",)
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # pause, resume and weight transfer
+_UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+_IS_SET = "trainers rely on the value that this command gives"
+_IS_HTTP = "trainers speak HTTP to host and port. Put a proxy in front of the server"
+_ONE_SERVER = "trainers must reach all replicas through one address. Start one server for each group of GPUs instead"
+_TOKENIZER = "trainers compare the server's tokenizer with their own"
+# Flags of vLLM that are refused, and why.
+REFUSED = {
+    "api-key": f"everybody on the machine can read a command line. Set {KEY_VARIABLE} in the environment",
+    "logprobs-mode": _IS_SET,
+    "max-logprobs": _IS_SET,
+    "weight-transfer-config": _IS_SET,
+    "middleware": _IS_SET,
+    "enable-scale-out": _IS_SET,
+    "disable-fastapi-docs": _IS_SET,
+    "enable-lora": "set --max_lora_rank instead",
+    "skip-tokenizer-init": _TOKENIZER,
+    "tokens-only": _TOKENIZER,
+    "root-path": _IS_HTTP,
+    "uds": _IS_HTTP,
+    "grpc": _IS_HTTP,
+    "grpc-port": _IS_HTTP,
+    "ssl-keyfile": _IS_HTTP,
+    "ssl-certfile": _IS_HTTP,
+    "ssl-ca-certs": _IS_HTTP,
+    "headless": _ONE_SERVER,
+    "data-parallel-rank": _ONE_SERVER,
+    "data-parallel-start-rank": _ONE_SERVER,
+    "data-parallel-external-lb": _ONE_SERVER,
+    "data-parallel-hybrid-lb": _ONE_SERVER,
+    "data-parallel-multi-port-external-lb": _ONE_SERVER,
+}
+REFUSED_SHORT = frozenset({"-dpn", "-dpr", "-dpe", "-dph", "-dpm"})  # short flags of data parallelism
+
+# The address for health checks of a server that listens on every address.
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass
+class ServeArguments:
+    """What to serve, and where. Options that are None are left to vLLM."""
+
+    model: str = dataclasses.field(metadata={"help": "Model: a name on the Hub or a folder."})
+    revision: str | None = opt(None, "Branch, tag or commit of the model on the Hub.")
+    tensor_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "GPUs that share each layer.")
+    data_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "Replicas of the model behind the one address.")
+    host: str = opt("127.0.0.1", f"Address to listen on. Any but a loopback address needs {KEY_VARIABLE}.")
+    port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port to listen on.")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = opt(
+        None, "Share of the GPU's memory for weights, activations and the key/value cache."
+    )
+    dtype: str | None = opt(None, "Data type of the weights, such as bfloat16.")
+    max_model_len: Annotated[int, Ge(1)] | None = opt(None, "Limit for the tokens of prompt and completion together.")
+    enable_prefix_caching: bool | None = opt(None, "Whether prompts with a common prefix share its key/value cache.")
+    enforce_eager: bool = opt(False, "Use no CUDA graphs and no compilation: starts faster, generates slower.")
+    kv_cache_dtype: str | None = opt(None, "Data type of the key/value cache, such as fp8.")
+    trust_remote_code: bool = opt(False, "Run code that comes with the model.")
+    log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] | None = opt(
+        None, "How much the HTTP server logs."
+    )
+    speculative_config: dict[str, Any] | str | None = opt(
+        None, "Speculative decoding: a mapping in the YAML file, JSON on the command line."
+    )
+    max_lora_rank: Annotated[int, Ge(1)] | None = opt(
+        None, "Accept LoRA adapters up to this rank from trainers; None: full weights only."
+    )
+    start_timeout: Annotated[float, Gt(0)] = opt(1800.0, "Seconds within which the server must be ready.")
+    health_timeout: Annotated[float, Gt(0)] = opt(120.0, "Seconds without an answer after which the server is ended.")
+    dry_run: bool = opt(False, "Print the command and its environment variables without running it.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        parse_json(self, "speculative_config")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line, start the server and watch it until a signal arrives.
+
+    Args:
+        argv: The options. Those that are unknown here are passed on to vLLM.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PrefrlError: The options ask for something that cannot work, or the server failed.
+    """
+    parser = CommandParser(
+        "vllm-serve",
+        (ServeArguments,),
+        "Serve a model to trainers, with vLLM. Options that are not listed here are passed on to `vllm serve`. Clients "
+        f"must send the key in the environment variable {KEY_VARIABLE}; if it is not set, a random key is stored in a "
+        "file that only you can read.",
+    )
+    (options,), forwarded = parser.parse_known(argv)
+    command = serve_command(options, [*_flags_of_build(), *forwarded])
+    added = serve_environment(options, os.environ)
+    if options.dry_run:
+        print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *command]))
+        return 0
+    _check_vllm()
+    warning = unpinned_code(options.model, options.revision) if options.trust_remote_code else None
+    if warning is not None:
+        print(f"prefrl vllm-serve: {warning}", file=sys.stderr)
+    check_port(options.host, options.port)
+    supervisor = Supervisor(
+        command,
+        {**os.environ, **added, KEY_VARIABLE: key_of_user(os.environ)},
+        address=(_WILDCARDS.get(options.host, options.host), options.port),
+        start_timeout=options.start_timeout,
+        health_timeout=options.health_timeout,
+    )
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    ended_by = supervisor.run(
+        when_ready=f"prefrl vllm-serve: {options.model} is ready on http://{host}:{options.port}"
+    )
+    print(f"prefrl vllm-serve: ended by {ended_by.name}", file=sys.stderr)
+    return 0
+
+
+def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> list[str]:
+    """The command line of vLLM's server.
+
+    Args:
+        options: What to serve.
+        forwarded: More options, as vLLM names them.
+
+    Raises:
+        ConfigError: One of `forwarded` would break what trainers rely on.
+    """
+    _check_forwarded(forwarded)
+    # -P: like the `vllm` command, it must not search the working directory for modules.
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    for name, flag in FLAGS.items():
+        value = getattr(options, name)
+        if isinstance(value, bool):
+            command += [f"--{flag}"] if value else [f"--no-{flag}"] if name == "enable_prefix_caching" else []
+        elif value is not None:
+            command += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    if options.max_lora_rank is not None:
+        command.append("--enable-lora")
+        if (options.data_parallel_size or 1) > 1:
+            # By default vLLM starts one front end for each replica, and with several it refuses adapters at run time.
+            command += ["--api-server-count", "1"]
+    return [*command, *CONTRACT, *forwarded]
+
+
+def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of the server in addition to `environment`.
+
+    Args:
+        options: What to serve.
+        environment: Environment variables of this process.
+
+    Raises:
+        ConfigError: The server would not be safe: there is no key where others need one, it is too short, a front end
+            would not ask for it, or vLLM would unpickle what clients send.
+    """
+    key = environment.get(KEY_VARIABLE)
+    if not key and not _is_loopback(options.host):
+        raise ConfigError(
+            f"host={options.host!r}: anyone who can reach the server could use and replace the model. Set "
+            f"{KEY_VARIABLE} to a secret, here and for the trainer, or set host to '127.0.0.1'."
+        )
+    if key:
+        check_key(key)
+    if environment.get(_UNPICKLES, "0") != "0":
+        raise ConfigError(f"{_UNPICKLES}: vLLM would run code that clients send as pickles. Unset it.")
+    if environment.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise ConfigError("VLLM_USE_RUST_FRONTEND: vLLM's Rust front end does not check the key. Unset it.")
+    added = _ENVIRONMENT | ({} if options.max_lora_rank is None else _LORA_ENVIRONMENT)
+    plugins = environment.get("VLLM_PLUGINS")
+    if plugins is not None and _PLUGIN not in plugins.split(","):
+        added["VLLM_PLUGINS"] = ",".join([name for name in plugins.split(",") if name] + [_PLUGIN])
+    return added
+
+
+# Our options by the name of vLLM's flag. vLLM's server has two log levels; like TRL's, ours is that of HTTP.
+_OWN = frozenset({"model", "start_timeout", "health_timeout", "dry_run"})
+FLAGS = {
+    field.name: "uvicorn-log-level" if field.name == "log_level" else field.name.replace("_", "-")
+    for field in dataclasses.fields(ServeArguments)
+    if field.name not in _OWN
+}
+
+
+def _check_forwarded(words: Sequence[str]) -> None:
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"unexpected argument {words[0]!r}: options are written as --name value")
+    reasons = REFUSED | dict.fromkeys(("model", *FLAGS.values()), "write the option of prefrl in full")
+    for word in words:
+        if word in REFUSED_SHORT:
+            raise ConfigError(f"{word}: cannot be given here: {_ONE_SERVER}.")
+        if not word.startswith("--"):
+            continue
+        # vLLM accepts underscores, --name=value, --name.key value, --no-name, and any prefix of a name.
+        given = word[2:].partition("=")[0].partition(".")[0].replace("_", "-")
+        beginnings = (given, given.removeprefix("no-"))
+        for flag, reason in reasons.items():
+            if flag.startswith(beginnings):
+                raise ConfigError(f"{word.partition('=')[0]}: vLLM's --{flag} cannot be given here: {reason}.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _flags_of_build() -> tuple[str, ...]:
+    """`CPU_FLAGS` for a CPU build of vLLM, recognized by its version, as vLLM itself does."""
+    return CPU_FLAGS if "cpu" in (_version_of_vllm() or "") else ()
+
+
+def _version_of_vllm() -> str | None:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_vllm() -> None:
+    remedy = "In an environment of the server's own: pip install 'prefrl[vllm]', with the prefrl that trains."
+    found = _version_of_vllm()
+    if found is None:
+        raise ConfigError(f"vLLM is not installed for {sys.executable}. {remedy}")
+    if tuple(int(number) for number in found.split(".")[:2]) < _OLDEST_VLLM:
+        oldest = ".".join(map(str, _OLDEST_VLLM))
+        raise ConfigError(f"vLLM {found} is too old: prefrl needs at least {oldest}. {remedy}")
+    if _PLUGIN not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
+        raise ConfigError(
+            "vLLM cannot find prefrl's plugin: prefrl is not installed, or the installed version does not have it. "
+            f"{remedy}"
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that is in use: vLLM would share it, and requests would reach either of the two servers.
+
+    Raises:
+        ConfigError: The port is in use, or it is not possible to listen on it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"host={host!r}, port={port}: cannot listen there: {error.strerror}. Set another."
+        ) from error

@@ -1,0 +1,1 @@
+"""`prefrl migrate`: files of other libraries become those of prefrl."""

@@ -1,0 +1,135 @@
+"""`prefrl migrate`: rewrite scripts and configs of TRL, verl and cosmos-rl."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_fields, opt
+from prefrl.scripts.migrate.config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
+from prefrl.scripts.migrate.edits import Migrated
+from prefrl.scripts.migrate.python import migrate_script
+from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.parsing.command_parser import CommandParser
+
+__all__ = ["main"]
+
+Library = Literal["trl", "verl", "cosmos_rl"]
+
+
+@dataclass
+class MigrateArguments:
+    """What becomes of the files."""
+
+    source: Library | None = field(
+        default=None,
+        metadata={"aliases": ["--from"], "help": "What they were written for; None: as the file looks like."},
+    )
+    diff: bool = opt(False, "Only print the changes.")
+    in_place: bool = opt(False, "Rewrite the files, and keep the old ones as FILE.orig.")
+    output: str | None = opt(None, "File to write to, if one is migrated; None: FILE with _prefrl before its ending.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.diff + self.in_place + (self.output is not None) > 1:
+            raise ConfigError("diff, in_place, output: set one of them")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Migrate files, and print what was changed and what is left to do.
+
+    Args:
+        argv: The files, then the options.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: A file cannot be read, is not what it seems to be, or would overwrite another one.
+    """
+    num_files = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    description = "Rewrite Python and shell scripts, YAML and TOML of TRL, verl and cosmos-rl for prefrl."
+    (options,) = CommandParser("migrate FILE ...", (MigrateArguments,), description, takes_config=False).parse(
+        argv[num_files:]
+    )
+    files = [Path(name) for name in argv[:num_files]]
+    if not files:
+        raise ConfigError("no files: the command is prefrl migrate FILE ... [--diff] [--in_place] [--output FILE]")
+    if options.output is not None and len(files) > 1:
+        raise ConfigError(f"output={options.output!r}: one file for {len(files)}. Leave it out.")
+    for file in files:
+        _migrate(file, options)
+    return 0
+
+
+def _migrate(file: Path, options: MigrateArguments) -> None:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    source = options.source or _source_of(file, text)
+    try:
+        result = _migrated(file, text, source)
+    except (SyntaxError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read as {file.suffix or 'a script'}: {error}") from error
+    target = _target(file, source, options)
+    if result.text == text:
+        print(f"{file}: nothing to change")
+    else:
+        print("".join(_diff(file, target, text, result.text)), end="")
+        if not options.diff:
+            _write(file, target, text, result.text)
+    for line, said in result.changes:
+        print(f"{file}:{line}: {said}")
+    for line, said in result.open:
+        print(f"{file}:{line}: to do: {said}")
+
+
+def _source_of(file: Path, text: str) -> Library:
+    if file.suffix == ".toml":
+        return "cosmos_rl"
+    if file.suffix in (".yaml", ".yml"):
+        return "verl" if any(line.startswith("actor_rollout_ref:") for line in text.splitlines()) else "trl"
+    return "verl" if file.suffix != ".py" and "verl.trainer" in text else "trl"
+
+
+def _migrated(file: Path, text: str, source: Library) -> Migrated:
+    is_yaml = file.suffix in (".yaml", ".yml")
+    if source == "cosmos_rl":
+        return migrate_cosmos_rl(text)
+    if source == "verl":
+        return migrate_verl(text, is_command=not is_yaml)
+    if is_yaml:
+        return migrate_trl_yaml(text)
+    return migrate_script(text) if file.suffix == ".py" else migrate_commands(text)
+
+
+def _target(file: Path, source: Library, options: MigrateArguments) -> Path:
+    if options.output is not None:
+        return Path(options.output)
+    suffix = file.suffix if source == "trl" else ".yaml"
+    if options.in_place and suffix == file.suffix:
+        return file
+    return file.with_name(f"{file.stem}_prefrl{suffix}")
+
+
+def _diff(file: Path, target: Path, old: str, new: str) -> list[str]:
+    before = old if file.suffix == target.suffix else ""  # of another format there is only what is new
+    lines = difflib.unified_diff(before.splitlines(True), new.splitlines(True), str(file), str(target))
+    return [line if line.endswith("\n") else f"{line}\n" for line in lines]
+
+
+def _write(file: Path, target: Path, old: str, new: str) -> None:
+    if target == file:
+        backup = file.with_name(f"{file.name}.orig")
+        if backup.exists():
+            raise ConfigError(f"{backup} exists already. Move it away, or leave out --in_place.")
+        backup.write_text(old, encoding="utf-8")
+    target.write_text(new, encoding="utf-8")
+    print(f"{target}: written")

@@ -1,0 +1,468 @@
+"""Rewrites Python scripts that use TRL: imports, names, keywords of configs and trainers, and commands in comments."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from typing import Any
+
+import prefrl
+import prefrl.rewards
+from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.foreign.trl import DEFAULTS, METHODS, NAMES, SCRIPT_OPTIONS, TRAINER_NAMES, TRL, VALUES
+from prefrl.registry import REGISTRY
+from prefrl.scripts.migrate.edits import Edit, Migrated, accepted, applied, converted, every_option, options_of
+from prefrl.scripts.migrate.parsed import parsed_options
+from prefrl.scripts.migrate.shell import migrate_commands
+
+__all__ = ["migrate_script"]
+
+_LINE = 119
+_NAMESAKES = "trl.experimental.bema_for_ref_model"  # its names are those of other classes
+_IMPORT = re.compile(rb"from\s+trl[\w.]*\s+import")
+
+
+def migrate_script(text: str) -> Migrated:
+    """The script with prefrl in place of TRL. Its formatting and comments stay.
+
+    Raises:
+        SyntaxError: It is not Python.
+    """
+    return _Script(text).migrated()
+
+
+def _home(name: str) -> str | None:
+    """The module that has a public name of TRL here."""
+    if name in prefrl.__all__:
+        return "prefrl"
+    return "prefrl.rewards" if name in prefrl.rewards.__all__ else None
+
+
+class _Script:
+    """One script and the edits that it needs."""
+
+    def __init__(self, text: str) -> None:
+        self.source = text.encode()
+        self.tree = ast.parse(text)
+        self.result = Migrated(text)
+        self.edits: list[Edit] = []
+        self.starts = [0]
+        for line in self.source.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+        self.names: dict[str, str] = {}  # names in the script -> those of TRL
+        self.module: str | None = None  # what the script calls trl
+        self.removed: list[ast.keyword | ast.alias] = []
+        self.needs_trl = False  # whether it still imports something of trl
+        self.own: list[str] = []  # options that no trainer reads, only the script
+
+    def migrated(self) -> Migrated:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl":
+                self._import_from(node)
+            elif isinstance(node, ast.Import):
+                self._import(node)
+        self.parsed = parsed_options(self.tree, self._name)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and (name := self._name(node.func)) is not None:
+                self._call(node, name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                self._attribute(node, node.value.id)
+            for body in (getattr(node, field, None) for field in ("body", "orelse")):
+                if isinstance(body, list):
+                    self._methods(body)
+        if self.names or self.module:
+            self._parser()
+            self._own_options()
+            self._defaults_of_parsed_configs()
+            self._texts()
+        self.result.text = applied(self.source, self.edits).decode()
+        self.result.changes.sort()
+        self.result.open.sort()
+        return self.result
+
+    # Imports.
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        homes: dict[str, list[str]] = {}
+        for alias in node.names:
+            home = None if node.module == _NAMESAKES else _home(alias.name)
+            if home is None:
+                self.needs_trl = True
+                remedy = NAMES.get(alias.name, "it stays imported from trl")
+                self.result.open.append((node.lineno, f"{alias.name} is not in prefrl: {remedy}"))
+            else:
+                self.names[alias.asname or alias.name] = alias.name
+            written = alias.name if alias.asname is None else f"{alias.name} as {alias.asname}"
+            homes.setdefault(home or str(node.module), []).append(written)
+        if homes.keys() == {node.module}:
+            return
+        start, end = self._span(node)
+        if len(homes) == 1:
+            found = _IMPORT.search(self.source, start, end)
+            assert found is not None
+            self._edit(found.start(), found.end(), f"from {next(iter(homes))} import")
+        else:
+            lines = [_import_line(home, names, node.col_offset) for home, names in sorted(homes.items())]
+            self._edit(start, end, f"\n{' ' * node.col_offset}".join(lines))
+        moved = ", ".join(name for home, names in homes.items() if home != node.module for name in names)
+        self.result.changes.append((node.lineno, f"{moved}: imported from prefrl"))
+
+    def _import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.split(".")[0] != "trl":
+                continue
+            used = {
+                other.attr
+                for other in ast.walk(self.tree)
+                if isinstance(other, ast.Attribute)
+                and isinstance(other.value, ast.Name)
+                and other.value.id == (alias.asname or "trl")
+            }
+            missing = sorted(name for name in used if name != "rewards" and _home(name) != "prefrl")
+            if missing:
+                self.needs_trl = True
+                self.result.open.append((node.lineno, f"trl.{missing[0]} is not in prefrl: {_remedy_of(missing[0])}"))
+                continue
+            start, _ = self._span(alias)
+            self._edit(start, start + len("trl"), "prefrl")
+            self.module = alias.asname or "trl"
+            self.result.changes.append((node.lineno, "prefrl is imported in place of trl"))
+
+    def _attribute(self, node: ast.Attribute, base: str) -> None:
+        if self.module == "trl" and base == "trl":
+            start, _ = self._span(node.value)
+            self._edit(start, start + len("trl"), "prefrl")
+        if self.parsed is not None and base in self.parsed.variables and self._of_other_class(node, base):
+            return
+        row = TRL.get(node.attr) if "args" in base or "config" in base else None
+        is_user = bool(self.names or self.module)
+        if row is None or not is_user or any(node.attr in accepted(name) for name in self.names.values()):
+            return
+        if row.kind == "renamed":
+            _, end = self._span(node)
+            self._edit(end - len(node.attr), end, row.options[0])
+            self.result.changes.append((node.lineno, f"{base}.{node.attr}: it {row.says}"))
+        else:
+            self.result.open.append((node.lineno, f"{base}.{node.attr} {row.says}"))
+
+    def _of_other_class(self, node: ast.Attribute, base: str) -> bool:
+        """Whether a parsed dataclass lacks the option, but the config has it or the script gets it."""
+        assert self.parsed is not None
+        config = self.parsed.config
+        variable = self.parsed.variable_of(config)
+        if config is None or variable is None or node.attr in accepted(config):
+            is_elsewhere = base != variable and node.attr not in _fields_of(self.parsed.variables[base])
+            if config is None or variable is None or not is_elsewhere:
+                return False
+            start, _ = self._span(node.value)
+            self._edit(start, start + len(base), variable)
+            self.result.changes.append((node.lineno, f"{base}.{node.attr}: an option of {config} here"))
+            return True
+        if base == variable and node.attr in SCRIPT_OPTIONS:
+            self.own += [] if node.attr in self.own else [node.attr]
+            return True
+        return False
+
+    def _parser(self) -> None:
+        """A parser of prefrl in the place of HuggingFace's, which knows fields alone and not TRL's names of keys."""
+        if self.parsed is None or not accepted(str(self.parsed.config)):
+            return
+        found = [
+            (node, alias)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom) and node.module == "transformers"
+            for alias in node.names
+            if alias.name == "HfArgumentParser" and alias.asname is None
+        ]
+        if not found or not isinstance(self.parsed.parser, ast.Name) or self.parsed.parser.id != "HfArgumentParser":
+            return
+        ((node, alias),) = found[:1]
+        line = f"from prefrl import ArgumentParser\n{' ' * node.col_offset}"
+        start, end = self._span(node)
+        if len(node.names) == 1:
+            self._edit(start, end, line.rstrip())
+        else:
+            self._edit(start, start, line)
+            self._remove(alias)
+        self._edit(*self._span(self.parsed.parser), "ArgumentParser")
+        self.result.changes.append((self.parsed.parser.lineno, "prefrl's ArgumentParser also knows TRL's names"))
+
+    def _own_options(self) -> None:
+        """A config of the script's own, with the options that no trainer reads."""
+        if not self.own or self.parsed is None or self.parsed.config is None:
+            return
+        config = self.parsed.classes[self.parsed.config]
+        name = f"{self.parsed.config.removesuffix('Config')}ScriptConfig"
+        statements = [node for node in self.tree.body if not _is_docstring_or_future(node)]
+        used = next(node for node in statements if node.lineno <= config.lineno <= (node.end_lineno or 0))
+        fields = "".join(f"    {option}: str | None = None\n" for option in self.own)
+        start, _ = self._span(used)
+        text = f'    """Options that only this script reads."""\n\n{fields}'
+        old = self.source[slice(*self._span(config))].decode()
+        self._edit(start, start, f"@dataclasses.dataclass\nclass {name}({old}):\n{text}\n\n")
+        first, _ = self._span(statements[0])
+        self._edit(first, first, "import dataclasses\n")
+        self._edit(*self._span(config), name)
+        self.result.changes.append((config.lineno, f"{name} has {', '.join(self.own)}, which no trainer reads"))
+
+    def _methods(self, body: list[ast.stmt]) -> None:
+        """Remove calls of methods that trainers need not have here."""
+        for node in body:
+            call = node.value if isinstance(node, ast.Expr) else None
+            name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+            if name not in METHODS or not any(used.endswith("Trainer") for used in self.names.values()):
+                continue
+            start, end = self._span(node)
+            line = self.source.rfind(b"\n", 0, start) + 1
+            line -= self.source[:line].endswith(b"\n\n")  # with an empty line before it
+            if len(body) == 1:
+                self._edit(start, end, "pass")
+            else:
+                self._edit(line, min(end + 1, len(self.source)), "")
+            self.result.changes.append((node.lineno, f"{name}() removed: {METHODS[name]}"))
+
+    def _name(self, node: ast.expr) -> str | None:
+        """The public name of TRL that an expression stands for."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.module:
+            return node.attr
+        return None
+
+    # Calls.
+
+    def _call(self, node: ast.Call, name: str) -> None:
+        if name.endswith("Trainer"):
+            self._trainer(node, name)
+        elif name.endswith("Config") and accepted(name):
+            self._config(node, name)
+
+    def _trainer(self, node: ast.Call, name: str) -> None:
+        known = accepted(name)
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg in known:
+                continue
+            ours = TRAINER_NAMES.get(keyword.arg)
+            if ours is not None:
+                self._rename(keyword, ours)
+            elif keyword.arg in ARGUMENTS:
+                is_none = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
+                if not is_none:
+                    self.result.open.append((keyword.lineno, f"{name}({keyword.arg}=...): {ARGUMENTS[keyword.arg]}"))
+
+    def _config(self, node: ast.Call, name: str) -> None:
+        known = accepted(name)
+        given = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+        values = {keyword.arg: _literal(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                continue
+            if keyword.arg not in known:
+                self._option(keyword, name, given)
+            elif (value := VALUES.get((name, keyword.arg, str(values[keyword.arg])))) is not None:
+                start, end = self._span(keyword.value)
+                self._edit(start, end, repr(value).replace("'", '"'))
+                self.result.changes.append(
+                    (keyword.lineno, f"{keyword.arg}: {values[keyword.arg]!r} is {value!r} here")
+                )
+        if name == "GRPOConfig" and values.get("loss_type") == "cispo":
+            self._cispo(node, given, values.get("epsilon_high"))
+        self._defaults(node, name, given)
+
+    def _option(self, keyword: ast.keyword, name: str, given: set[str]) -> None:
+        """An option that the config does not have."""
+        assert keyword.arg is not None
+        row = TRL.get(keyword.arg)
+        if row is None:
+            return
+        where = f"{name}({keyword.arg}=...)"
+        if row.may_go:
+            self._remove(keyword)
+            self.result.changes.append((keyword.lineno, f"{where} removed: it {row.says}"))
+        elif row.kind == "renamed" and row.options[0] in accepted(name) and row.options[0] not in given:
+            self._rename(keyword, row.options[0])
+            given.add(row.options[0])
+        else:
+            options = converted(row, _literal(keyword.value))
+            if isinstance(options, str) or any(option in given for option in options):
+                self.result.open.append((keyword.lineno, f"{where} {row.says}"))
+                return
+            start, end = self._span(keyword)
+            self._edit(start, end, ", ".join(f"{option}={_code(value)}" for option, value in options.items()))
+            given.update(options)
+            self.result.changes.append((keyword.lineno, f"{where} {row.says}"))
+
+    def _cispo(self, node: ast.Call, given: set[str], bound: Any) -> None:
+        """TRL's bound of the ratio is epsilon_high itself, prefrl's is 1 + epsilon_high; nothing is cut off below."""
+        if not isinstance(bound, int | float):
+            text = "loss_type='cispo': set epsilon=1.0, and epsilon_high to TRL's minus 1"
+            self.result.open.append((node.lineno, text))
+            return
+        keyword = next(keyword for keyword in node.keywords if keyword.arg == "epsilon_high")
+        start, end = self._span(keyword)
+        lower = "" if "epsilon" in given else "epsilon=1.0, "
+        self._edit(start, end, f"{lower}epsilon_high={bound - 1.0!r}")
+        given.add("epsilon")
+        self.result.changes.append((keyword.lineno, "loss_type='cispo': epsilon_high is relative to 1 here"))
+
+    def _defaults(self, node: ast.Call, name: str, given: set[str]) -> None:
+        """Add what TRL would have taken, where the default differs."""
+        missing = {option: value for option, value in DEFAULTS.get(name, {}).items() if option not in given}
+        if given & {"fp16", "bf16"}:
+            missing.pop("bf16", None)
+        if name == "GRPOConfig" and "beta" in given and "use_bias_correction_kl" not in given:
+            beta = next(keyword.value for keyword in node.keywords if keyword.arg == "beta")
+            if _literal(beta) != 0:
+                missing["use_bias_correction_kl"] = True
+        if not missing:
+            return
+        shown = ", ".join(f"{option}={_code(value)}" for option, value in missing.items())
+        if any(keyword.arg is None for keyword in node.keywords):
+            self.result.open.append((node.lineno, f"{name}: TRL's defaults are {shown}, unless ** sets them"))
+            return
+        kept: list[Any] = [part for part in [*node.args, *node.keywords] if part not in self.removed]
+        last = max(kept, key=lambda part: self._span(part)[1], default=None)
+        if last is None:
+            begin = self.source.index(b"(", self._span(node.func)[1]) + 1
+            self._edit(begin, begin, shown)
+        else:
+            start, end = self._span(last)
+            line = self.source[self.starts[last.lineno - 1] : start]
+            is_alone = not line.strip() and last.lineno > node.lineno
+            between = f",\n{line.decode()}" if is_alone else ", "
+            parts = [f"{option}={_code(value)}" for option, value in missing.items()]
+            self._edit(end, end, between + between.join(parts))
+        self.result.changes.append((node.lineno, f"{name}: TRL's defaults are written out: {shown}"))
+
+    def _defaults_of_parsed_configs(self) -> None:
+        """Give the parser TRL's defaults where they differ; if it has no name, say so."""
+        statement = None if self.parsed is None else self.parsed.statement
+        config = None if self.parsed is None else self.parsed.config
+        if statement is not None and config in DEFAULTS:
+            parts = [f"{option}={_code(value)}" for option, value in DEFAULTS[config].items()]
+            start, end = self._span(statement.targets[0])
+            indent = f"\n{' ' * statement.col_offset}"
+            call = f"{indent}{self.source[start:end].decode()}.set_defaults("
+            line = f"{call}{', '.join(parts)})"
+            if len(line) > _LINE:
+                line = f"{call}{''.join(f'{indent}    {part},' for part in parts)}{indent})"
+            _, end = self._span(statement)
+            self._edit(end, end, line)
+            text = f"{config}: TRL's defaults are written out: {', '.join(parts)}"
+            self.result.changes.append((statement.lineno, text))
+            return
+        called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(self.tree):
+            name = self._name(node) if isinstance(node, ast.Name) and node not in called else None
+            if isinstance(node, ast.Name) and name in DEFAULTS:
+                shown = ", ".join(f"{option}={_code(value)}" for option, value in DEFAULTS[str(name)].items())
+                text = f"{name} is parsed from options, and some defaults differ; TRL's are {shown}"
+                self.result.open.append((node.lineno, text))
+                return
+
+    # Comments and strings that stand alone.
+
+    def _texts(self) -> None:
+        known = every_option() if self.parsed is None else _options_of(self.parsed.config) | {*self.own}
+        for line, start, end in [*self._comments(), *self._strings()]:
+            old = self.source[start:end].decode()
+            found = migrate_commands(old, first_line=line, of_script=known, needs_trl=self.needs_trl)
+            if found.text != old:
+                self._edit(start, end, found.text)
+            self.result.changes += found.changes
+            self.result.open += found.open
+
+    def _comments(self) -> Iterator[tuple[int, int, int]]:
+        lines = self.source.decode().splitlines(keepends=True)
+        for token in tokenize.generate_tokens(io.StringIO(self.source.decode()).readline):
+            if token.type == tokenize.COMMENT:
+                line, column = token.start
+                start = self.starts[line - 1] + len(lines[line - 1][:column].encode())
+                yield line, start, start + len(token.string.encode())
+
+    def _strings(self) -> Iterator[tuple[int, int, int]]:
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield node.lineno, *self._span(node.value)
+
+    # Places.
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        start = self.starts[node.lineno - 1] + node.col_offset
+        return start, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+    def _edit(self, start: int, end: int, text: str) -> None:
+        self.edits.append(Edit(start, end, text))
+
+    def _rename(self, keyword: ast.keyword, name: str) -> None:
+        assert keyword.arg is not None
+        start, _ = self._span(keyword)
+        self._edit(start, start + len(keyword.arg), name)
+        self.result.changes.append((keyword.lineno, f"{keyword.arg} is {name} here"))
+
+    def _remove(self, keyword: ast.keyword | ast.alias) -> None:
+        """Remove a keyword or an imported name with its comma, and its lines if nothing else is on them."""
+        self.removed.append(keyword)
+        start, end = self._span(keyword)
+        comma = re.compile(rb"\s*,").match(self.source, end)
+        if comma is not None:
+            end = comma.end()
+        line = self.source.rfind(b"\n", 0, start) + 1
+        rest = re.compile(rb"[ \t]*(#[^\n]*)?\n").match(self.source, end)
+        if rest is not None and not self.source[line:start].strip():
+            start, end = line, rest.end()
+        elif comma is not None:
+            end = re.compile(rb"[ \t]*").match(self.source, end).end()  # type: ignore[union-attr]  # matches nothing, too
+        else:
+            before = re.compile(rb",\s*$").search(self.source, 0, start)
+            start = start if before is None else before.start()
+        self._edit(start, end, "")
+
+
+def _remedy_of(name: str) -> str:
+    return NAMES.get(name, "trl stays imported")
+
+
+def _options_of(config: str | None) -> frozenset[str]:
+    """The options of the command whose config it is; those of all commands if there is none."""
+    command = next((row.name for row in REGISTRY.values() if row.config.endswith(f":{config}")), None)
+    return every_option() if command is None else options_of(command)
+
+
+def _fields_of(name: str) -> frozenset[str]:
+    """The options of a dataclass of ours."""
+    return frozenset(field.name for field in dataclasses.fields(getattr(prefrl, name)))
+
+
+def _is_docstring_or_future(node: ast.stmt) -> bool:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+
+
+def _import_line(module: str, names: list[str], indent: int) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) + indent <= _LINE:
+        return line
+    inner = textwrap.indent(",\n".join(names), " " * (indent + 4))
+    return f"from {module} import (\n{inner},\n{' ' * indent})"
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of an expression, or the expression if it is no literal."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return node
+
+
+def _code(value: Any) -> str:
+    return repr(value).replace("'", '"')

@@ -1,0 +1,1 @@
+"""Parsers of command lines and YAML files."""

@@ -1,0 +1,179 @@
+"""Parse the command line and YAML files into dataclasses, with errors that name the place and the nearest option."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from prefrl.errors import ConfigError
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, form_of
+from prefrl.trainer.base.flat_names import flat_parameters
+from prefrl.trainer.base.size_options import AUTO, AUTOMATIC
+
+__all__ = ["ArgumentParser", "TrlParser"]
+
+# Options of TrainingArguments that `--help` shows besides prefrl's own; `--help_all` shows every one.
+_COMMON = frozenset(
+    {
+        "output_dir",
+        "learning_rate",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+        "eval_strategy",
+        "eval_steps",
+        "save_steps",
+        "logging_steps",
+        "report_to",
+        "seed",
+        "bf16",
+        "resume_from_checkpoint",
+        "push_to_hub",
+    }
+)
+_SEE_ALL_EPILOG = "--help_all also lists the other options of transformers.TrainingArguments."
+
+
+class ArgumentParser(OptionParser, HfArgumentParser):
+    """`HfArgumentParser` with `--config FILE.yaml`: the file gives defaults, which the command line overrides.
+
+    A scalar in the file is read like the same text on the command line, so that `1e-6` is a number and `no` a word.
+    The mapping `env` of the file sets environment variables. A mistake on the command line is a ConfigError, too.
+
+    Args:
+        dataclass_types: Their fields are the options; one class or several.
+        takes_config: False: there is no option `--config`; giving it is an error like any other unknown option.
+        kwargs: For `argparse.ArgumentParser`.
+
+    Raises:
+        ConfigError: A class has a field `config`.
+    """
+
+    def __init__(
+        self, dataclass_types: type | Iterable[type] | None = None, *, takes_config: bool = True, **kwargs: Any
+    ) -> None:
+        classes = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
+        epilog = _SEE_ALL_EPILOG if _has_training_options(classes) else None
+        super().__init__(takes_config=takes_config, **{"epilog": epilog, **kwargs})
+        for cls in classes:
+            if takes_config and "config" in {field.name for field in _fields(cls)}:
+                raise ConfigError(f"{cls.__name__}.config: this option names the YAML file. Rename the field.")
+        self._flat: dict[type, dict[str, Any]] = {}  # keywords of each class that are no fields, with their defaults
+        self._hints: dict[str, Any] = {}
+        for cls in classes:
+            self.dataclass_types.append(cls)
+            self._add_dataclass_arguments(cls)
+            self._hints |= typing.get_type_hints(cls)
+            self._add_flat_names(cls)
+        self._forms = {name: form_of(hint) for name, hint in self._hints.items()}
+        for action in self._actions:
+            if action.dest in AUTOMATIC:
+                action.type = _or_auto(action.type)
+
+    def _add_flat_names(self, cls: type) -> None:
+        """Take the keywords of a config that are no fields, without showing them in the help."""
+        self._flat[cls] = {name: parameter.default for name, parameter in flat_parameters(cls).items()}
+        hints = {name: self._hints[name].type for name in self._flat[cls]}
+        self._hints |= hints
+        fields = [
+            (name, hint, dataclasses.field(default=self._flat[cls][name], metadata={"help": argparse.SUPPRESS}))
+            for name, hint in hints.items()
+        ]
+        self._add_dataclass_arguments(dataclasses.make_dataclass("FlatNames", fields))
+
+    def parse_args_and_config(
+        self,
+        args: Iterable[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
+    ) -> tuple[Any, ...]:
+        """One instance of each dataclass; and a namespace of the options that `add_argument` added, if there are any.
+
+        Args:
+            args: The command line without the program's name; None: the one of this process.
+            return_remaining_strings: Unknown options are no error: their words are returned, behind all else.
+            fail_with_unknown_args: False: unknown options in the file are ignored.
+            separate_remaining_strings: Return the words of the file and those of the command line as two lists.
+
+        Raises:
+            ConfigError: An unknown or missing option, a value of the wrong type, or one that the config refuses.
+            SystemExit: Help was asked for.
+        """
+        argv = sys.argv[1:] if args is None else list(args)
+        keeps_entries = return_remaining_strings or not fail_with_unknown_args
+        values, entries, words = self.read(argv, keeps_entries=keeps_entries, keeps_words=return_remaining_strings)
+        output: tuple[Any, ...] = tuple(cls(**self._arguments(cls, values)) for cls in self.dataclass_types)
+        others = values.keys() - self._own - self._hints.keys()
+        if others:
+            output = (*output, argparse.Namespace(**{name: values[name] for name in values if name in others}))
+        if not return_remaining_strings:
+            return output
+        return (*output, entries, words) if separate_remaining_strings else (*output, entries + words)
+
+    def parse_args_into_dataclasses(
+        self, args: Iterable[str] | None = None, return_remaining_strings: bool = False
+    ) -> tuple[Any, ...]:
+        """The same as `parse_args_and_config`."""
+        return self.parse_args_and_config(args, return_remaining_strings)
+
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        """Set defaults of options, those of commands included; an option with a default need not be given.
+
+        Returns:
+            The words of values that no option has, as on a command line.
+        """
+        known: set[str] = set()
+        for parser in self._with_subparsers():
+            for name, action in parser._by_name.items():
+                if name in values:
+                    action.default, action.required = values[name], False
+                    known.add(name)
+        return [word for name in values if name not in known for word in (f"--{name}", str(values[name]))]
+
+    def _arguments(self, cls: type, values: dict[str, Any]) -> dict[str, Any]:
+        names = [field.name for field in _fields(cls)]
+        return {name: values[name] for name in [*names, *self._flat[cls]]}
+
+    def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
+        """Print the help of this parser, or of the command that `argv` names."""
+        commands = {name: parser for action in self._subparsers_actions for name, parser in action.choices.items()}
+        asked = next((commands[word] for word in argv if word in commands), self)
+        asked.print_help(everything=early.wants_all)
+
+    def print_help(self, file: Any = None, *, everything: bool = False) -> None:
+        """Print prefrl's own options and the common others, or everything."""
+        hidden = {field.name for field in dataclasses.fields(TrainingArguments)} - _COMMON
+        if not everything and _has_training_options(self.dataclass_types):
+            for action in self._actions:
+                if action.dest in hidden:
+                    action.help = argparse.SUPPRESS
+        super().print_help(file)
+
+
+TrlParser = ArgumentParser  # its name in TRL
+
+
+def _has_training_options(dataclass_types: Iterable[type]) -> bool:
+    return any(issubclass(cls, TrainingArguments) for cls in dataclass_types)
+
+
+def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _or_auto(convert: Any) -> Callable[[str], Any]:
+    """The type of an option that may also be "auto"."""
+
+    def read(text: str) -> Any:
+        return AUTO if text == AUTO else convert(text)
+
+    read.__name__ = str(getattr(convert, "__name__", convert))
+    return read

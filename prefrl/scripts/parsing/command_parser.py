@@ -1,0 +1,122 @@
+"""The parser of commands whose options are fields of plain dataclasses. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from prefrl.options.fields import default_of
+from prefrl.scripts.parsing.option_parser import OptionParser, form_of
+
+__all__ = ["CommandParser"]
+
+_KINDS = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+class CommandParser(OptionParser):
+    """`prefrl merge ADAPTER OUTPUT_DIR` is `prefrl merge --adapter ADAPTER --output_dir OUTPUT_DIR`.
+
+    Args:
+        command: What follows `prefrl` on the command line.
+        dataclass_types: Their fields are the options.
+        description: What the command does, for its help.
+        takes_config: See `OptionParser`.
+        positional: Options that may be given without their names, in the order of the words. They need a default.
+    """
+
+    see: ClassVar[str] = "See --help."
+
+    def __init__(
+        self,
+        command: str,
+        dataclass_types: Sequence[type],
+        description: str,
+        *,
+        takes_config: bool = True,
+        positional: Sequence[str] = (),
+    ) -> None:
+        super().__init__(takes_config=takes_config, prog=f"prefrl {command}", description=description)
+        self._dataclass_types, self._positional = tuple(dataclass_types), tuple(positional)
+        for action in self._actions:
+            if action.dest == "help":
+                action.nargs, action.metavar, action.help = 0, None, "Show this help."
+            if action.dest == "help_all":
+                action.help = argparse.SUPPRESS
+        for cls in dataclass_types:
+            hints = typing.get_type_hints(cls, include_extras=True)
+            for field in _fields(cls):
+                self.add_option(_option(field, hints[field.name]), *field.metadata.get("aliases", ()))
+        if positional:
+            words = " ".join(f"[{name.upper()}]" for name in positional)
+            config = "[--config FILE.yaml] " if takes_config else ""
+            self.usage = f"%(prog)s {words} {config}[--option value ...]"
+
+    def parse(self, argv: Sequence[str]) -> tuple[Any, ...]:
+        """One instance of each dataclass. Words before the first option are positional.
+
+        Raises:
+            ConfigError: An unknown or missing option, a value of the wrong type, or one that the dataclass refuses.
+            SystemExit: Help was asked for.
+        """
+        return self._made(self.read(self._named(argv))[0])
+
+    def parse_known(self, argv: Sequence[str]) -> tuple[tuple[Any, ...], list[str]]:
+        """One instance of each dataclass, and the words of the command line that belong to no option.
+
+        Raises:
+            ConfigError: As `parse`, except for unknown options on the command line; unknown options in the file raise.
+            SystemExit: Help was asked for.
+        """
+        values, _, words = self.read(self._named(argv), keeps_words=True)
+        return self._made(values), words
+
+    def _named(self, argv: Sequence[str]) -> list[str]:
+        words: list[str] = []
+        rest = list(argv)
+        while rest and not rest[0].startswith("-") and len(words) < len(self._positional):
+            words.append(rest.pop(0))
+        named = [part for name, word in zip(self._positional, words, strict=False) for part in (f"--{name}", word)]
+        return [*named, *rest]
+
+    def _made(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(
+            cls(**{field.name: values[field.name] for field in _fields(cls)}) for cls in self._dataclass_types
+        )
+
+
+def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _option(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """A field as `OptionParser.add_option` takes it; see `prefrl.scripts.schema.writer`."""
+    default = default_of(field)
+    is_required = default is dataclasses.MISSING
+    plain = _plain(hint)
+    is_list = typing.get_origin(plain) is list
+    kind = _KINDS.get(typing.get_args(plain)[0] if is_list else plain, "str")
+    return {
+        "name": field.name,
+        "kind": kind,
+        "help": field.metadata.get("help", ""),
+        "choices": typing.get_args(plain) if typing.get_origin(plain) is Literal else None,
+        "is_list": is_list,
+        "is_flag": kind == "bool",
+        "is_required": is_required,
+        "has_no_form": default is True,
+        "default": None if is_required else default,
+        **form_of(hint)._asdict(),
+    }
+
+
+def _plain(hint: Any) -> Any:
+    """The type without None and bounds: the first one of a union that is no mapping."""
+    if typing.get_origin(hint) is Annotated:
+        return _plain(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (list, Literal) or not typing.get_args(hint):
+        return hint
+    parts = [part for part in typing.get_args(hint) if part is not type(None) and typing.get_origin(part) is not dict]
+    return _plain(parts[0]) if parts else str

@@ -1,0 +1,403 @@
+"""Parse the command line and YAML files of options, with errors that name the place and the nearest option."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import yaml
+
+from prefrl.errors import ConfigError
+from prefrl.options.foreign import advice
+from prefrl.options.suggest import nearest
+from prefrl.options.switches import SWITCHES
+from prefrl.scripts.arguments.dataset_config import DatasetConfig
+from prefrl.scripts.arguments.reward_entry import RewardEntry
+from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
+
+__all__ = ["EarlyParser", "Form", "OptionParser", "boolean", "form_of"]
+
+_NULL = "null"
+_AUTO = "auto"
+
+
+class Form(NamedTuple):
+    """What the value of an option may be besides a scalar or a list of scalars."""
+
+    is_nullable: bool = False
+    is_mapping: bool = False
+    is_mappings: bool = False  # a list of mappings
+
+
+class OptionParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` with `--config FILE.yaml`: the file gives defaults, which the command line overrides.
+
+    A scalar in the file is read like the same text on the command line, so that `1e-6` is a number and `no` a word.
+    The word `null` on the command line is None for an option that may be None. A feature that the command line
+    switches off takes its other options in the file with it. The first word may be the file, without `--config`.
+
+    Args:
+        takes_config: False: there is no option `--config`; giving it is an error like any other unknown option.
+        kwargs: For `argparse.ArgumentParser`.
+    """
+
+    see: ClassVar[str] = "See --help_all for all options."
+
+    def __init__(self, *, takes_config: bool = True, **kwargs: Any) -> None:
+        about = {
+            "usage": f"%(prog)s {'[FILE.yaml] ' if takes_config else ''}[--option value ...]",
+            "formatter_class": _HelpFormatter,
+            "allow_abbrev": False,
+        }
+        super().__init__(**{**about, **kwargs, "add_help": False})
+        self._takes_config = takes_config
+        if takes_config:
+            self.add_argument(
+                "--config",
+                metavar="FILE.yaml",
+                help="YAML file with options; options on the command line override it.",
+            )
+        text = (
+            "Show prefrl's own options and common options of transformers; with a word, the options that contain it."
+        )
+        self.add_argument("-h", "--help", nargs="?", const="", metavar="[WORD]", help=text)
+        self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
+        self._own = {action.dest for action in self._actions}
+        self._forms: dict[str, Form] = {}
+        self.places: dict[str, str] = {}  # the options of the file, and their entries: where each stands
+
+    def add_option(self, option: Mapping[str, Any], *aliases: str) -> None:
+        """Add an option as schema.json describes it; see `prefrl.scripts.schema.writer`.
+
+        Args:
+            option: Its name, kind, default and so on. What is false may be left out.
+            aliases: Other spellings of it.
+        """
+        name = option["name"]
+        about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
+        if option.get("is_flag"):
+            about = {"nargs": "?", "const": True}
+        self.add_argument(
+            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *aliases)),
+            type=_converter(option),
+            choices=option.get("choices"),
+            default=option.get("default"),
+            required=option.get("is_required", False),
+            help=option.get("help", "").replace("%", "%%"),
+            **about,
+        )
+        if option.get("has_no_form"):
+            spellings = dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}"))
+            text = f"The same as --{name} false."
+            self.add_argument(*spellings, action="store_false", dest=name, default=option.get("default"), help=text)
+        self._forms[name] = Form(*(option.get(form, False) for form in Form._fields))
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Raise an error instead of printing argparse's usage."""
+        raise ConfigError(message)
+
+    def read(
+        self, argv: Sequence[str], *, keeps_entries: bool = False, keeps_words: bool = False
+    ) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Options by name; unknown options of the file and of the command line, as words of a command line.
+
+        Args:
+            argv: The command line without the program's name.
+            keeps_entries: Unknown options of the file are no error.
+            keeps_words: Unknown options of the command line are no error.
+
+        Raises:
+            ConfigError: An unknown or missing option, or a value of the wrong type.
+            SystemExit: Help was asked for.
+        """
+        if self._takes_config and argv and argv[0].endswith((".yaml", ".yml")):
+            argv = ["--config", *argv]
+        early = EarlyParser(argv)
+        if early.wants_help:
+            self.show_help(argv, early)
+            raise SystemExit(0)
+        self.places = {}
+        has_file = early.config is not None and self._takes_config
+        off = self._switched_off(argv)
+        entries = self._read_defaults(Path(str(early.config)), off, keeps_unknown=keeps_entries) if has_file else []
+        values, words = self._values(argv, keeps_unknown=keeps_words)
+        return values, entries, words
+
+    def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
+        """Print the help that the command line asks for."""
+        self.print_help()
+
+    def given(self, argv: Sequence[str]) -> set[str]:
+        """The names of the options that the command line sets."""
+        by_option = {option: action.dest for action in self._actions for option in action.option_strings}
+        return {by_option[word] for word in (text.split("=")[0] for text in argv) if word in by_option}
+
+    def _switched_off(self, argv: Sequence[str]) -> dict[str, str]:
+        """The options that belong to features that the command line switches off, and the name of the feature."""
+        switches = self.given(argv) & SWITCHES.keys() & self._by_name.keys()
+        if not switches:
+            return {}
+        namespace, _ = self._parse_leniently(argv)
+        off = [name for name in switches if getattr(namespace, name) in (False, None)]
+        return {option: name for name in off for option in SWITCHES[name] if option not in self.given(argv)}
+
+    def _parse_leniently(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parse without asking for options that must be given."""
+        required = [action for action in self._by_name.values() if action.required]
+        for action in required:
+            action.required = False
+        try:
+            return self.parse_known_args(list(argv))
+        finally:
+            for action in required:
+                action.required = True
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if arg_string == _NULL and self._forms.get(action.dest, Form()).is_nullable:
+            return None
+        return super()._get_value(action, arg_string)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is not None:
+            super()._check_value(action, value)
+
+    @property
+    def _by_name(self) -> dict[str, argparse.Action]:
+        """The options; of two for one field, the first is the option itself, the second its --no_ form."""
+        return {action.dest: action for action in reversed(self._actions) if action.dest not in self._own}
+
+    @property
+    def _subparsers_actions(self) -> list[Any]:
+        return [action for action in self._actions if isinstance(action.choices, dict)]
+
+    def _with_subparsers(self) -> list[OptionParser]:
+        below = [parser for action in self._subparsers_actions for parser in action.choices.values()]
+        return [self, *(parser for child in below for parser in child._with_subparsers())]
+
+    def _values(self, argv: Sequence[str], *, keeps_unknown: bool) -> tuple[dict[str, Any], list[str]]:
+        # An unknown option is reported before a missing one: it may be the missing one, misspelled.
+        required = [action for action in self._by_name.values() if action.required]
+        namespace, unknown = self._parse_leniently(argv)
+        if unknown and not keeps_unknown:
+            self._refuse(unknown)
+        values: dict[str, Any] = {name: None if value == [None] else value for name, value in vars(namespace).items()}
+        missing = [action.dest for action in required if values[action.dest] is None]
+        if missing:
+            example = f"--{missing[0]} VALUE"
+            raise ConfigError(f"{', '.join(missing)}: not given. Write {example}, or set it in the file of --config.")
+        return values, unknown
+
+    def _refuse(self, unknown: Sequence[str]) -> typing.NoReturn:
+        word = unknown[0].split("=")[0]
+        if not word.startswith("-"):
+            raise ConfigError(
+                f"unexpected argument {word!r}: options are written as --name value, and a file of options comes first"
+            )
+        options = {option for action in self._actions for option in action.option_strings}
+        raise ConfigError(f"unknown option {word!r}. {self.remedy(word, options)}")
+
+    def remedy(self, name: str, known: Collection[str]) -> str:
+        """What to do about an unknown option, among options that are written like it."""
+        return advice(name, self._by_name) or nearest(name, known, otherwise=self.see)
+
+    def _read_defaults(self, path: Path, off: Mapping[str, str], *, keeps_unknown: bool) -> list[str]:
+        unknown: list[str] = []
+        parsers = self._with_subparsers()
+        known = {name for parser in parsers for name in parser._by_name}
+        for name, line, node, loader in _entries(path):
+            where = f"{path}:{line}"
+            if name == "env" and name not in known:
+                os.environ.update(_variables(where, node))
+                continue
+            if name not in known and keeps_unknown:
+                unknown += [f"--{name}", str(loader.construct_object(node, deep=True))]
+                continue
+            if name not in known:
+                raise ConfigError(f"{where}: unknown option {name!r}. {self.remedy(name, known)}")
+            if name in off:
+                note = f"note: {where}: {name} is left out, because the command line switches {off[name]} off"
+                print(note, file=sys.stderr)
+                continue
+            self.places |= _places(name, node, path, line)
+            try:
+                for parser in parsers:
+                    if name in parser._by_name:
+                        action = parser._by_name[name]
+                        action.default, action.required = parser._value(action, node, loader), False
+            except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+                raise ConfigError(f"{where}: {name}={_text(node)}: {error}") from error
+        return unknown
+
+    def _value(self, action: argparse.Action, node: yaml.Node, loader: yaml.SafeLoader) -> Any:
+        form = self._forms.get(action.dest, Form())
+        if node.tag == NULL_TAG:
+            if not form.is_nullable:
+                raise ValueError("null is not allowed, the option always has a value")
+            return None
+        if _has_form(form, node):
+            return loader.construct_object(node, deep=True)
+        if isinstance(node, yaml.MappingNode):
+            raise ValueError("a mapping is not allowed here")
+        if isinstance(node, yaml.SequenceNode):
+            if action.nargs != "+":
+                raise ValueError("a list is not allowed here")
+            return [_scalar(action, item) for item in node.value]
+        value = _scalar(action, node)
+        return [value] if action.nargs == "+" else value
+
+
+def form_of(hint: Any) -> Form:
+    """What a value of the type may be besides a scalar or a list of scalars."""
+    is_list = typing.get_origin(hint) is list
+    parts = (hint,) if is_list else typing.get_args(hint) or (hint,)
+    items = [item for part in parts if typing.get_origin(part) is list for item in typing.get_args(part)]
+    return Form(
+        is_nullable=type(None) in parts,
+        is_mapping=any(typing.get_origin(part) is dict for part in parts),
+        is_mappings=any(
+            typing.get_origin(item) is dict or dataclasses.is_dataclass(item) or item is RewardEntry for item in items
+        ),
+    )
+
+
+def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
+    kinds: dict[str, Any] = {
+        "int": int,
+        "float": float,
+        "bool": boolean,
+        "dataset": DatasetConfig,
+        "reward": RewardEntry,
+    }
+    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
+    if not option.get("is_auto"):
+        return convert
+
+    def read(text: str) -> Any:
+        return text if text == _AUTO else convert(text)
+
+    read.__name__ = convert.__name__
+    return read
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows one spelling of each option, and the kind of value that it takes."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        option = action.option_strings[0] if action.option_strings else action.dest
+        if action.nargs == 0:
+            return ", ".join(action.option_strings)
+        return f"{option} {action.metavar or self._kind(action)}"
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = (action.help or "").replace("%%", "%")
+        is_unset = action.default is None or action.default is False or action.default == []
+        return text if is_unset else f"{text} (default: {action.default})"
+
+    def _kind(self, action: argparse.Action) -> str:
+        if action.choices is not None:
+            return "{" + ",".join(map(str, action.choices)) + "}"
+        kind = {"string_to_bool": "true|false", "boolean": "true|false", "str": "text"}.get(
+            name := _name(action.type or str), name
+        )
+        return f"{kind} ..." if action.nargs == "+" else kind
+
+
+class EarlyParser:
+    """Finds the options that must be known before the others are parsed."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--config")
+        parser.add_argument("-h", "--help", nargs="?", const="")
+        parser.add_argument("--help_all", "--help-all", action="store_true")
+        try:
+            known, _ = parser.parse_known_args(list(argv))
+        except argparse.ArgumentError as error:
+            raise ConfigError(str(error)) from error
+        self.config: str | None = known.config
+        self.wants_all: bool = known.help_all
+        self.word: str = known.help or ""
+        self.wants_help: bool = known.help is not None or known.help_all
+
+
+def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
+    """The name, line number and value of each option in a YAML file, with the loader."""
+    root, loader = read_yaml(path, f"config={str(path)!r}")
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}:{root.start_mark.line + 1}: must be a mapping of options to values")
+    loader.flatten_mapping(root)
+    entries = [(str(key.value), key.start_mark.line + 1, value, loader) for key, value in root.value]
+    lines: dict[str, int] = {}
+    for name, line, _, _ in entries:
+        if name in lines:
+            raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
+        lines[name] = line
+    return entries
+
+
+def _places(name: str, node: yaml.Node, path: Path, line: int) -> dict[str, str]:
+    """Where an option of the file stands, and each entry in it, by names such as datasets[1].path."""
+    places = {name: f"{path}:{line}"}
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            places |= _places(f"{name}[{i}]", item, path, item.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            places |= _places(f"{name}.{key.value}", value, path, key.start_mark.line + 1)
+    return places
+
+
+def _has_form(form: Form, node: yaml.Node) -> bool:
+    """Whether the node is a mapping or a list of mappings, where the option takes one."""
+    is_list = isinstance(node, yaml.SequenceNode)
+    return (form.is_mappings and is_list) or (form.is_mapping and isinstance(node, yaml.MappingNode))
+
+
+def boolean(text: str) -> bool:
+    """A word that means yes or no.
+
+    Raises:
+        ValueError: It means neither.
+    """
+    words = {"yes": True, "true": True, "t": True, "y": True, "1": True}
+    words |= {"no": False, "false": False, "f": False, "n": False, "0": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"Truthy value expected: {text!r} is neither true nor false")
+    return words[text.lower()]
+
+
+def _scalar(action: argparse.Action, node: yaml.Node) -> Any:
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError("a list of lists or mappings is not allowed here")
+    convert: Any = action.type or str
+    try:
+        value = convert(node.value)
+    except ValueError as error:
+        raise ValueError(f"must be of type {_name(convert)}") from error
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f"must be one of {', '.join(map(str, action.choices))}")
+    return value
+
+
+def _variables(where: str, node: yaml.Node) -> dict[str, str]:
+    """The values of a mapping as they are written."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else None
+    if pairs is None or not all(isinstance(part, yaml.ScalarNode) for pair in pairs for part in pair):
+        raise ConfigError(f"{where}: env: must be a mapping of environment variables to values")
+    return {str(name.value): str(value.value) for name, value in pairs}
+
+
+def _name(convert: Any) -> str:
+    return str(getattr(convert, "__name__", convert))
+
+
+def _text(node: yaml.Node) -> str:
+    return repr(node.value) if isinstance(node, yaml.ScalarNode) else type(node).__name__.removesuffix("Node").lower()

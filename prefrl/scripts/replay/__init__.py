@@ -1,0 +1,1 @@
+"""`prefrl replay`: a past step of a run, computed again."""

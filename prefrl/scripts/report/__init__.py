@@ -1,0 +1,1 @@
+"""`prefrl report`, `watch` and `look`: what the folder of a run says about it."""

@@ -1,0 +1,1 @@
+"""`prefrl generate`, `chat` and `eval`: completions of a model or a server."""

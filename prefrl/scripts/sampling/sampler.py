@@ -1,0 +1,251 @@
+"""Completions for `prefrl generate`, `chat` and `eval`: of a model in this process, or of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from urllib.parse import urlsplit
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.errors import ConfigError, GenerationError
+from prefrl.options.fields import check_fields, check_unset, opt
+from prefrl.scripts.arguments.model_config import DType
+
+if TYPE_CHECKING:
+    from prefrl.generation.base import SamplingParams
+    from prefrl.http import Http
+
+__all__ = ["Sample", "Sampler", "SamplingArguments", "make_sampler"]
+
+Prompt = str | list[dict[str, Any]]
+
+_REQUEST_SECONDS = 600.0
+_REQUESTS_AT_ONCE = 32
+_ANSWER_BYTES = 2**26
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass
+class SamplingArguments:
+    """The model, and how completions are sampled."""
+
+    model_name_or_path: str | None = opt(
+        None,
+        "Model or adapter: a folder or a name on the Hub. With a server, the model's name on it; None: its first "
+        "model.",
+    )
+    server: str | None = opt(
+        None,
+        "Sample from this server instead: the URL of an OpenAI-compatible API, such as http://localhost:8000/v1. "
+        "The key is read from VLLM_API_KEY or, for a server on this machine, from the key file of prefrl vllm-serve.",
+    )
+    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt.")
+    max_completion_length: Annotated[int, Ge(1)] = opt(512, "Maximum length of a completion in tokens.")
+    temperature: Annotated[float, Ge(0)] | None = opt(
+        None, "Sampling temperature; 0 decodes greedily. None: 0 for one completion per prompt, 1 for several."
+    )
+    top_p: Annotated[float, Gt(0), Le(1)] = opt(
+        1.0, "Sample from the smallest set of most likely tokens with this total probability."
+    )
+    top_k: Annotated[int, Ge(0)] = opt(0, "Sample from this many of the most likely tokens; 0: from all.")
+    seed: Annotated[int, Ge(0)] = opt(0, "Seed for sampling: the same seed gives the same completions.")
+    batch_size: Annotated[int, Ge(1)] = opt(
+        64, "Number of completions that are decoded together in this process; 1 needs the least memory."
+    )
+    dtype: DType = opt("auto", "Type of the weights; auto: that of the files.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.server is not None:
+            remedy = "Leave it out: the server decides."
+            check_unset(self, "batch_size", "dtype", because="server is set", remedy=remedy)
+            address = urlsplit(self.server)
+            if address.scheme not in ("http", "https") or not address.hostname:
+                raise ConfigError(f"server={self.server!r}: must be a URL such as http://localhost:8000/v1")
+
+    def params(self) -> SamplingParams:
+        """The sampling parameters."""
+        from prefrl.generation.base import SamplingParams
+
+        default = 0.0 if self.num_generations == 1 else 1.0
+        return SamplingParams(
+            num_samples=self.num_generations,
+            max_tokens=self.max_completion_length,
+            temperature=default if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion as text."""
+
+    text: str
+    finish_reason: str  # "stop", or "length" if it was cut off
+    token_ids: list[int] | None  # None: the server does not tell
+
+
+class Sampler(Protocol):
+    """Samples completions of prompts."""
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        """[P][G] completions of texts or conversations; they depend on the place of a prompt only by its seed."""
+        ...
+
+
+def make_sampler(options: SamplingArguments) -> Sampler:
+    """The model, or the connection to the server, that the options name.
+
+    Raises:
+        ConfigError: There is no such model, or the server has none.
+        GenerationError: The server cannot be reached.
+    """
+    if options.server is not None:
+        return _Server(options)
+    if options.model_name_or_path is None:
+        raise ConfigError(
+            "model_name_or_path: not given. Give a model, or server, the URL of one that serves a model."
+        )
+    return _Local(options, options.model_name_or_path)
+
+
+class _Local:
+    """A model in this process; an adapter is merged into it."""
+
+    def __init__(self, options: SamplingArguments, name: str) -> None:
+        import torch
+
+        from prefrl.generation.local.generator import LocalGenerator
+        from prefrl.models.merged import load_merged, tokenizer_of_checkpoint
+
+        self._options = options
+        model = load_merged(name, dtype=options.dtype).eval()
+        if torch.accelerator.is_available():
+            model.to(torch.accelerator.current_accelerator())
+        self._tokenizer = tokenizer_of_checkpoint(name, model)
+        self._generator = LocalGenerator(model, tokenizer=self._tokenizer, max_rows=options.batch_size)
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        """See `Sampler`."""
+        import datasets
+
+        from prefrl.data.tokenize import completion_text, prepare_prompt_dataset
+        from prefrl.rollout.collect import prompt_seed
+
+        if not prompts:
+            return []
+        if self._tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in prompts):
+            raise ConfigError(
+                f"model_name_or_path={self._options.model_name_or_path!r}: the model has no chat template, so it only "
+                'continues texts. Write prefrl generate MODEL "..." --raw, or give a dataset of texts.'
+            )
+        rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+        with _without_bars():
+            prompt_ids = prepare_prompt_dataset(rows, self._tokenizer, max_prompt_length=None)["prompt_ids"]
+        seeds = [prompt_seed(self._options.seed, 0, number) for number in range(len(prompts))]
+        completions = self._generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
+        return [
+            [
+                Sample(str(completion_text(self._tokenizer, one.token_ids, False)), one.finish_reason, one.token_ids)
+                for one in group
+            ]
+            for group in completions
+        ]
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bar of datasets, which a chat would show for every question."""
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
+
+
+class _Server:
+    """An OpenAI-compatible server."""
+
+    def __init__(self, options: SamplingArguments) -> None:
+        from prefrl.generation.vllm.key import KEY_VARIABLE, key_of_user
+        from prefrl.http import Http
+
+        self._options = options
+        self._url = str(options.server).rstrip("/")
+        is_here = urlsplit(self._url).hostname in _LOOPBACK
+        # The file's key is for servers of this machine; another machine has another file.
+        self._http: Http = Http(key=key_of_user(os.environ) if is_here else os.environ.get(KEY_VARIABLE))
+        self._model = options.model_name_or_path or self._first_model()
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        """See `Sampler`."""
+        from prefrl.http import HttpError
+
+        try:
+            return self._http.submit(self._sample_all(prompts)).result()
+        except HttpError as error:
+            raise GenerationError(f"server={self._url!r}: {error}") from error
+
+    async def _sample_all(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        slots = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+        return list(await asyncio.gather(*(self._sample(slots, i, prompt) for i, prompt in enumerate(prompts))))
+
+    async def _sample(self, slots: asyncio.Semaphore, number: int, prompt: Prompt) -> list[Sample]:
+        from prefrl.rollout.collect import prompt_seed
+
+        params = self._options.params()
+        body: dict[str, Any] = {
+            "model": self._model,
+            "n": params.num_samples,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": prompt_seed(self._options.seed, 0, number) % 2**31,
+        }
+        if params.top_k:
+            body["top_k"] = params.top_k  # vLLM knows it, others refuse it
+        is_text = isinstance(prompt, str)
+        route = "completions" if is_text else "chat/completions"
+        asked = {**body, ("prompt" if is_text else "messages"): prompt}
+        async with slots:
+            answer = await self._http.send(
+                "POST", f"{self._url}/{route}", timeout=_REQUEST_SECONDS, json=asked, max_bytes=_ANSWER_BYTES
+            )
+        return [_sample_of(choice) for choice in self._choices(answer, params.num_samples)]
+
+    def _choices(self, answer: Any, count: int) -> list[Any]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or len(choices) != count:
+            raise GenerationError(f"server={self._url!r}: its answer does not have {count} choices: {answer!r:.300}")
+        return choices
+
+    def _first_model(self) -> str:
+        from prefrl.http import HttpError
+
+        try:
+            answer = self._http.request("GET", f"{self._url}/models", timeout=_REQUEST_SECONDS)
+        except HttpError as error:
+            raise GenerationError(
+                f"server={self._url!r}: {error}. Is it running, does the URL end in /v1, and is VLLM_API_KEY its key?"
+            ) from error
+        try:
+            return str(answer["data"][0]["id"])
+        except (TypeError, KeyError, IndexError) as error:
+            raise ConfigError(
+                f"server={self._url!r}: lists no model: {answer!r:.300}. Set model_name_or_path."
+            ) from error
+
+
+def _sample_of(choice: Any) -> Sample:
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return Sample(text or "", str(choice.get("finish_reason")), None)

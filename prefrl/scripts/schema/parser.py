@@ -1,0 +1,136 @@
+"""The options of every algorithm, read from schema.json: a mistake is found before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_bounds
+from prefrl.options.switches import SWITCHES
+from prefrl.registry import REGISTRY
+from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser
+from prefrl.scripts.schema.early import check_pairs_of_options
+from prefrl.scripts.schema.help import all_options, common_options, found_options
+
+__all__ = ["SCHEMA_FILE", "SchemaParser", "options_of"]
+
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
+_LIMITS = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    return schema
+
+
+def options_of(algorithm: str) -> list[dict[str, Any]]:
+    """The options of an algorithm, in the order of their declaration; see `prefrl.scripts.schema.writer`."""
+    schema = _schema()
+    return [schema["options"][number] for number in schema["algorithms"][algorithm]]
+
+
+class SchemaParser(OptionParser):
+    """The parser of `prefrl <algorithm>`.
+
+    Args:
+        algorithm: Its name in the registry.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__(prog=f"prefrl {algorithm}", description=f"Dataset: {REGISTRY[algorithm].dataset}.")
+        self._algorithm, self._options = algorithm, {option["name"]: option for option in options_of(algorithm)}
+        for option in self._options.values():
+            self.add_option(option)
+
+    def parse(self, argv: Sequence[str]) -> Given:
+        """The options that are given, checked as far as it costs nothing.
+
+        Raises:
+            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, or an option of a
+                feature that is off.
+            SystemExit: Help was asked for.
+        """
+        values = self.read(argv)[0]
+        of_command_line = self.given(argv)
+        places = {
+            name: place for name, place in self.places.items() if re.split(r"\W", name)[0] not in of_command_line
+        }
+        names = [name for name in values if name in of_command_line | places.keys()]
+        options = {name: values[name] for name in names if name not in self._own}
+        if options.get("vllm") is not None and "use_vllm" not in options:
+            options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
+        given = Given(options, places, takes_rewards="reward_funcs" in self._options)
+        try:
+            for name, value in given.values.items():
+                self._check_number(name, value)
+                self._check_feature(name, values)
+        except ConfigError as error:
+            raise given.located(error) from None
+        return given
+
+    def check(self, given: Given, *, knows_processes: bool = True) -> Any:
+        """Check the options against each other, as far as that needs neither torch nor transformers.
+
+        Args:
+            given: Those that the user gives.
+            knows_processes: False: the run is started on other processes, so sizes of batches are left to them.
+
+        Returns:
+            The options as attributes.
+
+        Raises:
+            ConfigError: Options exclude each other, or one has no effect.
+        """
+        options = list(self._options.values())
+        try:
+            return check_pairs_of_options(
+                self._algorithm, _schema(), options, given.values, knows_processes=knows_processes
+            )
+        except ConfigError as error:
+            raise given.located(error) from None
+
+    def values(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Every option by name, the defaults included.
+
+        Raises:
+            ConfigError: An unknown or missing option, or a value of the wrong type.
+            SystemExit: Help was asked for.
+        """
+        return self.read(argv)[0]
+
+    def _check_number(self, name: str, value: Any) -> None:
+        bounds = self._options[name].get("bounds")
+        if bounds and isinstance(value, int | float):
+            limits: Any = [_LIMITS[kind](limit) for kind, limit in bounds.items()]
+            check_bounds(name, value, Annotated[(float, *limits)])
+
+    def _check_feature(self, name: str, values: Mapping[str, Any]) -> None:
+        is_set = values[name] != self._options[name].get("default")
+        off = [switch for switch, names in SWITCHES.items() if name in names and values.get(switch, True) is False]
+        if is_set and off:
+            raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
+
+    def remedy(self, name: str, known: Collection[str]) -> str:
+        """See `OptionParser.remedy`; also names the algorithms that have the option."""
+        plain = name.lstrip("-").replace("-", "_")
+        others = [other for other in REGISTRY if any(option["name"] == plain for option in options_of(other))]
+        if others:
+            return f"It is an option of {', '.join(others)}; {self._algorithm} has none of this name."
+        return super().remedy(name, known)
+
+    def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
+        """Print the common options, all of them, or those with the word that was asked for."""
+        options = [option for option in self._options.values() if not option.get("is_hidden")]
+        if early.word:
+            print(found_options(self._algorithm, options, early.word))
+        else:
+            print((all_options if early.wants_all else common_options)(self._algorithm, options))
