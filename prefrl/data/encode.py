@@ -155,7 +155,7 @@ class RowEncoder:
         if self.reader is not None and column in self.opening:
             return with_placeholders(messages, len(self.images(row)), column)
         if has_images(messages):
-            place = f"they may stand in column {self.opening[0]!r}" if self.reader else "the model reads text only"
+            place = f"they are allowed in column {self.opening[0]!r}" if self.reader else "the model reads text only"
             raise DataError(f"column {column!r} holds images: {place}. Remove them, or drop the row")
         return messages
 
@@ -302,7 +302,7 @@ def with_readable_images(dataset: AnyDataset, encoder: RowEncoder) -> AnyDataset
         remedy = f"or remove the column: dataset.remove_columns({column!r})"
         if encoder.is_conversational:
             raise DataError(
-                f"column {column!r} holds images, but processing_class is a tokenizer, which reads text only. Give a "
+                f"column {column!r} holds images, but processing_class is a tokenizer, which reads text only. Use a "
                 f"vision-language model and its processor, {remedy}"
             )
         raise DataError(

@@ -73,6 +73,6 @@ def tokenizer_of_checkpoint(name: str, model: PreTrainedModel) -> PreTrainedToke
         saved = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         if Path(name).is_dir():
-            logger.warning("%s has no tokenizer: that of the base model is used", name)
+            logger.warning("%s has no tokenizer: the base model's tokenizer is used", name)
         saved = None
     return load_tokenizer(model, saved)

@@ -210,7 +210,7 @@ def _checked(checkpoints: Sequence[Folder], output_dir: Folder, top_k: int | Non
         if not folder.is_dir():
             raise ConfigError(f"checkpoint {str(folder)!r}: there is no such folder")
     if any(Path(output_dir).glob("*.safetensors")):
-        raise ConfigError(f"output_dir={str(output_dir)!r}: holds a model already. Choose another folder.")
+        raise ConfigError(f"output_dir={str(output_dir)!r}: already holds a model. Choose another folder.")
     is_adapter = [(folder / _ADAPTER_CONFIG).is_file() for folder in folders]
     if any(is_adapter) and not all(is_adapter):
         raise ConfigError(
@@ -254,7 +254,7 @@ class _Tensors:
         elif single.is_file():
             files = [single.name]
         else:
-            raise ConfigError(f"checkpoint {str(folder)!r}: has no model.safetensors, neither whole nor in shards")
+            raise ConfigError(f"checkpoint {str(folder)!r}: has no model.safetensors, not even in shards")
         self._files: dict[str, Any] = {}
         for file in files:
             opened: Any = safe_open(folder / file, framework="pt")

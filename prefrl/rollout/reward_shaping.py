@@ -160,7 +160,7 @@ def stop_properly(totals: Tensor, finish_reasons: Sequence[FinishReason], *, coe
     Source: OpenRLHF, `stop_properly_penalty_coef`, after ProRL v2
     """
     if not coefficient <= 1:
-        raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to replace")
+        raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to replace the reward")
     is_truncated = _where(finish_reasons, totals, reasons={"length"})
     penalized = totals * coefficient if coefficient >= 0 else totals.new_full((), coefficient)
     return torch.where(is_truncated & ~totals.isnan(), penalized, totals)

@@ -82,13 +82,13 @@ class SoupArguments:
             raise ConfigError(f"{', '.join(missing)}: not given, but metric={self.metric!r} needs them. Set them.")
         if self.weights is not None:
             raise ConfigError(
-                f"weights={self.weights} with metric={self.metric!r}: both decide what is averaged. Remove one."
+                f"weights={self.weights} with metric={self.metric!r}: both determine what is averaged. Remove one."
             )
 
     def _check_nothing_is_scored(self) -> None:
         if self.method == "greedy":
             raise ConfigError(
-                "method='greedy' with metric=None: a metric must tell whether a soup is better. Set metric, "
+                "method='greedy' with metric=None: a metric is needed to decide whether a soup is better. Set metric, "
                 "algorithm and dataset_name, or method='uniform'."
             )
         for name, unset in _FOR_A_METRIC.items():

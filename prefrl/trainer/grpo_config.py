@@ -54,7 +54,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
         if self.reward_balance is not None:
             raise ConfigError(
                 f"multi_objective_aggregation='normalize_then_sum' with reward_balance={self.reward_balance!r}: both "
-                "say how rewards are combined. Remove one of them."
+                "determine how rewards are combined. Remove one of them."
             )
 
     @property

@@ -100,8 +100,8 @@ class PPOConfig(PolicyGradientConfig):
             )
         if self.critic_warmup and str(self.optim) == "asgd":
             raise ConfigError(
-                f"critic_warmup={self.critic_warmup} with optim='asgd', which shrinks weights without gradients, the "
-                "policy's too. Set critic_warmup=0, or choose another optimizer."
+                f"critic_warmup={self.critic_warmup} with optim='asgd', which also shrinks weights without gradients, "
+                "such as the policy's. Set critic_warmup=0, or choose another optimizer."
             )
 
     @property

@@ -122,14 +122,12 @@ def _check_template(template: str, where: str) -> None:
     try:
         fields = [(field, spec) for _, field, spec, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
-        raise ConfigError(
-            f"{where}: cannot be read: {error}. Double each brace that is text: {{{{ and }}}}"
-        ) from error
+        raise ConfigError(f"{where}: cannot be read: {error}. Double literal braces: {{{{ and }}}}") from error
     for field, spec in fields:
         if not field or field.isdigit() or set(field) & set(".[]") or "{" in (spec or ""):
             raise ConfigError(
-                f"{where}: {{{field}}} is no name of a column. Write names such as {{question}}, and double each "
-                "brace that is text: {{ and }}"
+                f"{where}: {{{field}}} is not a column name. Write names such as {{question}}, and double each brace "
+                "that is text: {{ and }}"
             )
     if not fields:
         raise ConfigError(f"{where}: names no column. Write one in braces, such as {{question}}")

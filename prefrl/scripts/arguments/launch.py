@@ -125,7 +125,7 @@ class LaunchArguments(ProcessArguments):
         python = self.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
         if not os.access(python, os.X_OK):
             raise ConfigError(
-                f"vllm_python={python!r}: is not a program. Give the Python of the environment with vLLM."
+                f"vllm_python={python!r}: is not a program. Set it to the Python of the environment with vLLM."
             )
         return python
 
@@ -167,8 +167,8 @@ def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArgume
     if "LOCAL_RANK" in environment:
         name, value = next(iter(asked.items()))
         raise ConfigError(
-            f"{name}={value!r}: starts the run, but torchrun or accelerate started this process already. Remove it, "
-            "or start the command by itself."
+            f"{name}={value!r}: would start processes, but torchrun or accelerate has already started this one. "
+            "Remove it, or start the command directly."
         )
     try:
         options = LaunchArguments(**asked)
@@ -186,5 +186,5 @@ def _check_address(vllm: str, given: Given) -> None:
         value = given.values.get(name, own)
         if value != own:
             raise ConfigError(
-                f"vllm={vllm!r}: starts a server, but {name}={value!r} names another one. Remove one of them."
+                f"vllm={vllm!r}: would start a server, but {name}={value!r} names another one. Remove one of them."
             )

@@ -36,7 +36,7 @@ class Batches:
         config = subject.config
         per_device = config.rows_per_micro_batch
         if not isinstance(per_device, int):  # auto
-            return cls(("sizes that are auto are found when the run begins",), 1, 1, None)
+            return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, None)
         accumulation, processes = int(config.gradient_accumulation_steps), int(config.world_size)
         rows = per_device * accumulation * processes
         noun = "completions" if subject.is_online else "rows"

@@ -197,7 +197,7 @@ class OptionParser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise ConfigError(
-                f"unexpected argument {word!r}: options are written as --name value, and a file of options comes first"
+                f"unexpected argument {word!r}: options are written as --name value, and a YAML file comes first"
             )
         options = {option for action in self._actions for option in action.option_strings}
         raise ConfigError(f"unknown option {word!r}. {self.remedy(word, options)}")
@@ -338,7 +338,7 @@ def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
     lines: dict[str, int] = {}
     for name, line, _, _ in entries:
         if name in lines:
-            raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
+            raise ConfigError(f"{path}:{line}: {name} was already set in line {lines[name]}. Remove one of them.")
         lines[name] = line
     return entries
 

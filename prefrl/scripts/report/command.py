@@ -24,7 +24,7 @@ class RunArguments:
 
     def __post_init__(self) -> None:
         if self.run is None:
-            raise ConfigError("run: not given. Write the output_dir of a training, such as runs/a.")
+            raise ConfigError("run: not given. Write the output_dir of a run, such as runs/a.")
 
     def folders(self) -> list[Path]:
         """The folders of the runs."""

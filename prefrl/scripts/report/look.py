@@ -122,7 +122,7 @@ def _last_turns(paths: Iterable[Path], reward: str) -> list[dict[str, Any]]:
     for path in paths:
         table = pq.read_table(path)
         if reward not in table.column_names:
-            raise ConfigError(f"reward={reward!r}: is no column. {nearest(reward, table.column_names)}")
+            raise ConfigError(f"reward={reward!r}: is not a column. {nearest(reward, table.column_names)}")
         ids = ("prompt_ids", "completion_ids", "logprobs", "trainable", "policy_versions", "images")
         kept = [name for name in table.column_names if name not in ids]
         lengths = [len(ids or ()) for ids in table["completion_ids"].to_pylist()]

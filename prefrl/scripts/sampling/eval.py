@@ -85,7 +85,7 @@ class EvalArguments(SamplingArguments, ColumnArguments):
         else:
             names = [name for name in _SAMPLING if name not in ("model_name_or_path", "server")]
             remedy = "Set model_name_or_path or server."
-            check_unset(self, *names, because="the responses are those of the file", remedy=remedy)
+            check_unset(self, *names, because="the responses are read from the file", remedy=remedy)
         if any(size < 1 for size in self.k or ()):
             raise ConfigError(f"k={self.k}: must be at least 1 each")
 
@@ -134,8 +134,8 @@ def main(argv: Sequence[str]) -> int:
     rewards.check_columns(columns)
     if (options.server is not None or not options.samples) and "completion_ids" in rewards.required:
         raise ConfigError(
-            "reward_funcs: one needs completion_ids, and files and servers have texts only. Remove it, or give "
-            "model_name_or_path without server."
+            "reward_funcs: one of them needs completion_ids, but files and servers provide only texts. Remove it, or "
+            "give model_name_or_path without server."
         )
     responses = _responses(rows, options)
     scored = _scored(rewards, rows, responses, columns, options)

@@ -92,7 +92,7 @@ GROWTH: KwargsOption[GrowthParams] = KwargsOption(
     "When the batch grows, and by how much.",
     switch="_grows",
     choices={True: GrowthParams},
-    off="increase_batch_size_on_plateau=0: the batch does not grow. Set how many times it may.",
+    off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
 )
 EARLY_STOPPING: KwargsOption[EarlyStoppingParams] = KwargsOption(
     "early_stopping_kwargs",
@@ -217,7 +217,7 @@ def _check_soup(config: Any) -> None:
     if saves not in (evaluates, "best"):
         raise ConfigError(
             f"{name} with save_strategy={saves!r} and eval_strategy={evaluates!r}: each checkpoint needs an "
-            "evaluation. Set both alike."
+            "evaluation. Set both to the same value."
         )
     ratio = _interval(config, "save") / _interval(config, "eval")
     if saves == evaluates and abs(ratio - round(ratio)) > 1e-6:
@@ -236,8 +236,8 @@ def _check_metric_of_average(config: Any) -> None:
     ):
         if config.ema_decay is not None and chooses and metric.removeprefix("eval_").startswith("ema_"):
             raise ConfigError(
-                f"{name}={chooses!r} with metric_for_best_model={metric!r}: checkpoints are chosen for the weights "
-                f"that are trained, not for their average. Set metric_for_best_model={metric.replace('ema_', '')!r}."
+                f"{name}={chooses!r} with metric_for_best_model={metric!r}: checkpoints are chosen by the trained "
+                f"weights, not by their average. Set metric_for_best_model={metric.replace('ema_', '')!r}."
             )
 
 
@@ -267,7 +267,7 @@ def check_autopilot(config: Any) -> None:
         _check_soup(config)
     if config.on_spike == "rollback" and config.save_only_model:
         raise ConfigError(
-            "on_spike='rollback' with save_only_model=True: training cannot go on from a model alone. Set "
+            "on_spike='rollback' with save_only_model=True: training cannot continue from a model alone. Set "
             "save_only_model=False."
         )
     if config._grows and GROWTH.of(config).eval_split == "validation" and not evaluates:

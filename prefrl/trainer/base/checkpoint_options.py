@@ -112,8 +112,8 @@ def check_checkpoints(config: Any) -> None:
         )
     if config.on_spike == "rollback" and not _CHECKPOINT.of(config).save_optimizer:
         raise ConfigError(
-            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to one "
-            "without the optimizer's state. Set one of them otherwise."
+            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to a "
+            "checkpoint without the optimizer's state. Change one of them."
         )
     if config.upload_to is None:
         return

@@ -357,7 +357,7 @@ class BaseConfig(
                 name="activation_offloading",
                 value=self.activation_offloading,
                 unset=False,
-                because="this run is on the CPU, whose memory activations would be moved to",
+                because="this run is on the CPU, where activations are already in host memory",
                 remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
             )
 

@@ -86,8 +86,8 @@ def check_profile(config: TrainingArguments) -> None:
         return
     if params.memory_snapshot and config.device.type != "cuda":
         raise ConfigError(
-            f"profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on "
-            f"the {config.device.type.upper()}. Set profile_memory=True, which traces allocations everywhere."
+            "profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on "
+            f"the {config.device.type.upper()}. Set profile_memory=True, which traces allocations on every device."
         )
     absent = [rank for rank in params.ranks or () if not 0 <= rank < config.world_size]
     if params.ranks == [] or absent:

@@ -83,7 +83,7 @@ PLATEAU: KwargsOption[PlateauParams] = KwargsOption(
     switch="reduces_on_plateau",
     choices={True: PlateauParams},
     label="reduce_on_plateau",
-    off="reduce_on_plateau=0. Set it to how often the learning rate may be reduced.",
+    off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
 )
 WEIGHT_DECAY: KwargsOption[WeightDecayParams] = KwargsOption(
     "weight_decay_schedule_kwargs",
@@ -244,9 +244,9 @@ class ScheduleOptions(TrainingArguments):
         try:
             check_arguments(name, arguments)
         except (TypeError, ValueError) as error:
-            remedy = "what transformers.optimization says of this schedule"
+            remedy = "the arguments of this schedule in transformers.optimization"
             if name == "warmup_stable_decay":
-                remedy += "; lr_scheduler_type='wsd' takes shares of all steps instead"
+                remedy += "; lr_scheduler_type='wsd' takes fractions of all steps instead"
             raise ConfigError(
                 f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={arguments!r}: {error}. Set lr_scheduler_kwargs "
                 f"to {remedy}."
@@ -258,12 +258,12 @@ class ScheduleOptions(TrainingArguments):
         options = [option for option in _OPTIONS if getattr(self, option) != getattr(ScheduleOptions, option)]
         if name in _OF_METRICS:
             raise ConfigError(
-                f"{options[0]}={getattr(self, options[0])!r} with lr_scheduler_type={name!r}, which follows a metric "
-                "alone. Choose a schedule, such as 'constant_with_warmup', and set reduce_on_plateau."
+                f"{options[0]}={getattr(self, options[0])!r} with lr_scheduler_type={name!r}, which only follows a "
+                "metric. Choose a schedule, such as 'constant_with_warmup', and set reduce_on_plateau."
             )
         if "layerwise" in optim:
             raise ConfigError(
-                f"optim={optim!r} updates in the backward pass and takes schedules of transformers alone. Leave "
+                f"optim={optim!r} updates in the backward pass and supports only schedules of transformers. Leave "
                 f"{', '.join(options) or 'lr_scheduler_type'} at the default, or choose another optimizer."
             )
         self.learning_rate_factor(self.max_steps if self.max_steps > 0 else _SOME_STEPS)
@@ -272,8 +272,8 @@ class ScheduleOptions(TrainingArguments):
         name, kwargs = self._schedule_name, mapping_of(self, "lr_scheduler_kwargs")
         if name == "wsd" and self.warmup_steps and self._wsd_params.warmup_fraction is not None:
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction sets the "
-                "length of the warm-up, too. Set one of them."
+                f"warmup_steps={self.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction also sets the "
+                "length of the warm-up. Set only one of them."
             )
         has_none = not self.takes_warmup or self.get_warmup_steps(_SOME_STEPS) == 0
         if has_none:

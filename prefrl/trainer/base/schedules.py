@@ -146,8 +146,8 @@ def one_cycle(params: OneCycleParams, span: Span) -> Factor:
         )
     except ZeroDivisionError as error:
         raise ConfigError(
-            f"lr_scheduler_kwargs: pct_start={params.pct_start} of {span.num_after} steps is one step, in which the "
-            "rate cannot rise. Set another pct_start."
+            f"lr_scheduler_kwargs: pct_start={params.pct_start} of {span.num_after} steps is a single step, in which "
+            "the rate cannot rise. Set another pct_start."
         ) from error
     rates, peak = _Stepped(optimizer, scheduler), (params.max_lr or span.learning_rate) / span.learning_rate
     return lambda step: peak * rates(min(step, span.num_after - 1))  # torch has no rate after the last step

@@ -118,8 +118,8 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
     if _ROWS in automatic and _TOKENS in automatic | _set_tokens(config):
         if config.effective_batch_size is None:
             raise ConfigError(
-                f"{_ROWS}='auto' with {_TOKENS}: the budget decides what fits, and nothing how many rows a step has. "
-                "Set effective_batch_size."
+                f"{_ROWS}='auto' with {_TOKENS}: the budget decides what fits, but nothing decides how many rows a "
+                "step has. Set effective_batch_size."
             )
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
     if not automatic and mapping_of(config, AUTO_SIZE.name):
@@ -177,7 +177,7 @@ def check_rate(config: Any, automatic: frozenset[str]) -> None:
     is_like = any(word in name for word in _LIKE_ADAM) and not any(word in name for word in _UNLIKE_ADAM)
     if "learning_rate" in automatic and not is_like:
         raise ConfigError(
-            f"learning_rate='auto' with optim={name!r}: it is a rate for Adam, and steps of this optimizer have "
+            f"learning_rate='auto' with optim={name!r}: it is a rate for Adam, but the steps of this optimizer have "
             "another size. Set a number."
         )
 

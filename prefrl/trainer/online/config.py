@@ -72,7 +72,9 @@ class SamplingOptions:
     def longest_completion(self) -> int:
         """`max_completion_length`, which is a number once a trainer has loaded the model."""
         if self.max_completion_length is None:
-            raise ConfigError("max_completion_length=None: a trainer sets it when it has loaded the model. Set it.")
+            raise ConfigError(
+                "max_completion_length=None: a trainer sets it only after it has loaded the model. Set it."
+            )
         return self.max_completion_length
 
     def sampling_params(self) -> SamplingParams:

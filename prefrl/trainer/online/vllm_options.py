@@ -183,7 +183,7 @@ class VLLMOptions:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"vllm_server_base_url={url!r}: must be like http://host:8000")
         if len(set(self.server_urls)) < len(self.server_urls):
-            raise ConfigError(f"vllm_server_base_url={self.server_urls}: names a server twice. Remove one.")
+            raise ConfigError(f"vllm_server_base_url={self.server_urls}: contains a server twice. Remove one.")
 
     def _validate_weight_sync(self) -> None:
         if self.weight_sync in ("nccl", "gloo"):
@@ -197,7 +197,7 @@ class VLLMOptions:
         if self.weight_sync in ("shm", "adapter") and self.shared_folder is None:
             raise ConfigError(
                 f"weight_sync={self.weight_sync!r} with servers on other hosts ({', '.join(self.server_urls)}): set "
-                "sync_folder of vllm_kwargs to a folder that they see too, or use weight_sync='nccl'."
+                "sync_folder of vllm_kwargs to a folder that they can also access, or use weight_sync='nccl'."
             )
         is_on_cpu = cast("Any", self).device.type == "cpu"
         if self.weight_sync == "nccl" and is_on_cpu:
