@@ -145,8 +145,8 @@ def main(argv: Sequence[str]) -> int:
         "vllm-serve",
         (ServeArguments,),
         "Serve a model to trainers, with vLLM. Options that are not listed here are passed on to `vllm serve`. "
-        f"Clients must send the key in the environment variable {KEY_VARIABLE}; if it is not set, a random key is stored in a "
-        "file that only you can read.",
+        f"Clients must send the key in the environment variable {KEY_VARIABLE}; if it is not set, a random key is "
+        "stored in a file that only you can read.",
     )
     (options,), forwarded = parser.parse_known(argv)
     command = serve_command(options, [*_flags_of_build(), *forwarded])
