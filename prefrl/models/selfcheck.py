@@ -190,7 +190,7 @@ def _foreign_parts(model: PreTrainedModel) -> str | None:
     parts = {name for name, child in model.named_children() if child is not model.base_model}
     if parts == {"score"}:
         return None
-    return f"besides a base model and a score head, it has {', '.join(sorted(parts)) or 'no head'}"
+    return f"besides its base model, it has {', '.join(sorted(parts)) or 'no head'}"
 
 
 def _uses_prompt_learning(model: nn.Module) -> bool:

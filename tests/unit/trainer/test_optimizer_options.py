@@ -26,8 +26,11 @@ def config(cls: Any = SFTConfig, **options: Any) -> Any:
         ({"optim": "lbfgs"}, "optim='lbfgs': it computes the loss several times in a step, through a closure"),
         ({"optim": "lamb_8bit"}, "Set optim='lamb', or 'adamw_8bit'"),
         ({"optim": "adamw"}, "transformers calls it 'adamw_torch_fused'"),
-        ({"optim": "adam", "optim_args": "momentum=1"}, "momentum=1 is no argument of optim='adam'. Known: amsgrad"),
-        ({"optim": "adamax", "optim_args": "rho=1"}, "rho=1 is no argument of optim='adamax'. It has none."),
+        (
+            {"optim": "adam", "optim_args": "momentum=1"},
+            "momentum=1 is not an argument of optim='adam'. Known: amsgrad",
+        ),
+        ({"optim": "adamax", "optim_args": "rho=1"}, "rho=1 is not an argument of optim='adamax'. It has none."),
         ({"optim": "adam", "optim_args": "amsgrad"}, "optim_args='amsgrad': must be pairs such as"),
         ({"optim": "adam", "optim_args": "amsgrad=1"}, "optim_args: amsgrad=1: must be True or False"),
         ({"optim": "asgd", "optim_args": "alpha=high"}, "optim_args: alpha='high': must be a number"),
@@ -43,9 +46,12 @@ def config(cls: Any = SFTConfig, **options: Any) -> Any:
         ({"learning_rates": {"(": 1.0}}, r"learning_rates: '\(' is no regular expression"),
         ({"learning_rates": {"a": -1.0}}, r"learning_rates\['a'\]=-1.0: must be a number >= 0"),
         ({"learning_rates": {"a": 1.0}, "optim": "lomo"}, "optim='lomo', which has one rate for all weights"),
-        ({"regularization_type": "l1"}, "neither acts without the other"),
-        ({"regularization_lambda": 0.1}, "neither acts without the other"),
-        ({"allow_resume_changes": ["learning_rates"]}, "learning_rates cannot change, because its expressions decide"),
+        ({"regularization_type": "l1"}, "neither has an effect without the other"),
+        ({"regularization_lambda": 0.1}, "neither has an effect without the other"),
+        (
+            {"allow_resume_changes": ["learning_rates"]},
+            "learning_rates cannot change, because its expressions determine",
+        ),
         ({"allow_resume_changes": ["optim_args"]}, "optim_args cannot change, because checkpoints hold"),
         ({"max_grad_value": 0.0}, "max_grad_value=0.0: must be a number > 0"),
     ],
@@ -64,7 +70,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> Non
             {"critic_optim_kwargs": {"warmup_steps": 2}, "lr_scheduler_type": "constant"},
             "warmup_steps=2 has no effect because lr_scheduler_type='constant' does not read it",
         ),
-        ({"critic_warmup": 2, "optim": "asgd"}, "critic_warmup=2 with optim='asgd', which shrinks weights"),
+        ({"critic_warmup": 2, "optim": "asgd"}, "critic_warmup=2 with optim='asgd', which also shrinks weights"),
         ({"critic_optim_kwargs": {"lr": 0.1}}, "critic_optim_kwargs: lr=0.1 is not known"),
     ],
 )
@@ -108,7 +114,7 @@ def accelerator(backend: str, config: dict[str, Any] | None = None) -> Any:
 @pytest.mark.parametrize(
     ("name", "backend", "message"),
     [
-        ("muon", "DEEPSPEED", "optim='muon' under ZeRO: .* needs whole ones. Use FSDP2 or DDP"),
+        ("muon", "DEEPSPEED", "optim='muon' under ZeRO: .* needs whole weights. Use FSDP2 or DDP"),
         ("adafactor", "DEEPSPEED", "optim='adafactor' under ZeRO"),
         ("soap", "FSDP", "optim='soap' under FSDP2: .* Use DDP, or another optimizer"),
         ("adamw_8bit", "FSDP", "optim='adamw_8bit' under FSDP2: .* Use ZeRO or DDP"),

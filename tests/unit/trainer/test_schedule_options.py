@@ -125,11 +125,11 @@ def test_training_can_be_extended_if_no_step_depends_on_its_length(
 PLATEAU_OF = {"reduce_on_plateau": 1, "logging_steps": 1}
 REFUSED = [
     ({"lr_scheduler_type": "one_cycl"}, "lr_scheduler_type='one_cycl': unknown schedule. Did you mean 'one_cycle'?"),
-    ({"lr_scheduler_type": "one_cycle", "warmup_steps": 5}, "begins with a warm-up of its own. Set lr_scheduler_kw"),
+    ({"lr_scheduler_type": "one_cycle", "warmup_steps": 5}, "has its own warm-up. Set lr_scheduler_kw"),
     ({"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"pct_start": 1.0}}, "pct_start=1.0: must be a number"),
     (
         {"lr_scheduler_type": "one_cycle", "max_steps": 10, "lr_scheduler_kwargs": {"pct_start": 0.1}},
-        "pct_start=0.1 of 10 steps is one step",
+        "pct_start=0.1 of 10 steps is a single step",
     ),
     ({"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"t_0": 1}}, "t_0=1 is not known with lr_scheduler"),
     ({"lr_scheduler_type": "cosine_warm_restarts"}, "t_0=None with lr_scheduler_type='cosine_warm_restarts'. Set t_0"),
@@ -165,7 +165,7 @@ REFUSED = [
     ),
     (
         {**PLATEAU, "lr_scheduler_type": "reduce_lr_on_plateau"},
-        "reduce_on_plateau=2 with lr_scheduler_type='reduce_lr_on_plateau', which follows a metric alone",
+        "reduce_on_plateau=2 with lr_scheduler_type='reduce_lr_on_plateau', which only follows a metric",
     ),
     ({**WSD, "optim": "galore_adamw_layerwise", "optim_target_modules": ["q_proj"]}, "updates in the backward pass"),
 ]
