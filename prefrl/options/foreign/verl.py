@@ -401,7 +401,7 @@ _TRAINER: dict[str, Row] = {
     "balance_batch": not_needed("losses are divided by the count of all processes"),
     "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
     "validation_data_dir": not_there(
-        "log_val_generations says how many completions of each evaluation go to the folder evaluations in output_dir"
+        "log_val_generations sets how many completions of each evaluation are written to output_dir/evaluations"
     ),
     "ray_wait_register_center_timeout": not_needed("there is no Ray"),
     "use_legacy_worker_impl": not_needed("there are no workers"),

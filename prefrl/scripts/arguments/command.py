@@ -48,7 +48,7 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
 
 @dataclass
 class RewardArguments(CommandArguments):
-    """For algorithms that learn from rewards."""
+    """Rewards, for the online algorithms."""
 
     reward_funcs: list[RewardEntry] | None = opt(
         None,

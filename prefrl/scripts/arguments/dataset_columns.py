@@ -21,7 +21,7 @@ _EXAMPLE = "Write {prompt: question}, the new name and then the dataset's own"
 
 @dataclass(kw_only=True)
 class ColumnArguments:
-    """What to make of the columns of a single dataset.
+    """How the columns of a single dataset become prompts and messages.
 
     Raises:
         ConfigError: An option cannot be read.

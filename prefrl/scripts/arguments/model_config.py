@@ -46,7 +46,7 @@ _PEFT_NAMES = {
 
 @dataclass
 class ModelConfig:
-    """Options of the model. An option without effect is refused.
+    """Options of the model. An option that would have no effect is refused.
 
     Raises:
         ConfigError: A value is not allowed, or an option of adapters or quantization has no effect.

@@ -118,7 +118,7 @@ AUTOPILOT: tuple[KwargsOption[Any], ...] = (GROWTH, EARLY_STOPPING, SOUP, SPIKE)
 
 @dataclass
 class AutopilotOptions:
-    """What a run does by itself. Everything is off by default; see docs/autopilot.md."""
+    """Early stopping, averaging and other automatic actions. All are off by default; see docs/autopilot.md."""
 
     # They do not decide the updates.
     changeable: ClassVar[tuple[str, ...]] = (

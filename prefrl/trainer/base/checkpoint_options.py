@@ -68,7 +68,7 @@ CHECKPOINT_OPTIONS: tuple[KwargsOption[Any], ...] = (_CHECKPOINT, _UPLOAD)
 
 @dataclass
 class CheckpointOptions:
-    """What checkpoints hold, and where they are uploaded to."""
+    """Contents of checkpoints, and where they are uploaded."""
 
     changeable: ClassVar[tuple[str, ...]] = ("checkpoint_kwargs", "upload_to", "upload_kwargs")
 

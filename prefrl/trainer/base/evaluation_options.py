@@ -18,7 +18,7 @@ _Epochs = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class EvaluationOptions:
-    """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
+    """Intervals of evaluations and checkpoints in epochs, and the rows that are evaluated."""
 
     changeable: ClassVar[tuple[str, ...]] = (
         *("eval_epochs", "save_epochs", "max_eval_samples", "evaluate_training_set"),

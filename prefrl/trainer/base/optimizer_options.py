@@ -32,7 +32,7 @@ KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
 
 @dataclass
 class OptimizerOptions:
-    """Options of the update that HuggingFace does not have."""
+    """Optimizer options in addition to HuggingFace's."""
 
     optim: str = opt(
         "adamw_torch_fused",

@@ -61,7 +61,7 @@ PROFILE = KwargsOption(
 
 @dataclass
 class ProfileOptions:
-    """Which steps are traced; see docs/profiling.md."""
+    """Tracing of steps; see docs/profiling.md."""
 
     changeable: ClassVar[tuple[str, ...]] = ("profile", "profile_kwargs")
 

@@ -96,7 +96,7 @@ SCHEDULE_KWARGS: tuple[KwargsOption[Any], ...] = (SCHEDULE, PLATEAU, WEIGHT_DECA
 
 @dataclass
 class ScheduleOptions(TrainingArguments):
-    """How the learning rate and the weight decay change during training; see docs/schedules.md."""
+    """Schedules of the learning rate and the weight decay; see docs/schedules.md."""
 
     lr_scheduler_type: str = opt(
         "linear",

@@ -59,7 +59,7 @@ AUTO_SIZE = KwargsOption(
 
 @dataclass
 class SizeOptions:
-    """Sizes in addition to HuggingFace's."""
+    """Batch sizes in addition to HuggingFace's."""
 
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,

@@ -16,7 +16,7 @@ __all__ = ["TokenizerOptions"]
 
 @dataclass
 class TokenizerOptions:
-    """What is changed in the tokenizer, also in one that is given to the trainer."""
+    """Changes to the tokenizer, including one that is passed to the trainer."""
 
     # Whether tokens that a chat format needs are added. Reference models and servers would not have them.
     adds_tokens: ClassVar[bool] = False

@@ -81,7 +81,7 @@ class EpisodeOptions:
 
 @dataclass
 class CreditOptions:
-    """Which rewards a turn of an episode is credited with."""
+    """Credit assignment for the turns of an episode."""
 
     turn_credit: Literal["episode", "return"] = opt(
         "episode",

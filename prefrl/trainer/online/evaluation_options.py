@@ -48,7 +48,7 @@ AT_K: KwargsOption[AtKParams] = KwargsOption(
 
 @dataclass
 class SampledEvaluationOptions:
-    """How completions are sampled in evaluations, what they are measured by, and which are kept."""
+    """Sampling in evaluations, its metrics, and which completions are kept."""
 
     changeable: ClassVar[tuple[str, ...]] = ("eval_sampling_kwargs", "pass_at_k_kwargs", "log_val_generations")
 

@@ -49,7 +49,7 @@ SELECTION: KwargsOption[Params] = KwargsOption(
 
 @dataclass
 class ShapingOptions:
-    """How total rewards are shaped before advantages are computed."""
+    """Shaping of total rewards before advantages are computed."""
 
     reward_shaping_kwargs: KwargsValue = opt(None, SHAPING.help)
 
@@ -61,7 +61,7 @@ class ShapingOptions:
 
 @dataclass
 class PromptOptions:
-    """Which prompts are sampled from."""
+    """Selection of prompts."""
 
     dynamic_sampling: bool = opt(
         False,
@@ -89,7 +89,7 @@ class PromptOptions:
 
 @dataclass
 class SelectionOptions:
-    """Which completions are trained on."""
+    """Selection of the completions to train on."""
 
     rollout_selection: RowSelection | None = opt(
         None,

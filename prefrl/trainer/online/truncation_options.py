@@ -24,7 +24,7 @@ def cuts_of(options: Any) -> dict[str, Any]:
 
 @dataclass
 class TruncationOptions:
-    """Log-probs of tokens that were sampled with `top_k`, `top_p`, `min_p` or `repetition_penalty`."""
+    """Log-probs of completions that were sampled with `top_k`, `top_p`, `min_p` or `repetition_penalty`."""
 
     truncated_logprobs: Literal["exact", "softmax"] = opt(
         "exact",

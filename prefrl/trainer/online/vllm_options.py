@@ -58,7 +58,7 @@ CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
 
 @dataclass
 class VLLMOptions:
-    """Generation on servers that `prefrl vllm-serve` started; see the security model for their key."""
+    """Generation on servers that `prefrl vllm-serve` starts; the security model describes their key."""
 
     changeable: ClassVar[tuple[str, ...]] = (
         "use_vllm",
