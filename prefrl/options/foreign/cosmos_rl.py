@@ -179,8 +179,7 @@ _TRAIN: dict[str, Row] = {
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
     "ckpt.max_keep": if_set("save_total_limit"),
     "ckpt.export_safetensors": not_needed(
-        "checkpoints are folders of HuggingFace; under ZeRO-3 and FSDP2 set the key 'export_weights' of "
-        "checkpoint_kwargs"
+        "checkpoints are HuggingFace folders; under ZeRO-3 and FSDP2 set the key 'export_weights' of checkpoint_kwargs"
     ),
     "ckpt.upload_hf": renamed("push_to_hub"),
     "ckpt.hf_repo_name": renamed("hub_model_id"),

@@ -158,8 +158,9 @@ class OnlineConfig(
     )
     steps_per_generation: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps; None, or a number "
-        "that divides it: one generation batch for each optimizer step, during which the weights stay the same.",
+        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
+        "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
+        "same weights.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."

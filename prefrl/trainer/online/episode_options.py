@@ -90,7 +90,7 @@ class CreditOptions:
         "0. With token-level advantages (PPO, REINFORCE++), each reward belongs to the last token of its turn.",
     )
     turn_discount: Annotated[float, Ge(0), Le(1)] = opt(
-        1.0, "Discount factor of rewards, per turn; for turn_credit='return' and advantages that are not token-level."
+        1.0, "Discount factor of rewards, per turn. Needs turn_credit='return' and completion-level advantages."
     )
 
     def validate_credit(self, *, estimator: str, of_tokens: bool, total_only: str | None) -> None:

@@ -131,7 +131,7 @@ def test_each_part_of_a_mixture_has_its_own_columns_and_template() -> None:
         ({"prompt_template": "no column"}, "prompt_template='no column': names no column"),
         ({"prompt_template": "{a"}, "prompt_template='{a': cannot be read: expected '}'"),
         ({"prompt_template": "{a.b}"}, "{a.b} is not a column name"),
-        ({"prompt_template": r"\boxed{}"}, "{} is not a column name. .* Double literal braces"),
+        ({"prompt_template": r"\boxed{}"}, "{} is not a column name. .* double literal braces"),
         ({"system_prompt": ""}, "system_prompt='': must be a text that is not empty"),
         ({"conversational": "yes"}, "conversational='yes': must be true or false"),
     ],
