@@ -126,8 +126,8 @@ def _check_template(template: str, where: str) -> None:
     for field, spec in fields:
         if not field or field.isdigit() or set(field) & set(".[]") or "{" in (spec or ""):
             raise ConfigError(
-                f"{where}: {{{field}}} is not a column name. Write names such as {{question}}, and double each brace "
-                "that is text: {{ and }}"
+                f"{where}: {{{field}}} is not a column name. Write names such as {{question}}, and double "
+                "literal braces: {{ and }}"
             )
     if not fields:
         raise ConfigError(f"{where}: names no column. Write one in braces, such as {{question}}")
