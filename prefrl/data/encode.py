@@ -306,7 +306,7 @@ def with_readable_images(dataset: AnyDataset, encoder: RowEncoder) -> AnyDataset
                 f"vision-language model and its processor, {remedy}"
             )
         raise DataError(
-            f"column {column!r} holds images, which stand in messages, but the dataset holds text. Give lists of "
+            f"column {column!r} holds images, which belong in messages, but the dataset holds text. Use lists of "
             f'messages, such as [{{"role": "user", "content": "..."}}], {remedy}'
         )
     return dataset

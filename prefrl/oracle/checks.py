@@ -210,7 +210,7 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
         return _is_close(found, whole[rows if level == "row" else _positions(_token_rows(), rows)])
 
     checks = [
-        Check("the order of rows changes nothing", is_same_for(_REVERSED), True),
+        Check("the order of rows does not matter", is_same_for(_REVERSED), True),
         Check("groups do not affect each other", all(map(is_same_for, torch.split(_ROWS, 3))), False),
         Check(
             "a row without a reward gets 0 and does not affect other rows",

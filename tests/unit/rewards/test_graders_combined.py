@@ -89,7 +89,7 @@ def test_a_formula_with_anything_else_is_refused(text: str) -> None:
 
 
 def test_a_name_that_is_no_grader_is_corrected() -> None:
-    with pytest.raises(ConfigError, match=r"'corect' is no grader\. Did you mean 'correct'"):
+    with pytest.raises(ConfigError, match=r"'corect' is not one of the graders\. Did you mean 'correct'"):
         Formula("corect", ["correct", "style"])
 
 
