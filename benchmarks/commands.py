@@ -82,7 +82,7 @@ def _measure(case: str, words: list[str], folder: Path, runs: int) -> dict[str, 
         for name, command in LIBRARIES.items():
             extra = REWARDS[name] if "--num_generations" in words else []
             found[name].append(_run([*command, *words, *extra], folder))
-    rows = {}
+    rows: dict[str, dict[str, float | int | str]] = {}
     for name, results in found.items():
         cpu_s, lines, last = min(results)
         rows[name] = {"cpu_s": round(cpu_s, 2), "lines": lines, "last_line": last.replace(f"{ROOT}/", "")}

@@ -1,13 +1,12 @@
 """Small pictures of curves for the docs. They can be read on light and on dark pages.
 
-python -m benchmarks.curves                                        a tiny run of every trainer: a minute of CPU time
-python -m benchmarks.curves RUN/metrics.jsonl METRIC FIGURE.svg    one metric of a run
+python -m benchmarks.curves                          a tiny run of every trainer: a minute of CPU time
+python -m benchmarks.curves RUN METRIC FIGURE.svg    one metric of a run
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.registry import REGISTRY
+from prefrl.run.metrics_file import read_metrics
 
 __all__ = ["curve", "draw", "main", "train"]
 
@@ -48,19 +48,18 @@ ON_PROMPTS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw one metric of a run, or train and draw all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
-    parser.add_argument("metrics", type=Path, nargs="?")
+    parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("metric", nargs="?")
     parser.add_argument("figure", type=Path, nargs="?")
-    parser.add_argument("--where", help="only lines of the file with this value, such as stage=grpo")
     options = parser.parse_args(argv)
-    if options.metrics is not None:
-        draw(options.metrics, options.metric, options.figure, where=options.where)
+    if options.run is not None:
+        draw(options.run, options.metric, options.figure)
         return
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, str(ROOT / "examples/first_run.py"), folder], check=True)
         for name, (metric, own) in RUNS.items():
             train(name, Path(folder), **own)
-            draw(Path(folder) / name / "metrics.jsonl", metric, FIGURES / f"{name}.svg")
+            draw(Path(folder) / name, metric, FIGURES / f"{name}.svg")
 
 
 def train(name: str, folder: Path, **options: Any) -> None:
@@ -102,12 +101,9 @@ def _rows(name: str) -> Iterator[dict[str, Any]]:
             yield {"prompt": prompt, "chosen": right, "rejected": rejected}
 
 
-def draw(metrics: Path, metric: str, figure: Path, *, where: str | None = None) -> None:
-    """Draw a metric of the last run in a file; `where` is a key and a value that its lines must have."""
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    key, _, value = (where or "").partition("=")
-    kept = [row for row in rows if where is None or row.get(key) == value]
-    found = [(row["step"], row[metric]) for row in kept if row.get(metric) is not None]
+def draw(run: Path, metric: str, figure: Path) -> None:
+    """Draw a metric of the last run in a folder."""
+    found = [(row["step"], row[metric]) for row in read_metrics(run) if row.get(metric) is not None]
     figure.write_text(curve(found, metric), encoding="utf-8")
 
 

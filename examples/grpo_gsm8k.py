@@ -36,7 +36,6 @@ def main(model: str, data_file: str, output_dir: str) -> None:
         beta=0.0,
         logging_steps=1,
         log_completions=True,
-        num_completions_to_print=4,
     )
     trainer = GRPOTrainer(model, numeric_reward, config, dataset)
     trainer.train()

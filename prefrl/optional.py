@@ -6,10 +6,16 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from prefrl.errors import ConfigError
+
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["is_installed", "require"]
+__all__ = ["MissingPackageError", "is_installed", "require"]
+
+
+class MissingPackageError(ConfigError, ImportError):
+    """An option needs a package that is not installed."""
 
 
 def is_installed(package: str) -> bool:
@@ -25,9 +31,9 @@ def require(package: str, *, extra: str, feature: str) -> ModuleType:
         extra: The extra of prefrl that installs it.
         feature: What the user asked for; the error message starts with it, as in `GRPO with generation="vllm"`.
     Raises:
-        ImportError: The package is not installed.
+        MissingPackageError: The package is not installed.
     """
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"{feature} needs {package}: pip install 'prefrl[{extra}]'") from error
+        raise MissingPackageError(f"{feature} needs {package}: pip install 'prefrl[{extra}]'") from error

@@ -6,11 +6,17 @@ import contextlib
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
 from collections.abc import Generator
 from typing import Any, TypeVar
 
 import pytest
+
+from tests.process import leave_modules_uncollected
+
+# While modules are imported, there is no garbage, but much to look through.
+gc.disable()
 
 # Before transformers is imported: no test asks the Hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,7 +33,12 @@ with contextlib.suppress(ImportError):  # `make gpu` runs where it may be missin
     settings.load_profile("untimed")
 
 # Files whose tests share what was trained.
-_SHARING = ("tests/distributed/", "tests/contract/test_learning.py", "tests/contract/test_same_update.py")
+_SHARING = (
+    "tests/distributed/",
+    "tests/contract/test_learning.py",
+    "tests/contract/test_options.py",
+    "tests/contract/test_same_update.py",
+)
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
@@ -39,13 +50,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             parser.addini(name, "needs pytest-timeout")
 
 
-def pytest_collection_finish() -> None:
-    """Leave the modules that are loaded out of garbage collection.
+# Modules that are left out of garbage collection, and how many more there may be until they are, too.
+_num_frozen = 0
+_MANY = 100
 
-    HuggingFace's Trainer collects garbage in each training, which took four fifths of the time of a small one.
-    """
-    gc.collect()
-    gc.freeze()
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    _freeze_modules()
+
+
+def pytest_runtest_logfinish() -> None:
+    """The first training of a process imports hundreds of modules."""
+    if len(sys.modules) > _num_frozen + _MANY:
+        _freeze_modules()
+
+
+def _freeze_modules() -> None:
+    global _num_frozen
+    leave_modules_uncollected()
+    _num_frozen = len(sys.modules)
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist may be missing

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-SECONDS_TO_END = 40.0  # torchrun gives its workers 30
+SECONDS_TO_END = 40.0
 
 
 def launch(
@@ -28,21 +28,30 @@ def launch(
     """What rank 0 of `module` stored with `torch.save`.
 
     Args:
-        module: Run with `arguments`: by torchrun in each of several processes, or alone.
+        module: Run with `arguments`: in each of several processes, or alone.
         result: The file that rank 0 writes.
         seconds: Until all processes are ended, if they have not. Workers have deadlines of their own, and say where
             they wait; this one is for what they cannot see.
         environment: More variables.
     """
-    command = [sys.executable, "-m"]
-    if num_processes > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "-m"]
+    run_ranks(module, *arguments, num_processes=num_processes, seconds=seconds, environment=environment)
+    return torch.load(result)
+
+
+def run_ranks(
+    module: str,
+    *arguments: str | Path,
+    num_processes: int = 2,
+    seconds: float = 900,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """`launch` without a result."""
+    ranks = ["tests.ranks", str(num_processes)] if num_processes > 1 else []
     run(
-        [*command, module, *map(str, arguments)],
+        [sys.executable, "-m", *ranks, module, *map(str, arguments)],
         seconds=seconds,
         environment={"OMP_NUM_THREADS": "1"} | (environment or {}),
     )
-    return torch.load(result)
 
 
 def run(command: Sequence[str], *, seconds: float = 900, environment: dict[str, str] | None = None) -> str:
@@ -70,7 +79,7 @@ def run(command: Sequence[str], *, seconds: float = 900, environment: dict[str, 
 
 def _end(process: subprocess.Popen[str]) -> None:
     """End it and what is left of its session."""
-    process.terminate()  # torchrun ends its workers then, which have sessions of their own
+    process.terminate()  # a command ends its servers then, which have sessions of their own
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(SECONDS_TO_END)
     with contextlib.suppress(ProcessLookupError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.workloads import CPU_WORKLOADS, Gate, ModelSizes, Workload
 __all__ = ["measure"]
 
 
-def measure(inputs: Inputs) -> list[dict[str, Any]]:
+def measure(inputs: Inputs) -> Iterator[dict[str, Any]]:
     """A row for each of the workloads of `make bench QUICK=1`, as the report stores it."""
     sizes = ModelSizes(576, 30, 1536, 49152, 9, checkpoint=str(inputs.model.resolve()))
     workloads = [_with(workload, sizes) for workload in CPU_WORKLOADS if workload.quick_turns]
@@ -24,7 +25,8 @@ def measure(inputs: Inputs) -> list[dict[str, Any]]:
     options = argparse.Namespace(device="cpu", quick=True, turns=2, threads=1, jobs=1)
     with tempfile.TemporaryDirectory(prefix="prefrl-bench-") as folder:
         prepare_environment(cache=folder)
-        return [asdict(row) for row in run_workloads(workloads, options, measure_workload)]
+        for workload in workloads:
+            yield from map(asdict, run_workloads([workload], options, measure_workload))
 
 
 def _with(workload: Workload, sizes: ModelSizes) -> Workload:

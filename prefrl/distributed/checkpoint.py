@@ -14,8 +14,8 @@ from torch import nn
 from prefrl.distributed.processes import num_processes
 from prefrl.distributed.shards import unwrap, whole
 from prefrl.errors import ConfigError
+from prefrl.run.checkpoints import WRITER, check_has_state
 
-_FILE = "written_by.json"
 _UNSHARDED = "no sharding"
 
 
@@ -33,7 +33,7 @@ class Writer:
 
 def sign_checkpoint(accelerator: Any, folder: Path) -> None:
     """Record in a checkpoint which backend and how many processes wrote it."""
-    (folder / _FILE).write_text(json.dumps(asdict(_this_run(accelerator))), encoding="utf-8")
+    (folder / WRITER).write_text(json.dumps(asdict(_this_run(accelerator))), encoding="utf-8")
 
 
 def writer_of(folder: Path) -> Writer:
@@ -42,14 +42,8 @@ def writer_of(folder: Path) -> Writer:
     Raises:
         ConfigError: The folder holds no training state.
     """
-    path = folder / _FILE
-    if not path.exists():
-        raise ConfigError(
-            f"resume_from_checkpoint={str(folder)!r} has no {_FILE}: it contains a model without the training state "
-            "(from save_only_model=True, save_model() or another library). Start a new training from its weights, "
-            f"model={str(folder)!r}, or resume from a complete checkpoint."
-        )
-    return Writer(**json.loads(path.read_text(encoding="utf-8")))
+    check_has_state(folder)
+    return Writer(**json.loads((folder / WRITER).read_text(encoding="utf-8")))
 
 
 def check_resumable(accelerator: Any, folder: Path) -> None:

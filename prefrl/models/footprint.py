@@ -191,9 +191,10 @@ def _kept_bytes(
     peft_config: PeftConfig | None,
     autocast: torch.dtype | None,
 ) -> int:
-    # peft cannot move fake tensors, and autocast does not see the meta device: adapters are cast as a whole instead.
-    has_adapter = peft_config is not None
-    with torch.device("meta") if has_adapter else FakeTensorMode():
+    # Autocast does not see the meta device, and fake tensors take longer; peft cannot move fake tensors, so adapters
+    # are cast as a whole instead.
+    is_mixed = autocast is not None and peft_config is None
+    with FakeTensorMode() if is_mixed else torch.device("meta"):
         model: Any = outline_with_layers(outline, num_layers)
         if peft_config is not None:
             add_adapter(model, peft_config, task_type="CAUSAL_LM", seed=None)  # changes the model in place
@@ -201,7 +202,7 @@ def _kept_bytes(
         model.train()
         model.config._attn_implementation = _ATTENTION
         ids = torch.zeros(1, num_tokens, dtype=torch.long)
-        mixed = nullcontext() if autocast is None or has_adapter else torch.autocast("cpu", autocast)
+        mixed = torch.autocast("cpu", autocast) if is_mixed else nullcontext()
         with _counting(model) as kept, mixed:
             model.base_model(input_ids=ids, use_cache=False)
         return sum(kept().values())

@@ -42,6 +42,7 @@ __all__ = [
     "REWARD",
     "Kind",
     "arguments_for_other",
+    "arguments_for_reward",
     "auto_class_of",
     "check_dtype",
     "load_error",
@@ -300,6 +301,12 @@ def arguments_for_other(
     return {key: value for key, value in (model_init_kwargs or {}).items() if key not in left_out}
 
 
+def arguments_for_reward(model_init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The policy's arguments for `from_pretrained` as they hold for a reward model, whose architecture is another."""
+    shared = ("attn_implementation", "dtype", "trust_remote_code")
+    return {key: value for key, value in (model_init_kwargs or {}).items() if key in shared}
+
+
 def _loaded(
     kind: Kind,
     model: str | os.PathLike[str] | nn.Module,
@@ -376,7 +383,7 @@ def _from_pretrained(
             if kind is not REWARD:
                 return auto_class.from_pretrained(name, **options)
             model, found = auto_class.from_pretrained(name, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise load_error(kind, name, arguments, error) from error
     if reads_images(model):
         check_has_body(model, name, found["missing_keys"])
@@ -390,9 +397,10 @@ def load_error(
     if _UNKNOWN_CONFIG in str(error):  # the rest of the message is a list of all classes that there are
         return _unknown_class(kind, name, arguments)
     hint = f" {kind.if_shapes_differ}" if "ignore_mismatched_sizes" in str(error) else ""
-    hint = hint or " There is no folder with this name either." * (
-        isinstance(error, OSError) and not Path(name).exists()
+    hint = hint or " Run `pip install flash-attn`, or set attn_implementation='sdpa'." * (
+        "FlashAttention2" in str(error)
     )
+    hint = hint or " Nor is there a folder of this name." * (isinstance(error, OSError) and not Path(name).exists())
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
 
@@ -441,7 +449,8 @@ def _trainable(
     if model._hf_peft_config_loaded:
         raise ConfigError(
             "the model has an adapter inside, so its own weights would be trained too. Load the adapter with "
-            "peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True), and pass the result as model."
+            "peft.PeftModel.from_pretrained(base_model, adapter, is_trainable=True), and give the result as model; "
+            "or merge it first, prefrl merge ADAPTER OUTPUT_DIR."
         )
     if getattr(model, "is_quantized", False):
         if peft_config is None and not is_peft_model(model):
@@ -462,7 +471,7 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Pass its tokenizer.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **repository_arguments(arguments))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
     if len(tokenizer.get_added_vocab()) == len(tokenizer):

@@ -17,7 +17,7 @@ from prefrl.optional import require
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["is_adapter", "load_merged", "tokenizer_of_checkpoint"]
+__all__ = ["is_adapter", "load_merged", "saved_tokenizer", "tokenizer_of_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +69,16 @@ def load_merged(name: str, *, dtype: str = "auto") -> PreTrainedModel:
 
 def tokenizer_of_checkpoint(name: str, model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer that was saved with a model or adapter; without one, that of the base model."""
-    try:
-        saved = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
-        if Path(name).is_dir():
-            logger.warning("%s has no tokenizer: the base model's tokenizer is used", name)
-        saved = None
+    saved = saved_tokenizer(name)
+    if saved is None and Path(name).is_dir():
+        logger.warning("%s has no tokenizer: that of the base model is used", name)
     return load_tokenizer(model, saved)
+
+
+def saved_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that was saved with a model or adapter; None: there is none."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+    return tokenizer

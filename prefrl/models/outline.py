@@ -44,9 +44,9 @@ def outline_of(
             config.num_labels = 1
         with torch.device("meta"):
             model: PreTrainedModel = auto_class_of(kind, name, given).from_config(
-                config, dtype=dtype or torch.float32, **_code(given)
+                config, dtype=dtype or torch.float32, **_of_class(given)
             )
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, ImportError) as error:
         raise load_error(kind, name, given, error) from error
     if not is_classifier:
         with suppress(OSError):  # not every repository has the file
@@ -67,5 +67,5 @@ def outline_with_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedMo
     return type(model)._from_config(config, dtype=model.dtype)
 
 
-def _code(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: given[key] for key in ("trust_remote_code",) if key in given}
+def _of_class(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: given[key] for key in ("trust_remote_code", "attn_implementation") if key in given}

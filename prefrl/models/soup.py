@@ -23,7 +23,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from prefrl.errors import ConfigError
-from prefrl.models.soup_choice import Ingredient, Soup, greedy_choice
+from prefrl.models.soup_choice import Ingredient, Soup, check_folders, greedy_choice
 from prefrl.optional import require
 
 if TYPE_CHECKING:
@@ -202,15 +202,7 @@ def _metric_of(checkpoints: Sequence[Path], output_dir: Path, evaluate: Evaluate
 
 def _checked(checkpoints: Sequence[Folder], output_dir: Folder, top_k: int | None = None) -> list[Path]:
     folders = [Path(checkpoint) for checkpoint in checkpoints]
-    if len(folders) < 2:
-        raise ConfigError(f"checkpoints={[str(f) for f in folders]}: must be at least two for an average")
-    if top_k is not None and top_k < 2:
-        raise ConfigError(f"top_k={top_k}: must be at least 2, or None for all checkpoints")
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"checkpoint {str(folder)!r}: there is no such folder")
-    if any(Path(output_dir).glob("*.safetensors")):
-        raise ConfigError(f"output_dir={str(output_dir)!r}: already holds a model. Choose another folder.")
+    check_folders(folders, Path(output_dir), top_k)
     is_adapter = [(folder / _ADAPTER_CONFIG).is_file() for folder in folders]
     if any(is_adapter) and not all(is_adapter):
         raise ConfigError(

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Ingredient", "Soup", "greedy_choice"]
+from prefrl.errors import ConfigError
+
+__all__ = ["Ingredient", "Soup", "check_folders", "greedy_choice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +78,20 @@ def greedy_choice(
         for ingredient, trial in zip(ranked, trials, strict=True)
     ]
     return Soup(ingredients, metric=best)
+
+
+def check_folders(checkpoints: Sequence[Path], output_dir: Path, top_k: int | None = None) -> None:
+    """Refuse what cannot be averaged, as far as that can be known without reading the checkpoints.
+
+    Raises:
+        ConfigError: There are too few checkpoints, one is missing, or `output_dir` holds a model.
+    """
+    if len(checkpoints) < 2:
+        raise ConfigError(f"checkpoints={[str(f) for f in checkpoints]}: must be at least two for an average")
+    if top_k is not None and top_k < 2:
+        raise ConfigError(f"top_k={top_k}: must be at least 2, or None for all checkpoints")
+    for folder in checkpoints:
+        if not folder.is_dir():
+            raise ConfigError(f"checkpoint {str(folder)!r}: there is no such folder")
+    if any(output_dir.glob("*.safetensors")):
+        raise ConfigError(f"output_dir={str(output_dir)!r}: holds a model already. Choose another folder.")

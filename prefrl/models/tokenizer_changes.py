@@ -73,8 +73,9 @@ class TokenizerChanges:
             )
         if is_peft_model(model):
             raise ConfigError(
-                f"{lacks}, and an adapter would leave their embeddings untrained. Train without an adapter, or choose "
-                "'mistral' or 'zephyr', which need no tokens."
+                f"{lacks}, and an adapter would leave their embeddings untrained. Train the embeddings first, without "
+                "an adapter and with freeze=['layers']: what that run saves has the tokens, so an adapter can follow. "
+                "Or choose 'mistral' or 'zephyr', which need no tokens."
             )
         tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens], special_tokens=True)
         if len(tokenizer) > int(shape_of(model.get_input_embeddings().weight)[0]):

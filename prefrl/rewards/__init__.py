@@ -1,6 +1,6 @@
 """Rewards: the protocol, the runner that calls them, and the built-in rewards."""
 
-from prefrl.rewards.answers import numeric_reward
+from prefrl.rewards.answers import get_numeric_reward, numeric_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
 from prefrl.rewards.code import get_code_reward
 from prefrl.rewards.format import (
@@ -47,6 +47,7 @@ __all__ = [
     "get_cosine_scaled_reward",
     "get_judge_reward",
     "get_length_reward",
+    "get_numeric_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
     "numeric_reward",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational
 from typing import Any
 
+from prefrl.errors import ConfigError
 from prefrl.rewards.base import completion_text
 from prefrl.rewards.numerals import Number, final_number, only_number
 
-__all__ = ["numeric_reward"]
+__all__ = ["get_numeric_reward", "numeric_reward"]
 
 
 def numeric_reward(
@@ -31,14 +33,43 @@ def numeric_reward(
     Returns:
         B rewards; None where the answer itself is not a number.
     """
-    return [_score(completion_text(c), _gold(a)) for c, a in zip(completions, answer, strict=True)]
+    return _EXACT(completions, answer)
 
 
-def _score(text: str, gold: Number | None) -> float | None:
-    if gold is None:
-        return None
-    number = final_number(text)
-    return float(number is not None and number.equals(gold))
+@dataclass(frozen=True, slots=True)
+class _NumericReward:
+    tolerance: Fraction
+
+    @property
+    def __name__(self) -> str:
+        return "numeric_reward"
+
+    def __call__(
+        self, completions: Sequence[str | list[dict[str, Any]]], answer: Sequence[str | float | None], **_: Any
+    ) -> list[float | None]:
+        return [self._score(completion_text(c), _gold(a)) for c, a in zip(completions, answer, strict=True)]
+
+    def _score(self, text: str, gold: Number | None) -> float | None:
+        if gold is None:
+            return None
+        number = final_number(text)
+        return float(number is not None and number.equals(gold, self.tolerance))
+
+
+_EXACT = _NumericReward(Fraction(0))
+
+
+def get_numeric_reward(tolerance: float = 0.0) -> _NumericReward:
+    """`numeric_reward`, which also accepts numbers that are near the answer.
+
+    Args:
+        tolerance: The largest difference between a completion's final number and the answer for which it is right.
+    Raises:
+        ConfigError: The tolerance is not a finite number >= 0.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise ConfigError(f"tolerance={tolerance}: must be a finite number >= 0")
+    return _NumericReward(Fraction(repr(tolerance)))  # 0.1 means a tenth, not the nearest binary number
 
 
 def _gold(answer: str | float | None) -> Number | None:

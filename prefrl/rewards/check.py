@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -77,9 +77,10 @@ def _as_float(name: str, row: int, value: object, prompt: Any, completion: str |
     )
 
 
-def excerpt(text: str | list[dict[str, Any]]) -> str:
+def excerpt(text: Any) -> str:
     """The beginning of a text, or of the last message, in quotes and with control characters escaped."""
-    shown = text if isinstance(text, str) else str(text[-1].get("content")) if text else ""
+    is_chat = isinstance(text, list) and bool(text) and isinstance(text[-1], Mapping)
+    shown = str(text[-1].get("content") if is_chat else text or "")
     return repr(shown if len(shown) <= _EXCERPT else f"{shown[:_EXCERPT]}...")
 
 

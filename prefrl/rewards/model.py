@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from prefrl.distributed import is_sharded
+from prefrl.distributed import is_main, is_sharded
 from prefrl.errors import ConfigError, RewardError
 from prefrl.optional import require
+from prefrl.options.remote_code import unpinned_code
 from prefrl.rewards.model_inputs import ModelRow, RowReader
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from prefrl.rewards.model_inputs import ProcessingClass
 
 __all__ = ["ModelReward"]
+
+logger = logging.getLogger(__name__)
 
 
 class ModelReward:
@@ -43,9 +47,12 @@ class ModelReward:
             model's name. A tokenizer without a padding token pads with its end-of-sequence token.
         device: Where the model is put; None: it stays where it is.
         batch_size: The most completions that the model scores at once.
+        model_init_kwargs: For `from_pretrained` of a model that is given by name or folder; of an adapter, for that of
+            its base model. Weights have the type of the files unless it has a `dtype`.
     Raises:
         ConfigError: The model or tokenizer cannot be loaded, has no trained score head or no token to pad with, has
-            several labels and no `head`, or one label and a `head`; `batch_size` is below 1.
+            several labels and no `head`, or one label and a `head`; `batch_size` is below 1; `model_init_kwargs` are
+            given, and the model is loaded already.
         ImportError: The model is an adapter and peft is not installed.
     """
 
@@ -58,18 +65,25 @@ class ModelReward:
         tokenizer: ProcessingClass | None = None,
         device: torch.device | str | None = None,
         batch_size: int = 16,
+        model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
+        if model_init_kwargs and isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model_init_kwargs={dict(model_init_kwargs)} has no effect, because the reward model is loaded "
+                "already. Remove it, or give the model by name."
+            )
         self.batch_size = batch_size
-        self.model: PreTrainedModel = model if isinstance(model, nn.Module) else _load_model(model)
+        arguments = model_init_kwargs or {}
+        self.model: PreTrainedModel = model if isinstance(model, nn.Module) else _load_model(model, arguments)
         name = _short_name(model)
         labels = _labels(name, self.model)
         self._column = _column(name, labels, head)
         self._is_per_token = per_token
         qualifiers = ([] if head is None else [labels[self._column]]) + (["per_token"] if per_token else [])
         self.__name__ = f"{name}[{','.join(qualifiers)}]" if qualifiers else name
-        given = tokenizer if tokenizer is not None else _load_tokenizer(_repository(model), self.model)
+        given = tokenizer if tokenizer is not None else _load_tokenizer(_repository(model), self.model, arguments)
         self._reader = RowReader(self.__name__, given)
         self.tokenizer: PreTrainedTokenizerBase = self._reader.tokenizer
         self._set_padding()
@@ -214,13 +228,10 @@ def _column(name: str, labels: Sequence[str], head: str | int | None) -> int:
     )
 
 
-def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
-    # Slow to import, and not every run has such a model.
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-    from transformers.utils import find_adapter_config_file
+def _load_model(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> PreTrainedModel:
+    from transformers.utils import find_adapter_config_file  # slow to import
 
     from prefrl import rewards  # which imports this module
-    from prefrl.models.vision_classifier import add_classifier
 
     source = os.fspath(name)
     if source in rewards.__all__:
@@ -231,13 +242,13 @@ def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
     try:
         adapter = find_adapter_config_file(source)
         if adapter is None:
-            add_classifier(AutoConfig.from_pretrained(source))
-            model, info = AutoModelForSequenceClassification.from_pretrained(source, output_loading_info=True)
+            model, info = _load_classifier(source, arguments)
             untrained = set(info["missing_keys"])
         else:
-            model, untrained = _load_adapter(source, Path(adapter))
+            model, untrained = _load_adapter(source, Path(adapter), arguments)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"reward model {source!r} cannot be loaded: {error}") from error
+        given = f" with {dict(arguments)}" if arguments else ""
+        raise ConfigError(f"reward model {source!r} cannot be loaded{given}: {error}") from error
     if untrained:
         raise ConfigError(
             f"reward model {source!r} has no trained weights for {sorted(untrained)}: it would score at random. Use a "
@@ -246,32 +257,50 @@ def _load_model(name: str | os.PathLike[str]) -> PreTrainedModel:
     return model
 
 
-def _load_adapter(name: str, config: Path) -> tuple[PreTrainedModel, set[str]]:
-    """The base model with its adapter, and the names of weights that neither of them has."""
-    require("peft", extra="peft", feature=f"the reward model {name!r}, an adapter,")
+def _load_classifier(
+    name: str, arguments: Mapping[str, Any], **more: Any
+) -> tuple[PreTrainedModel, dict[str, Collection[str]]]:
+    """The model and what transformers says about its weights."""
+    # Slow to import, and not every run has such a model.
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    from prefrl.models.load import repository_arguments
     from prefrl.models.vision_classifier import add_classifier
 
+    warning = unpinned_code(name, arguments.get("revision")) if arguments.get("trust_remote_code") else None
+    if warning is not None and is_main():
+        logger.warning(warning)
+    add_classifier(AutoConfig.from_pretrained(name, **repository_arguments(arguments)))
+    load = AutoModelForSequenceClassification.from_pretrained
+    model, info = load(name, output_loading_info=True, **arguments, **more)
+    return model, info
+
+
+def _load_adapter(name: str, config: Path, arguments: Mapping[str, Any]) -> tuple[PreTrainedModel, set[str]]:
+    """The base model with its adapter, and the names of weights that neither of them has."""
+    require("peft", extra="peft", feature=f"the reward model {name!r}, an adapter,")
     base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    add_classifier(AutoConfig.from_pretrained(base))
     # An adapter's folder does not say how many labels there are; with another number, shapes would not match.
-    model, info = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, output_loading_info=True)
+    model, info = _load_classifier(base, arguments, num_labels=1)
     model.load_adapter(name)
     # The base model has no score head; the adapter contains a complete one that replaces the original.
     replaced = {n.replace(".original_module.", ".") for n, _ in model.named_parameters() if ".original_module." in n}
     return model, set(info["missing_keys"]) - replaced
 
 
-def _load_tokenizer(name: str, model: PreTrainedModel) -> ProcessingClass:
+def _load_tokenizer(name: str, model: PreTrainedModel, arguments: Mapping[str, Any]) -> ProcessingClass:
     from transformers import AutoProcessor, AutoTokenizer
+
+    from prefrl.models.load import repository_arguments
 
     reads_images = getattr(model.config, "vision_config", None) is not None
     what = "processor" if reads_images else "tokenizer"
     if not name:
         raise ConfigError(f"a reward model that was not loaded by name needs its {what} in reward_processing_classes")
     try:
-        return (AutoProcessor if reads_images else AutoTokenizer).from_pretrained(name)
+        return (AutoProcessor if reads_images else AutoTokenizer).from_pretrained(
+            name, **repository_arguments(arguments)
+        )
     except (OSError, ValueError, ImportError) as error:
         remedy = ", or its tokenizer to score text alone," if reads_images else ""
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
-from prefrl.rewards.answers import numeric_reward
+from prefrl.rewards.answers import get_numeric_reward, numeric_reward
 from prefrl.rewards.base import RewardFunction
 from prefrl.rewards.format import (
     format_reward,
@@ -52,6 +52,7 @@ GRADERS: Mapping[str, Callable[..., RewardFunction]] = {
     "score_model": ScoreModel,
     "python": PythonGrader,
     "combined": Combined,
+    "numeric_reward": get_numeric_reward,
     "length_reward": get_length_reward,
     "soft_overlong_punishment_reward": get_soft_overlong_punishment,
     "repetition_penalty_reward": get_repetition_penalty_reward,
@@ -103,7 +104,7 @@ def _imported(name: str) -> Any:
     separator = ":" if ":" in name else "."
     place, _, function = name.rpartition(separator)
     if not place or name.endswith(".py"):
-        remedy = nearest(name, [*REWARD_FUNCTIONS, *GRADERS])
+        remedy = nearest(name, {*REWARD_FUNCTIONS, *GRADERS})
         raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor {_WAYS}. {remedy}")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:

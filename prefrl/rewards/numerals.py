@@ -42,9 +42,16 @@ class Number:
     value: Fraction
     is_percent: bool = False
 
-    def equals(self, other: Number) -> bool:
-        """Whether both are equal: 50% equals 50% and 0.5, and also 50, because a unit may be omitted."""
-        return self.value == other.value or self._ratio() == other._ratio()
+    def equals(self, other: Number, tolerance: Fraction = Fraction(0)) -> bool:
+        """Whether both are equal: 50% equals 50% and 0.5, and also 50, because a unit may be omitted.
+
+        Args:
+            other: The other number.
+            tolerance: The largest difference of equal numbers, in the unit in which they are compared.
+        """
+        if abs(self.value - other.value) <= tolerance:
+            return True
+        return self.is_percent != other.is_percent and abs(self._ratio() - other._ratio()) <= tolerance
 
     def _ratio(self) -> Fraction:
         return self.value / 100 if self.is_percent else self.value

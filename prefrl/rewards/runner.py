@@ -79,12 +79,13 @@ class RewardRunner:
         environments: Classes of environments that have rewards of their own, by name. Each is one more reward, of
             weight 1, after the others. None: there are no environments, so rewards cannot ask for them.
         device: Where reward models are put; None: they stay where they are.
+        model_init_kwargs: See `ModelReward`; for models given by name or folder.
     Raises:
         ConfigError: No rewards, one that cannot work, or weights, timeout or tokenizers that do not match.
         ImportError: A reward needs a package that is not installed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument for each option of the user
         self,
         reward_funcs: RewardSource | list[RewardSource] | tuple[RewardSource, ...] | Mapping[str, RewardFunction],
         *,
@@ -95,6 +96,7 @@ class RewardRunner:
         columns: Collection[str] | None = None,
         environments: Mapping[str, type] | None = None,
         device: torch.device | str | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
@@ -116,7 +118,12 @@ class RewardRunner:
         self._warned: set[str] = set()  # of errors of these rewards
         self.weights = _weights(weights, len(sources)) + [1.0] * len(self._environments)
         tokenizers = _tokenizers(processing_classes, [_is_model(source) for source in sources])
-        functions = [_function(source, t, device) for source, t in zip(sources, tokenizers, strict=True)]
+        reward_of_model = functools.partial(ModelReward, device=device)
+        reward_of_name = functools.partial(reward_of_model, model_init_kwargs=model_init_kwargs)
+        functions = [
+            _function(source, reward_of_model if isinstance(source, nn.Module) else reward_of_name, tokenizer)
+            for source, tokenizer in zip(sources, tokenizers, strict=True)
+        ]
         names = _unique(reward_funcs if isinstance(reward_funcs, Mapping) else map(_name, functions))
         self._rewards = [_inspected(name, function) for name, function in zip(names, functions, strict=True)]
         self._loop = EventLoopThread()
@@ -312,10 +319,10 @@ def _tokenizers(
 
 
 def _function(
-    source: RewardSource, tokenizer: ProcessingClass | None, device: torch.device | str | None
+    source: RewardSource, model_reward: Callable[..., ModelReward], tokenizer: ProcessingClass | None
 ) -> Callable[..., Any]:
     if isinstance(source, str | os.PathLike | nn.Module):
-        return ModelReward(source, tokenizer=tokenizer, device=device)
+        return model_reward(source, tokenizer=tokenizer)
     if not callable(source):
         raise ConfigError(
             f"reward_funcs: {source!r} ({type(source).__name__}) is not a reward. Allowed are functions, and names "

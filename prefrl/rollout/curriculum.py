@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from annotated_types import Ge, Lt
 
-from prefrl.errors import ConfigError, DataError
-from prefrl.options.fields import check_range, opt
+from prefrl.errors import DataError
+from prefrl.options.fields import opt
 from prefrl.options.params import Params
+from prefrl.rollout.rules import check_curriculum
 from prefrl.rollout.selection import random_generator
 
 if TYPE_CHECKING:
@@ -56,13 +57,7 @@ class CurriculumParams(Params):
         0.5, "Weight of the past in a prompt's success rate, an exponential moving average."
     )
 
-    def __post_init__(self) -> None:
-        """Also check the bounds."""
-        super().__post_init__()
-        check_range(self.reward_bounds, "reward_bounds")
-        check_range(self.band, "band")
-        if not 0 <= self.band[0] < self.band[1] <= 1:
-            raise ConfigError(f"band={self.band}: success rates must be within 0 .. 1")
+    rules = (check_curriculum,)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class Journal:
     _run: str = ""
     _left_until: int = 0
 
-    def begin(self, run: str, *, generations: Iterable[int], steps_each: int, device: torch.device) -> None:
+    def begin(self, run: str, *, generations: Sequence[int], steps_each: int, device: torch.device) -> None:
         """Find the batches that an interrupted run has left. All ranks must call it.
 
         Args:
@@ -74,10 +74,9 @@ class Journal:
             device: For the communication.
         """
         self._run = run
-        numbers = list(generations)
-        found = itertools.takewhile(lambda number: self._has(number, step=number * steps_each), numbers)
+        found = itertools.takewhile(lambda number: self._has(number, step=number * steps_each), generations)
         (count,) = distributed.min_over_ranks([len(list(found))], device)
-        self._left_until = numbers[0] + int(count) if numbers else 0
+        self._left_until = generations[0] + int(count) if generations else 0
 
     def left(self, generation: int, *, step: int) -> list[Collected] | None:
         """The parts of a batch that an interrupted run has left; None: it must be collected.

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Self
 import torch
 from annotated_types import Gt, Le
 
-from prefrl.options.fields import check_range, opt
+from prefrl.options.fields import opt
 from prefrl.options.params import Params
+from prefrl.rollout.rules import check_clip_range
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,16 +57,7 @@ class ShapingParams(Params):
         None, "Clip total rewards to this range: smallest and largest value; None: no clipping."
     )
 
-    def __post_init__(self) -> None:
-        """Also check the range."""
-        super().__post_init__()
-        check_range(self.clip_range, "clip_range")
-
-    @property
-    def has_effect(self) -> bool:
-        """Whether total rewards are shaped at all."""
-        given = (self.stop_properly_penalty_coef, self.missing_eos_penalty, self.clip_range)
-        return self.normalize or any(value is not None for value in given)
+    rules = (check_clip_range,)
 
 
 @dataclass

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_text",
+    "best_and_worst",
     "collected_metrics",
     "is_unscored",
     "log_collected",
@@ -158,7 +159,7 @@ def log_collected(collected: Collected, *, step: int, limit: int | None, unique:
     Args:
         collected: Those of this rank.
         step: The optimizer step that is about to learn from them.
-        limit: Number of rows of the printed table; None: all.
+        limit: The most rows of the printed table, see `best_and_worst`; None: all completions.
         unique: Print only the first completion of each prompt.
         tables: Those of the trackers, which get all completions.
     """
@@ -166,7 +167,8 @@ def log_collected(collected: Collected, *, step: int, limit: int | None, unique:
     if distributed.is_main():
         rollouts = type(collected).concat(parts).rollouts
         shown = one_of_each_prompt(rollouts) if unique else rollouts
-        log_completions(shown, title=title_of_step(step), limit=limit)
+        shown = shown if limit is None else best_and_worst(shown)[:limit]
+        log_completions(shown, title=title_of_step(step))
         _track(rollouts, step=step, tables=tables)
 
 
@@ -185,33 +187,44 @@ def one_of_each_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
 
 
+def best_and_worst(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The best and the worst rollout of each group; one, if all its rewards are equal."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    found = []
+    for group in groups.values():
+        scored = [rollout for rollout in group if rollout.reward == rollout.reward] or group[:1]
+        best, worst = (choose(scored, key=lambda rollout: rollout.reward) for choose in (max, min))
+        found += [best] if best is worst else [best, worst]
+    return found
+
+
 def title_of_step(step: int) -> str:
     """The title of a table of the completions that an optimizer step is about to learn from."""
     return f"Completions before step {step + 1}"
 
 
-def log_completions(rollouts: Sequence[Rollout], *, title: str, limit: int | None) -> None:
+def log_completions(rollouts: Sequence[Rollout], *, title: str) -> None:
     """Print the table. If that fails, it is a warning: it must not end the training.
 
     Args:
-        rollouts: The rollouts of all ranks, in order.
+        rollouts: What to show, in order.
         title: What they are.
-        limit: Number of rows of the table; None: all.
     """
     try:
-        print_table(rollouts, title=title, limit=limit, console=Console())
+        print_table(rollouts, title=title, console=Console())
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", max_characters=1000)
         logger.warning(f"{title} could not be printed: {reason}")
 
 
-def print_table(rollouts: Sequence[Rollout], *, title: str, limit: int | None, console: Console) -> None:
+def print_table(rollouts: Sequence[Rollout], *, title: str, console: Console) -> None:
     """Print a table of prompts, completions, rewards and advantages. Long texts are cut off.
 
     Args:
         rollouts: The rollouts, in order.
         title: What they are.
-        limit: Number of rows to show; None: all.
         console: The console to print to.
     """
     names = list(rollouts[0].rewards) if rollouts else []
@@ -220,7 +233,7 @@ def print_table(rollouts: Sequence[Rollout], *, title: str, limit: int | None, c
         table.add_column(column, overflow="fold")
     for column in (*names, "Advantage"):
         table.add_column(Text(printable(column)), justify="right")
-    for rollout in rollouts[:limit]:
+    for rollout in rollouts:
         values = [rollout.rewards[name] for name in names]
         shown = ["-" if value is None else f"{value:.2f}" for value in values]
         count = len(rollout.row.get("images") or ())

@@ -14,10 +14,15 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prefrl.errors import ConfigError
 from prefrl.run.seal import manifest_of, problem_of, seal, sync_folder
 
 __all__ = [
+    "WORDS_TO_RESUME",
+    "WRITER",
     "Found",
+    "check_has_state",
+    "check_whole",
     "checkpoint_name",
     "clean",
     "find_last",
@@ -29,6 +34,9 @@ __all__ = [
     "step_of",
 ]
 
+WRITER = "written_by.json"  # in a checkpoint with the state of training: which processes wrote it
+# Words for values of `resume_from_checkpoint` that are no folders.
+WORDS_TO_RESUME: dict[str, bool] = {"auto": True, "true": True, "disable": False, "false": False}
 _MODEL_ONLY = "it holds a model without the training state (from save_only_model=True)"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -125,6 +133,39 @@ def find_last(run_folder: Path, *, run: str | None, before: int | None = None) -
             return Found(folder, unusable, foreign)
         unusable.append(f"{folder.name}: {reason}")
     return Found(None, unusable, foreign)
+
+
+def check_whole(folder: Path, *, reads_files: bool = True) -> None:
+    """Refuse a folder of `resume_from_checkpoint` that is no whole checkpoint.
+
+    Args:
+        folder: The folder.
+        reads_files: Whether the bytes of files are compared, too; see `problem_of`.
+
+    Raises:
+        ConfigError: It is missing, holds the model only, or is damaged.
+    """
+    hint = "Set True to resume from the last whole checkpoint in output_dir."
+    if not folder.is_dir():
+        raise ConfigError(f"resume_from_checkpoint={str(folder)!r}: there is no such folder. {hint}")
+    check_has_state(folder)
+    problem = problem_of(folder, reads_files=reads_files)
+    if problem is not None:
+        raise ConfigError(f"resume_from_checkpoint={str(folder)!r}: {problem}. {hint}")
+
+
+def check_has_state(folder: Path) -> None:
+    """Refuse a checkpoint without the state of training.
+
+    Raises:
+        ConfigError: It holds no training state.
+    """
+    if not (folder / WRITER).exists():
+        raise ConfigError(
+            f"resume_from_checkpoint={str(folder)!r} has no {WRITER}: it contains a model without the training state "
+            "(from save_only_model=True, save_model() or another library). Start a new training from its weights, "
+            f"model={str(folder)!r}, or resume from a complete checkpoint."
+        )
 
 
 def rotate(run_folder: Path, *, run: str, limit: int | None, best: str | None) -> None:

@@ -11,8 +11,12 @@ from prefrl.errors import ConfigError
 __all__ = ["check_space", "check_writable"]
 
 
-def check_writable(run_folder: Path) -> None:
+def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
     """Check that files can be written to a folder, which is created if it does not exist.
+
+    Args:
+        run_folder: The folder.
+        option: The option that names it, for the message.
 
     Raises:
         ConfigError: They cannot.
@@ -23,7 +27,7 @@ def check_writable(run_folder: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"output_dir={str(run_folder)!r} cannot be written to: {error.strerror}. Choose a folder that can."
+            f"{option}={str(run_folder)!r} cannot be written to: {error.strerror}. Choose a folder that can."
         ) from error
 
 

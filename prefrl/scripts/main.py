@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import importlib
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,25 +65,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line without the program's name; None: the one of this process.
 
     Returns:
-        The exit code: 0, 2 for anything that prefrl refuses, or 130 after Ctrl-C.
+        The exit code: 0, 1 if a file or the output fails, 2 for anything that prefrl refuses, or 130 after Ctrl-C.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
+    if not sys.stderr.isatty():
+        # Libraries draw their bars with tqdm, which reads this when it is imported.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        return _run(arguments.command, arguments.arguments)
+        code = _run(arguments.command, arguments.arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         if arguments.debug:
             raise
         return 128 + signal.SIGINT
+    except OSError as error:
+        if arguments.debug:
+            raise
+        _leave_stdout()
+        if not isinstance(error, BrokenPipeError):  # head and the like have read enough
+            again = f"prefrl --debug {arguments.command} shows where"
+            print(f"prefrl {arguments.command}: {type(error).__name__}: {error}. {again}", file=sys.stderr)
+        return 1
     except PrefrlError as error:
         if arguments.debug:
             raise
         # A single write, because processes that start together often fail together.
         print(f"prefrl {arguments.command}: {type(error).__name__}: {error}\n", end="", file=sys.stderr)
         return 2
+
+
+def _leave_stdout() -> None:
+    """Drop what is left for stdout: the interpreter writes it when it exits, and would fail again."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,11 +126,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
+    # peft 0.21 reads the old name, which no user of the command can change.
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
     if command in OTHERS:
         return int(importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").main(list(arguments)))
     if command in REGISTRY:
         return _train(command, arguments)
-    raise ConfigError(f"unknown command. {nearest(command, [*REGISTRY, *OTHERS])}")
+    raise ConfigError(f"unknown command. {nearest(command.lower(), [*REGISTRY, *OTHERS])}")
 
 
 def _train(command: str, arguments: Sequence[str]) -> int:

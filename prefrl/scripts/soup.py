@@ -13,17 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from prefrl.errors import ConfigError
-from prefrl.models.soup import Evaluate, Soup, best_soup, greedy_soup, uniform_soup
+from prefrl.models.soup_choice import check_folders
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
-from prefrl.scripts.parsing.argument_parser import ArgumentParser
 from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from prefrl.models.soup import Evaluate, Soup
 
 __all__ = ["SoupArguments", "main"]
 
@@ -122,7 +123,10 @@ def main(argv: Sequence[str]) -> int:
     description = "Average the weights of checkpoints, or the updates of LoRA adapters."
     parser = CommandParser("soup", (SoupArguments,), description)
     (options,) = parser.parse(argv)
+    check_folders(options.folders, Path(options.output_dir), options.top_k)
     if options.metric is None:
+        from prefrl.models.soup import uniform_soup  # imports torch, which mistakes do not need
+
         soup = uniform_soup(options.folders, options.output_dir, weights=options.weights)
     else:
         soup = _scored_soup(options)
@@ -131,6 +135,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _scored_soup(options: SoupArguments) -> Soup:
+    from prefrl.models.soup import best_soup, greedy_soup
+
     is_greater_better = options.greater_is_better
     if is_greater_better is None:
         is_greater_better = not str(options.metric).endswith("loss")
@@ -194,6 +200,8 @@ def _offline(name: str) -> Algorithm:
 
 def _config(algorithm: Algorithm, file: str | None, scratch: str) -> Any:
     argv = ["--output_dir", scratch, "--report_to", "none"]
+    from prefrl.scripts.parsing.argument_parser import ArgumentParser
+
     parser = ArgumentParser(algorithm.load_config())
     (config,) = parser.parse_args_and_config(argv if file is None else [*argv, "--config", file])
     return config

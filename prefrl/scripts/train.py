@@ -7,16 +7,20 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
+from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
 from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.arguments.given import Given
-from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
+from prefrl.scripts.arguments.launch import ONLY_CHECK, LaunchArguments, launch_options
 from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
+from prefrl.scripts.arguments.reward_entry import check_reward_files
+from prefrl.scripts.imports import uncollected
 from prefrl.scripts.schema.parser import SchemaParser
 
 if TYPE_CHECKING:
@@ -47,11 +51,12 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
 
 
 def check_files(given: Given) -> None:
-    """Check that datasets that are files on this machine are there, which needs no import of torch either.
+    """Check that files and folders on this machine are there, which needs no import of torch either.
 
     Raises:
-        ConfigError: Options exclude each other.
-        DataError: A file is missing, or of an unknown format.
+        ConfigError: Options exclude each other, a file of rewards is missing, or the checkpoint to resume from is not
+            whole.
+        DataError: A dataset is missing, or of an unknown format.
     """
     script = _script(given)
     with given.locating():
@@ -60,6 +65,13 @@ def check_files(given: Given) -> None:
             check_source(part, path_option="dataset_name")
         for number, part in enumerate(script.datasets):
             check_source(part, within=f"datasets[{number}].")
+        if isinstance(script, RewardArguments):
+            check_reward_files(script.reward_funcs or ())
+        checkpoint = given.values.get("resume_from_checkpoint")
+        # Machines with disks of their own hold parts of it: the first process looks, as in training.
+        is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
+        if is_first and checkpoint and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
+            check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
 
 
 def main(algorithm: Algorithm, given: Given) -> int:
@@ -75,14 +87,17 @@ def main(algorithm: Algorithm, given: Given) -> int:
     Raises:
         PrefrlError: The options ask for something that cannot work.
     """
+    with uncollected():
+        check_before = importlib.import_module("prefrl.scripts.checkup.run").check_before
+        trainer_class = algorithm.load_trainer()
     with given.locating():
         script, config = options_of(algorithm, given)
         extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
         train_dataset, eval_dataset = datasets_of(script, config)
-        importlib.import_module("prefrl.scripts.checkup.run").check_before(
-            algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ())
-        )
-    trainer = algorithm.load_trainer()(
+        check_before(algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ()))
+    if ONLY_CHECK in os.environ:
+        return 0
+    trainer = trainer_class(
         model=script.model_name_or_path,
         args=config,
         train_dataset=train_dataset,
@@ -106,13 +121,22 @@ def main(algorithm: Algorithm, given: Given) -> int:
     return 0
 
 
-def options_of(algorithm: Algorithm, given: Given) -> tuple[CommandArguments, Any]:
+def options_of(
+    algorithm: Algorithm, given: Given, *, num_processes: int | None = None
+) -> tuple[CommandArguments, Any]:
     """The options of model, data and rewards, and those of the trainer, as the trainer takes them.
 
+    Args:
+        algorithm: The algorithm to train with.
+        given: The options, from `read`.
+        num_processes: How many processes the options are for; None: those that this process is one of.
+
     Raises:
-        ConfigError: Options exclude each other, or one has no effect.
+        ConfigError: Options exclude each other, one has no effect, or the package of one is missing.
     """
-    script, config = _script(given), _config(algorithm, given)
+    script, config = _script(given), _config(algorithm, given, num_processes)
+    config.check_packages_installed()
+    lora_of(script)  # refuses its options
     _check_stream(script, config)
     _check_switches(config)
     _add_model_options(script, config)
@@ -139,8 +163,10 @@ def _script(given: Given) -> CommandArguments:
         raise given.located(error) from None
 
 
-def _config(algorithm: Algorithm, given: Given) -> Any:
-    config_class = algorithm.load_config()
+def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
+    config_class: Any = algorithm.load_config()
+    if num_processes is not None:
+        config_class = type(config_class.__name__, (config_class,), {"world_size": num_processes})
     of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
@@ -148,7 +174,7 @@ def _config(algorithm: Algorithm, given: Given) -> Any:
         return config_class(**values) if preset is None else config_class.preset(preset, **values)
     except ConfigError as error:
         raise given.located(error) from None
-    except ImportError as error:  # the package of an option
+    except ImportError as error:  # transformers misses the package of an option
         raise ConfigError(str(error)) from error
 
 
@@ -173,10 +199,7 @@ def _add_model_options(script: CommandArguments, config: Any) -> None:
         _merge(config, option, argument, None if value == defaults[option] else value)
     precision: Any = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
     bits = 4 if script.load_in_4bit else 8
-    try:
-        quantization = quantization_config(script, precision if script.dtype == defaults["dtype"] else script.dtype)
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
+    quantization = quantization_config(script, precision if script.dtype == defaults["dtype"] else script.dtype)
     _merge(config, f"load_in_{bits}bit", "quantization_config", quantization)
 
 
@@ -205,10 +228,7 @@ def lora_of(script: CommandArguments) -> Any:
     Raises:
         ConfigError: A package is missing.
     """
-    try:
-        adapter = get_peft_config(script)
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
+    adapter = get_peft_config(script)
     if adapter is not None and adapter.task_type == "CAUSAL_LM":  # the default: the trainer knows better
         adapter.task_type = None
     return adapter

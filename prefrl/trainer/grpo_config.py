@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from prefrl.errors import ConfigError
-from prefrl.losses.advantage.estimators import GrpoParams
 from prefrl.options.fields import opt
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
@@ -44,39 +43,8 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         super().validate()
         check_group(self)
-        if not self._normalizes_each_reward:
-            return
-        if self.shaping_params.has_effect or self.kl_in == "reward":
-            raise ConfigError(
-                "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but kl_in='reward' and "
-                "reward_shaping_kwargs change the total. Use 'sum_then_normalize', or remove these."
-            )
-        if self.reward_balance is not None:
-            raise ConfigError(
-                f"multi_objective_aggregation='normalize_then_sum' with reward_balance={self.reward_balance!r}: both "
-                "determine how rewards are combined. Remove one of them."
-            )
-
-    @property
-    def _normalizes_each_reward(self) -> bool:
-        params = self.advantage_params
-        return isinstance(params, GrpoParams) and params.multi_objective_aggregation == "normalize_then_sum"
 
     @property
     def estimator(self) -> str:
         """See `PolicyGradientConfig.estimator`."""
         return self.advantage_estimator
-
-    @property
-    def needs_whole_batch(self) -> dict[str, str]:
-        """See `OnlineConfig.needs_whole_batch`."""
-        needs = super().needs_whole_batch
-        if self.scale_rewards == "batch":
-            needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
-        if self._normalizes_each_reward:
-            needs["multi_objective_aggregation='normalize_then_sum'"] = (
-                "Use multi_objective_aggregation='sum_then_normalize'."
-            )
-        if self.advantage_estimator == "gpg":
-            needs["advantage_estimator='gpg'"] = "Use another estimator."
-        return needs

@@ -7,11 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.kwargs_options import KwargsOption
-from prefrl.trainer.base.optimizer_options import check_decay
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
 from prefrl.trainer.online.policy_rules import check_ppo
@@ -81,45 +79,28 @@ class PPOConfig(PolicyGradientConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         check_ppo(self)
-        self._check_critic()
 
-    def _check_critic(self) -> None:
-        """Reject options of the critic's optimizer that have no effect."""
-        critic = CRITIC_OPTIMIZER.of(self)
-        check_decay(str(self.optim), "critic_optim_kwargs: weight_decay", critic.weight_decay)
-        if critic.max_grad_norm is not None and self.max_grad_norm == 0:
-            raise ConfigError(
-                "critic_optim_kwargs: max_grad_norm has no effect because max_grad_norm=0 turns clipping off. Set "
-                "max_grad_norm to a norm that the policy's gradients do not reach, such as 1e9."
-            )
-        if critic.warmup_steps is not None and not self.takes_warmup:
-            raise ConfigError(
-                f"critic_optim_kwargs: warmup_steps={critic.warmup_steps} has no effect because lr_scheduler_type="
-                f"{self._schedule_name!r} does not read it. Choose another schedule, such as "
-                "'constant_with_warmup'."
-            )
-        if self.critic_warmup and str(self.optim) == "asgd":
-            raise ConfigError(
-                f"critic_warmup={self.critic_warmup} with optim='asgd', which also shrinks weights without gradients, "
-                "such as the policy's. Set critic_warmup=0, or choose another optimizer."
-            )
+    @property
+    def critic_params(self) -> CriticOptimizer:
+        """How optimizer and schedule of the critic differ from those of the policy."""
+        return CRITIC_OPTIMIZER.of(self)
 
     @property
     def set_on_gradients(self) -> list[str]:
         """See `OptimizerOptions`."""
-        is_set = CRITIC_OPTIMIZER.of(self).max_grad_norm is not None
+        is_set = self.critic_params.max_grad_norm is not None
         return [*super().set_on_gradients, *["critic_optim_kwargs: max_grad_norm"] * is_set]
 
     @property
     def has_own_schedule(self) -> bool:
         """See `ScheduleOptions`; a warm-up of the critic is more than schedules of transformers have."""
-        has_warmup = CRITIC_OPTIMIZER.of(self).warmup_steps is not None and self.takes_warmup
+        has_warmup = self.critic_params.warmup_steps is not None and self.takes_warmup
         return super().has_own_schedule or has_warmup
 
     @property
     def depends_on_length(self) -> bool:
         """See `ScheduleOptions`."""
-        is_share = 0 < (CRITIC_OPTIMIZER.of(self).warmup_steps or 0) < 1
+        is_share = 0 < (self.critic_params.warmup_steps or 0) < 1
         return super().depends_on_length or (is_share and self.lr_decay_steps is None)
 
     @property

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefrl.errors import ConfigError
+from prefrl.models import merged
 from prefrl.models.merged import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
@@ -69,6 +70,26 @@ def test_prompts_of_a_file_get_responses_that_eval_can_score(
     assert json.loads(Path("scores/metrics.json").read_text(encoding="utf-8"))["all"] == of_file
 
 
+def test_a_file_is_scored_without_the_name_of_its_option(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(workspace / "answered.jsonl", [{"prompt": "?", "answer": "4", "responses": ["4", "5"]}])
+    assert eval.main(["answered.jsonl", "--reward_funcs", "numeric_reward"]) == 0
+    assert "0.500" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^k=\[1, 3\]: a prompt has at most 2 responses"):
+        eval.main(["answered.jsonl", "--reward_funcs", "numeric_reward", "--k", "1", "3"])
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_sampling(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (eval, generate):
+        monkeypatch.setattr(module, "make_sampler", lambda options: pytest.fail("samples"))
+    scoring = ["--reward_funcs", "my_rewards:short", "--output_dir", "prompts.jsonl"]
+    with pytest.raises(ConfigError, match=r"output_dir='prompts\.jsonl' cannot be written to"):
+        eval.main(["m", "prompts.jsonl", *scoring])
+    with pytest.raises(ConfigError, match=r"folder of output_file='prompts\.jsonl' cannot be written to"):
+        generate.main(["m", "--dataset_name", "prompts.jsonl", "--output_file", "prompts.jsonl/a.jsonl"])
+
+
 def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are(workspace: Path) -> None:
     write_jsonl(workspace / "answered.jsonl", [{"prompt": "?", "responses": ["a", "bbb", "cc"]}])
     Path("known.py").write_text("def known(completions):\n    return [1.0, 2.0, None]\n")
@@ -113,6 +134,7 @@ def test_a_file_of_verl_is_scored_by_its_data_sources(workspace: Path) -> None:
             "needs completion_ids, but files and servers provide only texts",
         ),
         (["m", "a.jsonl", "--reward_funcs", "x", "--response_column", "y"], "response_column='y' has no effect"),
+        (["m", "a.jsonl", "--reward_funcs", "x", "--k", "1", "2"], "at most 1 responses. Raise num_generations"),
     ],
 )
 def test_eval_refuses_what_cannot_work(workspace: Path, options: list[str], message: str) -> None:
@@ -132,11 +154,16 @@ def test_a_server_is_asked_with_the_conversation(workspace: Path, capsys: pytest
     assert (body["model"], body["n"], body["temperature"]) == ("name", 1, 0.0)
 
 
-def test_a_model_without_a_chat_template_continues_texts(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_chat_template_continues_texts(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_model("qwen2").save_pretrained("base")
     tiny_tokenizer(chat_template=None).save_pretrained("base")
-    with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
-        generate.main(["base", "1+1", *SHORT])
+    with monkeypatch.context() as patch:
+        patch.setattr(merged, "load_merged", None)  # refused before the weights are loaded
+        for command, words in ((generate, ["base", "1+1", *SHORT]), (chat, ["base"])):
+            with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
+                command.main(words)
     assert generate.main(["base", "1+1", "--raw", *SHORT]) == 0
     assert "Tokenizing" not in capsys.readouterr().err
 

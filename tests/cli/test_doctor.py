@@ -52,7 +52,25 @@ def test_a_server_that_the_run_starts_need_not_answer_yet(workspace: Path, model
     words = ["--dataset_name", str(prompts), "--reward_funcs", "numeric_reward", "--vllm", "auto"]
     found, _ = checked("grpo", model_folder, *words, "--num_processes", "2")
     assert found["Server"] == [("ok", "the run starts it (vllm='auto')")]
-    assert any(level == "warning" and text.startswith("num_processes=2: ") for level, text in found["Batches"])
+
+
+def test_batches_are_those_of_all_processes_that_the_run_starts(workspace: Path, model_folder: Path) -> None:
+    write_jsonl(workspace / "prompts.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 24)
+    words = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--num_processes", "3"]
+    words += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_train_epochs", "1"]
+    found, _ = checked("grpo", model_folder, *words, "--num_generations", "6")  # one process has 8 completions
+    assert found["Batches"] == [
+        ("ok", "4 completions in a micro-batch * 2 micro-batches * 3 processes = 24 completions a step"),
+        ("ok", "4 prompts * 6 completions = 24 completions a generation batch, for 1 steps"),
+        ("ok", "6 steps an epoch, 6 steps in all"),
+    ]
+    assert "are needed by each of 3 processes" in found["Memory and time"][0][1]
+    words = ["--dataset_name", "texts.jsonl", "--num_processes", "2", "--per_device_train_batch_size", "1"]
+    found, _ = checked("sft", model_folder, *words, "--num_train_epochs", "2")
+    assert [text for _, text in found["Batches"]] == [
+        "1 rows in a micro-batch * 1 micro-batches * 2 processes = 2 rows a step",
+        "2 steps an epoch, 4 steps in all",
+    ]
 
 
 def test_mapped_columns_are_what_the_rows_show_and_a_mistake_has_its_line(
@@ -85,7 +103,7 @@ def test_pairs_with_equal_sides_duplicates_overlap_and_truncation_are_found(
     found, _ = checked("dpo", model_folder, "--datasets", data, "--eval_strategy", "epoch", "--max_length", "8")
     texts = "\n".join(f"{level}: {text}" for entries in found.values() for level, text in entries)
     assert "warning: 1 of 3 pairs have chosen = rejected; the first is row 2" in texts
-    assert "problem: 1 of 3 rows cannot be used: row 2: " in texts
+    assert texts.count("1 of 3 rows cannot be used: row 2: ") == texts.count("problem: 1 of 3 rows") == 1
     assert "warning: 1 of 2 rows repeat an earlier row" in texts
     assert "warning: 2 of 2 rows have more than max_length=8 tokens" in texts
     assert "warning: 1 of 1 rows of eval_dataset are also in train_dataset" in texts
@@ -104,6 +122,14 @@ def test_rewards_are_tried_with_the_answers_of_the_rows(workspace: Path, model_f
     )
     found, _ = checked("grpo", model_folder, *options, "--reward_funcs", "my_rewards.py:flat")
     assert "warning" in [level for level, _ in found["Rewards"]]
+
+
+def test_a_prompt_of_another_type_is_a_problem_once(workspace: Path, model_folder: Path) -> None:
+    write_jsonl(workspace / "numbers.jsonl", [{"prompt": 1, "solution": "2"}] * 8)
+    found, _ = checked("grpo", model_folder, "--dataset_name", "numbers.jsonl", "--reward_funcs", "my_rewards:short")
+    assert [level for level, _ in found["Rows"]] == ["problem"]
+    assert found["Rows"][0][1].startswith("row 0, column 'prompt' is 1: needs a non-empty str")
+    assert found["Rewards"][0][0] == "ok"
 
 
 def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Path, model_folder: Path) -> None:

@@ -75,6 +75,59 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"critic_warmup": 3, "max_steps": 2}),
     ("ppo", {"critic_optim_kwargs": {"lr": 1.0}}),
     ("online_dpo", {"num_generations": 1}),
+    # Hyperparameters among each other.
+    ("grpo", {"delta": 1.1}),
+    ("grpo", {"loss_type": "clip_cov", "loss_kwargs": {"lb": 6.0}}),
+    ("grpo", {"kl_kwargs": {"horizon": 20}}),
+    ("grpo", {"advantage_kwargs": {"clip_range": [1.0, 2.0]}}),
+    ("grpo", {"reward_shaping_kwargs": {"clip_range": [2.0, 1.0]}}),
+    ("grpo", {"curriculum": "band", "curriculum_kwargs": {"band": [0.5, 1.5]}}),
+    ("grpo", {"reward_balance": "famo", "balance_kwargs": {"decay": 1.0}}),
+    ("grpo", {"scale_rewards": "none", "advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"}}),
+    ("dpo", {"loss_type": ["sft", "exo_pair"]}),
+    ("dpo", {"loss_type": ["robust"], "label_smoothing": 0.5}),
+    ("sft", {"on_spike": "rollback", "spike_kwargs": {"metrics": ["los"]}}),
+    # Hyperparameters and options.
+    ("grpo", {"use_adaptive_entropy": True, "entropy_coef": 2.0}),
+    ("grpo", {"kl_in": "reward", "kl_estimator": "k1", "kl_kwargs": {"bias_correction": True}}),
+    ("grpo", {"kl_estimator": "sequence", "loss_type": "grpo"}),
+    ("grpo", {"rollout_selection": "best"}),
+    ("grpo", {"reward_balance": "nash", "reward_weights": [1.0, -1.0]}),
+    ("grpo", {"reward_balance": "nash", "reward_shaping_kwargs": {"normalize": True}}),
+    ("grpo", {"reward_balance": "nash", "advantage_estimator": "remax"}),
+    ("reinforce_plus_plus", {"reward_balance": "nash"}),
+    ("grpo", {"turn_discount": 0.5}),
+    ("grpo", {"turn_credit": "return", "normalize_advantages": True}),
+    ("grpo", {"turn_credit": "return", "advantage_estimator": "opo"}),
+    ("grpo", {"generation_mode": "overlap", "scale_rewards": "batch", **SERVER}),
+    ("grpo", {"generation_mode": "overlap", "loss_kwargs": {"positive_nll_coef": 0.1}, **SERVER}),
+    ("grpo", {"generation_mode": "overlap", "reward_shaping_kwargs": {"normalize": True}, **SERVER}),
+    ("grpo", {"chat_template_kwargs": "{a"}),
+    # Optimizers and schedules.
+    ("sft", {"optim": "lbfgs"}),
+    ("sft", {"optim": "adam", "optim_args": "momentum=1"}),
+    ("sft", {"optim": "adam", "optim_args": "amsgrad"}),
+    ("sft", {"optim": "adadelta", "adam_epsilon": 1e-6}),
+    ("sft", {"optim": "rprop", "weight_decay": 0.1}),
+    ("sft", {"learning_rates": {"(": 1.0}}),
+    ("sft", {"learning_rates": {"a": 1.0}, "optim": "lomo"}),
+    ("ppo", {"critic_optim_kwargs": {"max_grad_norm": 1.0}, "max_grad_norm": 0.0}),
+    ("ppo", {"critic_optim_kwargs": {"warmup_steps": 2}, "lr_scheduler_type": "constant"}),
+    ("ppo", {"critic_warmup": 2, "optim": "asgd"}),
+    ("sft", {"reduce_on_plateau_kwargs": {"patience": 2}}),
+    ("sft", {"reduce_on_plateau": 1}),
+    ("sft", {"reduce_on_plateau": 1, "reduce_on_plateau_kwargs": {"metric": "reward"}}),
+    ("sft", {"reduce_on_plateau": 1, "logging_steps": 2, "reduce_on_plateau_kwargs": {"metric": "loss"}}),
+    ("sft", {"lr_decay_steps": 3, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}),
+    ("sft", {"lr_scheduler_type": "wsd", "warmup_steps": 5, "lr_scheduler_kwargs": {"warmup_fraction": 0.2}}),
+    ("sft", {"warmup_start_factor": 0.5}),
+    # What the CPU cannot do.
+    ("sft", {"activation_offloading": True}),
+    ("sft", {"fp16": True}),
+    ("sft", {"use_liger_kernel": True}),
+    ("sft", {"torch_compile_mode": "reduce-overhead"}),
+    ("grpo", {"cache_implementation": "offloaded"}),
+    ("grpo", {"weight_sync": "nccl", **SERVER}),
 ]
 
 
@@ -90,7 +143,7 @@ def test_the_command_refuses_what_the_config_refuses_in_the_same_words(
     with pytest.raises(ConfigError) as by_config:
         REGISTRY[name].load_config()(output_dir=str(tmp_path), use_cpu=True, **options)
     with pytest.raises(ConfigError) as by_command:
-        check(name, options)
+        check(name, {"use_cpu": True, **options})
     assert str(by_command.value) == str(by_config.value)
 
 
@@ -102,6 +155,15 @@ def test_defaults_exclude_nothing(name: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_exclude_nothing(preset: str) -> None:
     check("grpo", {"preset": preset, "per_device_train_batch_size": 64})
+
+
+def test_a_warmup_that_is_counted_in_evaluations_is_one() -> None:
+    options = {"warmup_evaluations": 2, "eval_strategy": "steps", "eval_steps": 3, "warmup_start_factor": 0.5}
+    assert check("sft", options).warmup_steps == 6
+
+
+def test_what_a_gpu_can_do_is_not_refused_before_the_device_is_known() -> None:
+    check("sft", {"activation_offloading": True, "fp16": True, "use_liger_kernel": True})
 
 
 def test_own_options_take_precedence_over_a_preset() -> None:

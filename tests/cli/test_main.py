@@ -55,6 +55,62 @@ def test_help_loads_nothing_heavy_and_names_every_command() -> None:
     }
 
 
+# What is asked of a command, and what it says before it imports anything heavy.
+CHEAP: list[tuple[list[str], str]] = [
+    *(([name, "--help"], "") for name in OTHERS),
+    *(([name, "--help"], "") for name in REGISTRY),
+    (["soup"], "output_dir: not given"),
+    (["soup", "--output_dir", "o", "--checkpoints", "no/a", "no/b"], "'no/a': there is no such folder"),
+    (["verify"], "function: not given"),
+    (["verify", "no_module:f"], "the module 'no_module' cannot be imported"),
+    (["replay"], "the following arguments are required: run"),
+    (["replay", "no/run", "--step", "1"], "run='no/run': has no run.json"),
+    (["migrate"], "no files"),
+    (["migrate", "no.py"], "no.py: cannot be read"),
+    (["report"], "run: not given"),
+    (["report", "no/run"], "is not the folder of a run"),
+    (["look"], "run_dir: not given"),
+    (["look", "no/run"], "has no completions"),
+    (["watch"], "run: not given"),
+    (["watch", "no/run"], "is not the folder of a run"),
+    (["merge"], "adapter: not given"),
+    (["eval"], "dataset_name: not given"),
+    (["eval", "m", "no.jsonl", "--reward_funcs", "numeric_reward"], "'no.jsonl': there is no such file"),
+    (["generate"], "prompt, dataset_name: not given"),
+    (["generate", "m", "--dataset_name", "no.jsonl", "--output_file", "o.jsonl"], "'no.jsonl': there is no such file"),
+    (["chat"], "model_name_or_path: not given"),
+    (["resume", "no/run"], "nothing to resume"),
+    (["sft", "--model_name_or_path", "m", "--dataset_name", "no.jsonl"], "'no.jsonl': there is no such file"),
+    (["launch", "sft", "--model_name_or_path", "m", "--dataset_name", "no.jsonl"], "there is no such file"),
+]
+IN_TURN = """
+import contextlib, io, json, sys
+from prefrl.scripts.main import main
+
+said = []
+for words in json.loads(sys.argv[1]):
+    output, help = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(help), contextlib.suppress(SystemExit):
+        main(words)
+    said.append([output.getvalue(), [name for name in {heavy} if name in sys.modules]])
+print(json.dumps(said))
+"""
+
+
+def test_help_and_what_is_missing_cost_no_import_of_anything_heavy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN.format(heavy=HEAVY), json.dumps([words for words, _ in CHEAP])],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    for (words, message), (said, loaded) in zip(CHEAP, json.loads(done.stdout), strict=True):
+        assert (words, loaded) == (words, [])
+        assert message in said
+
+
 def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     code = (
@@ -63,6 +119,19 @@ def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
     )
     assert python(code).splitlines()[-1] == "[]"
     assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_bars_of_libraries_are_shown_on_terminals_only(is_terminal: bool, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    code = (
+        f"import sys\nsys.stderr.isatty = lambda: {is_terminal}\nfrom prefrl.scripts.main import main\n"
+        f"main(['report', {str(tmp_path)!r}])\nfrom tqdm import tqdm\nassert list(tqdm([5])) == [5]"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TQDM_DISABLE", None)  # which main() sets, also in other tests
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert ("100%|" in done.stderr) == is_terminal
 
 
 TRAINING = """
@@ -230,6 +299,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
     ("argv", "message"),
     [
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
+        pytest.param(["GRPO"], "prefrl GRPO: ConfigError: unknown command. Did you mean 'grpo'?", id="upper case"),
         pytest.param(
             ["xyz"],
             f"unknown command. Known: {', '.join(sorted([*REGISTRY, *OTHERS]))}.",
@@ -277,6 +347,23 @@ def test_what_is_refused_is_one_line_on_stderr_and_exit_code_2(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", ["init grpo", "grpo --help_all"])
+def test_a_full_disk_is_one_line_and_a_reader_that_has_seen_enough_is_none(words: str) -> None:
+    command = [sys.executable, "-m", "prefrl.scripts.main", *words.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"prefrl {words.split()[0]}: OSError: [Errno 28] No space left on device. prefrl --")
+    assert done.stderr.count("\n") == 1
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_debug_shows_the_traceback() -> None:

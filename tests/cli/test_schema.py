@@ -11,10 +11,12 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
+from prefrl.run.checkpoints import WRITER
+from prefrl.run.seal import seal
 from prefrl.scripts.arguments.given import Given
 from prefrl.scripts.arguments.reward_entry import reward_entries
 from prefrl.scripts.schema.parser import SchemaParser, options_of
-from prefrl.scripts.train import read
+from prefrl.scripts.train import check_files, read
 from prefrl.trainer.grpo_config import GRPOConfig
 
 REQUIRED = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [numeric_reward]\n"
@@ -171,3 +173,44 @@ def test_a_mistake_within_a_list_is_told_with_its_own_line(tmp_path: Path) -> No
     path.write_text(REQUIRED.replace("[numeric", "\n- a\n- 3\n#"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run.yaml:5: reward_funcs\[1\]=3: must be a name, or a mapping"):
         read(REGISTRY["grpo"], [str(path)])
+
+
+def test_a_checkpoint_that_cannot_be_resumed_from_is_told_with_its_line(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    line = f"resume_from_checkpoint: {folder}\n"
+    with pytest.raises(ConfigError, match=r"run.yaml:4: resume_from_checkpoint='.*-1': there is no such folder"):
+        check_files(parse(tmp_path, line))
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=r"run.yaml:4: resume_from_checkpoint='.*-1' has no written_by.json"):
+        check_files(parse(tmp_path, line))
+    (folder / WRITER).write_text("{}")
+    with pytest.raises(ConfigError, match=r"run.yaml:4: .*manifest.json is missing or damaged"):
+        check_files(parse(tmp_path, line))
+    seal(folder, run="r", step=1, resumable=True)
+    check_files(parse(tmp_path, line))
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"run.yaml:4: .*model.safetensors has 0 bytes instead of 7"):
+        check_files(parse(tmp_path, line))
+
+
+@pytest.mark.parametrize("value", ["true", "auto", "disable", "s3://bucket/run"])
+def test_words_and_places_elsewhere_are_no_folders_to_resume_from(value: str, tmp_path: Path) -> None:
+    check_files(parse(tmp_path, f"resume_from_checkpoint: {value}\n"))
+
+
+def test_only_the_first_of_several_machines_has_to_see_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    check_files(parse(tmp_path, f"resume_from_checkpoint: {tmp_path / 'none'}\n"))
+
+
+def test_a_missing_file_of_rewards_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    text = REQUIRED.replace("[numeric_reward]", f"\n  - numeric_reward\n  - {tmp_path}/mine.py:f(scale=2)")
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run.yaml:5: reward_funcs\[1\]='.*': there is no file '.*/mine.py'"):
+        check_files(read(REGISTRY["grpo"], [str(path)]))
+    (tmp_path / "mine.py").write_text("raise ValueError('is not run')")
+    check_files(read(REGISTRY["grpo"], [str(path)]))

@@ -328,6 +328,36 @@ def test_what_cannot_be_found_is_named(
         main(["--debug", *argv, *options])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "data", "message"),
+    [
+        ("sft", "dataset_name: prompts.jsonl", "run.yaml:3: dataset_name='prompts.jsonl': column 'completion' is"),
+        ("sft", "datasets:\n  - path: prompts.jsonl", "run.yaml:3: datasets: column 'completion' is"),
+        ("sft", "datasets: [texts.jsonl, prompts.jsonl]", "run.yaml:3: datasets: dataset 'prompts' does not have"),
+        (
+            "grpo",
+            "dataset_name: texts.jsonl\nreward_funcs: [numeric_reward]",
+            "run.yaml:3: dataset_name='texts.jsonl': reward 'numeric_reward' needs 'answer'",
+        ),
+    ],
+)
+def test_a_column_that_is_missing_is_told_with_the_line_of_the_dataset(
+    algorithm: str, data: str, message: str, workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = workspace / "run.yaml"
+    file.write_text(f"model_name_or_path: {model_folder}\nuse_cpu: true\n{data}\noutput_dir: out\n")
+    assert main([algorithm, "run.yaml"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_check_of_a_run_ends_before_the_model_is_loaded(
+    workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFRL_ONLY_CHECK", "1")
+    assert main(["sft", "--model_name_or_path", str(model_folder), "--dataset_name", "texts.jsonl", *QUICK]) == 0
+    assert not (workspace / "out").exists()
+
+
 def test_the_module_runs_under_a_launcher_of_several_processes(workspace: Path, model_folder: Path) -> None:
     # What `accelerate launch` runs, too, where each process has its GPU.
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract import episodes
-from tests.launch import run
+from tests.launch import run_ranks
 from tests.vlms import image, tiny_vision_judge, tiny_vlm
 
 ROOT = Path(__file__).parents[2]
@@ -280,9 +279,7 @@ def run_on_two_processes(jobs: Sequence[Job]) -> list[torch.Tensor]:
     texts = [
         repr((job.algorithm, job.options, str(job.result), job.checkpoint and str(job.checkpoint))) for job in jobs
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.contract.worker", *texts]
-    run(command)
+    run_ranks("tests.contract.worker", *texts)
     return [torch.load(job.result) for job in jobs]
 
 

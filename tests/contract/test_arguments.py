@@ -107,6 +107,35 @@ def test_an_argument_in_the_wrong_place_is_named_with_the_order(
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
+NAMES: list[Any] = [
+    pytest.param(SFTTrainer, {"tokenizer": None}, "'tokenizer'. It is processing_class here.", id="of earlier TRL"),
+    pytest.param(GRPOTrainer, {"reward_model": "m"}, "'reward_model'. It is reward_funcs here.", id="reward model"),
+    pytest.param(PPOTrainer, {"policy": "m"}, "'policy'. It is model here.", id="policy"),
+    pytest.param(GRPOTrainer, {"model_init": print}, "'model_init'. Instead, load the model and", id="init"),
+    pytest.param(GRPOTrainer, {"train_datset": None}, "Did you mean 'train_dataset'?", id="typo"),
+    pytest.param(DPOTrainer, {"beta": 0.1}, "'beta'. Known: args, callbacks, ", id="option of the config"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "arguments", "message"), NAMES)
+def test_an_unknown_argument_is_named_with_the_one_that_is_meant(
+    trainer: Any, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{trainer.__name__} has no argument ") as caught:
+        trainer("m", **arguments)
+    assert message in str(caught.value)
+
+
+def test_a_subclass_may_have_arguments_of_its_own(model: PreTrainedModel, tmp_path: Path) -> None:
+    class Own(SFTTrainer):
+        def __init__(self, *positional: Any, **arguments: Any) -> None:
+            self.own = arguments.pop("own")
+            super().__init__(*positional, **arguments)
+
+    data, tokenizer = dataset_of("sft"), tiny_tokenizer()
+    assert Own(model, config_of("sft", tmp_path), train_dataset=data, processing_class=tokenizer, own=3).own == 3
+
+
 @pytest.mark.parametrize("algorithm", REGISTRY)
 def test_plain_training_arguments_give_all_the_options_that_they_have(
     algorithm: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

@@ -155,11 +155,11 @@ def test_without_a_terminal_a_run_prints_its_facts_and_a_line_for_each_log(
     assert "shared_prefix where rows share a prompt" in printed
     assert re.search(r"\(weights .*, gradients .*B\) and the activations", printed)
     lines = [line.split() for line in printed.splitlines() if line.startswith("step ")]
-    assert [line[1] for line in lines] == ["1/4", "3/4"]  # the first step, whatever logging_steps is
+    assert [line[1] for line in lines] == ["1/4", "3/4", "4/4"]  # the first and the last, whatever logging_steps is
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [line[3] for line in lines] == [f"{entry['reward']:.4g}" for entry in logged]
     rows = read_metrics(tmp_path)
-    assert [(row["step"], row["reward"]) for row in rows[:2]] == [(e["step"], e["reward"]) for e in logged]
+    assert [(row["step"], row["reward"]) for row in rows[:3]] == [(e["step"], e["reward"]) for e in logged]
     assert rows[-1]["step"] == 4
     assert "train_runtime" in rows[-1]
     assert trainer.history.best.reward >= trainer.history.worst.reward

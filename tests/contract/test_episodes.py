@@ -47,7 +47,8 @@ def test_a_random_policy_learns_to_look_up_and_then_to_answer(tmp_path: Path) ->
 
 
 def test_a_random_policy_learns_to_guess_in_two_turns(tmp_path: Path) -> None:
-    trainer = learner(tmp_path, episodes.Guess, reward=None, turn_credit="return", max_steps=40)
+    options: dict[str, Any] = {"reward": None, "turn_credit": "return", "learning_rate": 2e-3, "max_steps": 20}
+    trainer = learner(tmp_path, episodes.Guess, **options)
     trainer.train()
     rewards = rewards_of(trainer)
     assert rewards[0] < 0.7, "chance"

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
 from prefrl.rewards.logged import RewardLog
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Rollout
-from tests.contract.cases import ONLINE, make_trainer, ragged_reward
+from tests.contract.cases import ONLINE, dataset_of, make_trainer, ragged_reward
 
 CLIP_RATIOS = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
 # So small that the loss is the same, but then every completion has a gradient and is run.
@@ -125,18 +126,40 @@ def test_completions_that_are_not_run_cost_no_forward_pass(tmp_path: Path) -> No
     assert 0 < run < len(rollouts)
 
 
-def test_metrics_since_the_last_log_are_in_the_last_entry(tmp_path: Path) -> None:
-    rows = {}
-    for every in (1, 2):
-        options: dict[str, Any] = {"logging_steps": every, "logging_first_step": False}
-        trainer = make_trainer("sft", tmp_path / str(every), max_steps=3, learning_rate=0.1, **options)
+class StopsAfterTheEvaluation(TrainerCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_the_last_step_is_logged_once_whatever_logging_steps_is(tmp_path: Path) -> None:
+    def steps_of(name: str, **options: Any) -> tuple[list[int], Any]:
+        trainer = make_trainer("sft", tmp_path / name, learning_rate=0.1, **options)
         trainer.train()
-        rows[every] = trainer.state.log_history
-    last = rows[2][-1]
+        return [entry["step"] for entry in logs(trainer)], trainer.state.log_history
+
+    all_steps, every = steps_of("every", max_steps=3)
+    assert all_steps == [1, 2, 3]
+    steps, seldom = steps_of("seldom", max_steps=3, logging_steps=2)
+    assert steps == [1, 2, 3]
+    for name in ("loss", "mean_token_accuracy", "entropy", "num_tokens"):
+        assert seldom[2][name] == every[2][name]
+    early = {"callbacks": [StopsAfterTheEvaluation()], "eval_dataset": dataset_of("sft", 2), "eval_strategy": "steps"}
+    assert steps_of("early", max_steps=9, logging_steps=2, eval_steps=3, **early)[0] == [1, 2, 3]
+
+
+def test_a_run_that_logs_no_step_has_its_means_in_the_last_entry(tmp_path: Path) -> None:
+    rows = {}
+    for strategy in ("steps", "no"):
+        options: dict[str, Any] = {"logging_strategy": strategy, "logging_first_step": False}
+        trainer = make_trainer("sft", tmp_path / strategy, max_steps=3, learning_rate=0.1, **options)
+        trainer.train()
+        rows[strategy] = trainer.state.log_history
+    (last,) = rows["no"]
     assert "train_runtime" in last
-    for name in ("mean_token_accuracy", "entropy", "num_tokens"):
-        assert last[name] == rows[1][2][name]
-    assert "num_tokens" not in rows[1][-1]  # the last step has an entry of its own
+    assert last["num_tokens"] == rows["steps"][2]["num_tokens"]
+    means = [entry["entropy"] for entry in rows["steps"][:3]]
+    assert min(means) < last["entropy"] < max(means)
+    assert "num_tokens" not in rows["steps"][-1]  # the last step has an entry of its own
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

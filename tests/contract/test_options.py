@@ -267,8 +267,19 @@ CASES = [(algorithm, name) for algorithm in ONLINE for name in shown_here(algori
 
 TIMES = ("time/", "step_time", "train_", "total", "eval_time/", "eval_runtime")
 
+Trace = tuple[list[torch.Tensor], list[Any]]
+_plain: dict[str, Trace] = {}
 
-def trace(algorithm: str, folder: Path, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[Any]]:
+
+def plain(algorithm: str, folder: Path, options: dict[str, Any]) -> Trace:
+    """`trace` of options that several tests share, computed once."""
+    key = f"{algorithm}{options}"
+    if key not in _plain:
+        _plain[key] = trace(algorithm, folder, options)
+    return _plain[key]
+
+
+def trace(algorithm: str, folder: Path, options: dict[str, Any]) -> Trace:
     """The weights at the end, and everything that was logged but times."""
     trainer = make_trainer(algorithm, folder, **{**BASE, **options})
     trainer.train()
@@ -310,7 +321,7 @@ def test_a_key_acts(place: tuple[str, str, str], tmp_path: Path) -> None:
 
 def check_difference(algorithm: str, folder: Path, options: dict[str, Any], others: dict[str, Any]) -> None:
     weights, logs = trace(algorithm, folder / "with", options)
-    plain_weights, plain_logs = trace(algorithm, folder / "without", others)
+    plain_weights, plain_logs = plain(algorithm, folder / "without", others)
     same = all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=False))
     assert not (same and len(weights) == len(plain_weights) and logs == plain_logs)
 

@@ -18,7 +18,7 @@ if __name__ == "__main__":
         leave_modules_uncollected()
         algorithm, options, result, checkpoint = ast.literal_eval(text)
         trainer = make_trainer(algorithm, Path(result).parent / "run", **options)
-        assert trainer.args.world_size == 2, "torchrun started independent processes"
+        assert trainer.args.world_size == 2, "the processes are independent"
         update = update_of(trainer, resume_from_checkpoint=checkpoint)
         if distributed.is_main():
             torch.save(update, result)

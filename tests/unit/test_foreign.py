@@ -23,7 +23,7 @@ VERL_KEYS = (Path(__file__).parents[1] / "data" / "verl_ppo_trainer_keys.txt").r
 
 
 def parameters(name: str) -> set[str]:
-    return set(inspect.signature(getattr(prefrl, name)).parameters)
+    return set(inspect.signature(getattr(prefrl, name).__init__).parameters) - {"self"}
 
 
 @pytest.mark.parametrize("config", NAMES["configs"])

@@ -64,6 +64,13 @@ def server(
         yield running
 
 
+@pytest.fixture(scope="session")
+def second_server(start_server: StartServer, tied_model: Path) -> Generator[Server, None, None]:
+    """Another one with the same model, which takes no adapters. Leave it serving."""
+    with start_server(tied_model) as running:
+        yield running
+
+
 @pytest.fixture
 def http(server: Server) -> Generator[Http, None, None]:
     """Requests to `server`, with its key."""

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from prefrl.generation.vllm.client import VLLMGenerator
-from tests.contract import episodes
 from tests.contract.cases import relative_difference, update_of
 from tests.vllm.faults import proxy_of, second_door
 from tests.vllm.server import Server
 from tests.vllm.test_training import key as key
-from tests.vllm.test_training import logged, online, policy
+from tests.vllm.test_training import logged, online
 
 pytestmark = pytest.mark.vllm
 
@@ -58,28 +56,3 @@ def test_the_turns_of_an_episode_stay_with_their_server(tmp_path: Path, server: 
         assert len({url for _, url in homes}) == 2, "all at one server"
         assert len(set(homes)) == len({home for home, _ in homes}), "an episode moved to another server"
         trainer.end()
-
-
-def test_a_random_policy_learns_through_the_server(tmp_path: Path, server: Server) -> None:
-    model = policy(server.model_dir)
-    model.generation_config.eos_token_id = [*range(128)]  # every token ends a turn
-    options: dict[str, Any] = {
-        "model": model,
-        "environment": episodes.LookUp,
-        "reward": episodes.looked_up,
-        "tool_parser": episodes.act,
-        "train_dataset": Dataset.from_list(episodes.secrets(96)),
-        "optim": "adamw_torch",
-        "learning_rate": 1e-3,
-        "entropy_coef": 0.03,
-        "per_device_train_batch_size": 192,
-        "max_completion_length": 16,
-        "max_turns": 2,
-        "max_steps": 26,
-    }
-    trainer = online(tmp_path, server, **options)
-    trainer.train()
-    rewards = logged(trainer, "reward")
-    assert rewards[0] < 0.45
-    assert sum(rewards[-3:]) / 3 > 0.9
-    trainer.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.scripts.main import main
 from prefrl.trainer.online.trainer import OnlineTrainer
 from tests.contract.cases import ROOT, dataset_of, make_trainer, relative_difference, update_of
-from tests.launch import run
+from tests.launch import run_ranks
 from tests.vllm.server import Server
 
 pytestmark = pytest.mark.vllm
@@ -221,24 +220,8 @@ def test_two_processes_ask_for_their_own_completions(tmp_path: Path, server: Ser
     expected = update_of(online(tmp_path / "one", server, **options))
     result = tmp_path / "two.pt"
     job = json.dumps({"model_dir": str(server.model_dir), "url": server.url, "result": str(result)})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.vllm.worker", job]
-    run(command)
+    run_ranks("tests.vllm.worker", job)
     assert relative_difference(torch.load(result), expected) < 1e-4
-
-
-def test_two_servers_share_the_prompts(tmp_path: Path, server: Server, start_server: Any) -> None:
-    with start_server(server.model_dir) as second:
-        urls = [server.url, second.url]
-        trainer = online(tmp_path, server, vllm_server_base_url=urls, max_steps=6)
-        firsts = check_after_each_sync(trainer)
-        trainer.train()
-        assert len(firsts) == 6
-        for url in urls:  # each by itself
-            alone = online(tmp_path / "alone", server, vllm_server_base_url=[url], model=trainer.policy)
-            check_agreement_after_sync(alone)
-            alone.generator.close()
-        trainer.generator.close()
 
 
 def test_an_untied_head_on_two_replicas(tmp_path: Path, untied_model: Path, start_server: Any) -> None:
@@ -250,3 +233,16 @@ def test_an_untied_head_on_two_replicas(tmp_path: Path, untied_model: Path, star
             trainer.train()
             assert len(firsts) == 3
             trainer.generator.close()
+
+
+def test_two_servers_share_the_prompts(tmp_path: Path, server: Server, second_server: Server) -> None:
+    urls = [server.url, second_server.url]
+    trainer = online(tmp_path, server, vllm_server_base_url=urls, max_steps=6)
+    firsts = check_after_each_sync(trainer)
+    trainer.train()
+    assert len(firsts) == 6
+    for url in urls:  # each by itself
+        alone = online(tmp_path / "alone", server, vllm_server_base_url=[url], model=trainer.policy)
+        check_agreement_after_sync(alone)
+        alone.generator.close()
+    trainer.generator.close()

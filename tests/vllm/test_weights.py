@@ -591,26 +591,25 @@ def test_a_head_of_its_own_is_sent_and_must_not_be_missing(
 
 
 def test_two_servers_take_the_same_weights_and_one_that_fails_does_not_stop_the_other(
-    server: Server, start_server: StartServer, tied_model: Path, http: Http, info: ServerInfo, make_sync: MakeSync
+    server: Server, second_server: Server, http: Http, info: ServerInfo, make_sync: MakeSync
 ) -> None:
-    with start_server(tied_model) as second:
-        infos = {server.url: info, second.url: server_info(http, second)}
-        syncs = [make_sync("gloo"), make_sync("shm")]
-        for step, sync in enumerate([*syncs, *syncs]):
-            model = policy(server, seed=step)
+    infos = {server.url: info, second_server.url: server_info(http, second_server)}
+    syncs = [make_sync("gloo"), make_sync("shm")]
+    for step, sync in enumerate([*syncs, *syncs]):
+        model = policy(server, seed=step)
+        sync.send(infos, PolicyWeights(model), version=f"run:{step}")
+        for each in (server, second_server):
+            assert_serves(model, http, each, name=infos[each.url].model, version=f"run:{step}")
+    second_server.kill()
+    for step, sync in enumerate(syncs, 4):
+        model = policy(server, seed=step)
+        with pytest.raises(WeightSyncError, match=f"1 of 2 servers.*\n{second_server.url}") as caught:
             sync.send(infos, PolicyWeights(model), version=f"run:{step}")
-            for each in (server, second):
-                assert_serves(model, http, each, name=infos[each.url].model, version=f"run:{step}")
-        second.kill()
-        for step, sync in enumerate(syncs, 4):
-            model = policy(server, seed=step)
-            with pytest.raises(WeightSyncError, match=f"1 of 2 servers.*\n{second.url}") as caught:
-                sync.send(infos, PolicyWeights(model), version=f"run:{step}")
-            assert f"{server.url}:" not in str(caught.value)
-            assert_serves(model, http, server, name=info.model, version=f"run:{step}")
-        second.start()
-        for step, sync in enumerate(syncs, 6):
-            model = policy(server, seed=step)
-            sync.send(infos, PolicyWeights(model), version=f"run:{step}")
-            for each in (server, second):
-                assert_serves(model, http, each, name=infos[each.url].model, version=f"run:{step}")
+        assert f"{server.url}:" not in str(caught.value)
+        assert_serves(model, http, server, name=info.model, version=f"run:{step}")
+    second_server.start()
+    for step, sync in enumerate(syncs, 6):
+        model = policy(server, seed=step)
+        sync.send(infos, PolicyWeights(model), version=f"run:{step}")
+        for each in (server, second_server):
+            assert_serves(model, http, each, name=infos[each.url].model, version=f"run:{step}")

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     result = Path(job["result"])
     be_patient()
     trainer = online(result.parent / "run", server, max_steps=3, per_device_train_batch_size=8)
-    assert trainer.args.world_size == 2, "torchrun started independent processes"
+    assert trainer.args.world_size == 2, "the processes are independent"
     update = update_of(trainer)
     if distributed.is_main():
         torch.save(update, result)

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypedDict, TypeVar
 import torch
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
+from prefrl.losses.rules import check_decay_of_logits
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
 
@@ -200,11 +200,7 @@ class FamoParams(Params):
     rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
     decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits; rate * decay must be below 1.")
 
-    def __post_init__(self) -> None:
-        """Also check that the logits decay."""
-        super().__post_init__()
-        if self.rate * self.decay >= 1:
-            raise ConfigError(f"rate={self.rate} * decay={self.decay}: must be below 1. Lower one of them.")
+    rules = (check_decay_of_logits,)
 
 
 def famo(tasks: RewardTasks, params: FamoParams) -> Balanced:

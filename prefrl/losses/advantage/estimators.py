@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 import torch
 from annotated_types import Ge, Gt
 
-from prefrl.errors import ConfigError
 from prefrl.losses.advantage.scored import (
     AdvantageParams,
     Advantages,
@@ -51,6 +50,7 @@ from prefrl.losses.advantage.tokens import (
     optimal_token_baseline,
     reinforce_plus_plus,
 )
+from prefrl.losses.rules import check_scale
 from prefrl.options.fields import opt
 
 if TYPE_CHECKING:
@@ -91,15 +91,7 @@ class GrpoParams(ScaleParams):
         "sum_then_normalize", "Several rewards: take their weighted sum first, or normalize each first (GDPO)."
     )
 
-    def __post_init__(self) -> None:
-        """Also check that the scale has an effect."""
-        super().__post_init__()
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards != "group":
-            raise ConfigError(
-                f"scale_rewards={self.scale_rewards!r} has no effect with "
-                "multi_objective_aggregation='normalize_then_sum', which normalizes by group and then by batch. Use "
-                "scale_rewards='group'."
-            )
+    rules = (check_scale,)
 
 
 def grpo(scored: ScoredRows, params: GrpoParams) -> Advantages:

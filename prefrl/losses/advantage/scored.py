@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.errors import ConfigError
 from prefrl.losses.checks import check_same_shape
-from prefrl.options.fields import check_range, opt
+from prefrl.losses.rules import check_clip_range
+from prefrl.options.fields import opt
 from prefrl.options.params import Params
 
 if TYPE_CHECKING:
@@ -38,12 +38,7 @@ class AdvantageParams(Params):
         None, "Clip advantages to this range: smallest value (<= 0) and largest value (>= 0); None: no clipping."
     )
 
-    def __post_init__(self) -> None:
-        """Also check the range: without 0, rows without a reward would have a gradient."""
-        super().__post_init__()
-        check_range(self.clip_range, "clip_range")
-        if self.clip_range is not None and not self.clip_range[0] <= 0 <= self.clip_range[1]:
-            raise ConfigError(f"clip_range={self.clip_range}: must contain 0, as in [-5, 5]")
+    rules = (check_clip_range,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ import torch
 from annotated_types import Ge, Gt
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.losses.rules import check_horizon
+from prefrl.options.fields import opt
 from prefrl.options.params import Params
 
 if TYPE_CHECKING:
@@ -67,13 +68,7 @@ class KLParams(Params):
         10_000, "Number of rows over which beta adapts; a smaller number adapts faster."
     )
 
-    def __post_init__(self) -> None:
-        """Also check that the horizon has an effect."""
-        super().__post_init__()
-        if self.target is None:
-            check_no_effect(
-                name="horizon", value=self.horizon, unset=10_000, because="beta is fixed", remedy="Set target."
-            )
+    rules = (check_horizon,)
 
 
 @dataclass(frozen=True)

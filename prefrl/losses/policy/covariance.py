@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from annotated_types import Gt, Le
 
-from prefrl.errors import ConfigError
 from prefrl.losses.checks import check_same_shape
+from prefrl.losses.rules import check_band
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
 
@@ -118,11 +118,7 @@ class CovarianceBand(Params):
     lb: float = opt(1.0, "Only tokens whose covariance is above this are excluded.")
     ub: float = opt(5.0, "Only tokens whose covariance is below this are excluded.")
 
-    def __post_init__(self) -> None:
-        """Also check the bounds."""
-        super().__post_init__()
-        if self.lb >= self.ub:
-            raise ConfigError(f"lb={self.lb}: must be below ub={self.ub}")
+    rules = (check_band,)
 
 
 def select_clip_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params: CovarianceBand) -> Tensor:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.errors import ConfigError
 from prefrl.losses.policy.covariance import CovarianceBand, HighestCovariance, select_clip_cov, select_kl_cov
 from prefrl.losses.policy.terms import PolicyLossParams
 from prefrl.losses.policy.tokens import MAX_LOG_RATIO, ImportanceLevel, PolicyTokens, TokenLoss
+from prefrl.losses.rules import check_delta
 from prefrl.options.fields import opt
 
 if TYPE_CHECKING:
@@ -95,14 +95,7 @@ class ClipParams(BoundParams):
         "lower_bound_ratio in cosmos-rl.",
     )
 
-    def __post_init__(self) -> None:
-        """Also check that delta has an effect."""
-        super().__post_init__()
-        if self.delta is not None and self.delta <= 1 + self.high:
-            raise ConfigError(
-                f"delta={self.delta}: must be above 1 + epsilon_high = {1 + self.high}, or the clipping never takes "
-                "effect"
-            )
+    rules = (check_delta,)
 
 
 def clipped_surrogate(tokens: PolicyTokens, params: ClipParams) -> TokenLoss:

@@ -23,8 +23,8 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch.nn.functional import logsigmoid
 
-from prefrl.errors import ConfigError
 from prefrl.losses.checks import check_same_shape
+from prefrl.losses.rules import check_exo, check_robust
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
 
@@ -223,14 +223,7 @@ def ipo(pairs: Pairs, params: PairParams) -> Tensor:
 class ExoParams(SmoothedParams):
     """Hyperparameters of `exo_pair`."""
 
-    def __post_init__(self) -> None:
-        """Check that the divergence from the smoothed label is finite, and has a direction, too."""
-        super().__post_init__()
-        if not 0 < self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing={self.label_smoothing}: exo_pair needs 0 < label_smoothing < 0.5: its target "
-                "distribution is [1 - label_smoothing, label_smoothing]. Try 1e-3."
-            )
+    rules = (check_exo,)
 
 
 def exo_pair(pairs: Pairs, params: ExoParams) -> Tensor:
@@ -259,13 +252,7 @@ def nca_pair(pairs: Pairs, params: PairParams) -> Tensor:
 class RobustParams(SmoothedParams):
     """Hyperparameters of `robust`."""
 
-    def __post_init__(self) -> None:
-        """Check that the labels carry information, too."""
-        super().__post_init__()
-        if self.label_smoothing == 0.5:
-            raise ConfigError(
-                "label_smoothing=0.5: robust needs it below 0.5, because it divides by 1 - 2 * label_smoothing."
-            )
+    rules = (check_robust,)
 
 
 def robust(pairs: Pairs, params: RobustParams) -> Tensor:

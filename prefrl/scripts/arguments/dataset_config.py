@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,7 +172,10 @@ def get_dataset(mixture_config: DatasetMixtureConfig, *, seed: int = 42) -> Data
     if mixture_config.datasets[0].fraction is not None:
         parts = _first_rows(parts, {name: config.fraction or 0.0 for name, config in configs.items()})
     weights = {name: config.weight for name, config in configs.items() if config.weight is not None}
-    mixture = mix_datasets(parts, weights=weights or None, seed=seed, stopping="first_exhausted")
+    try:
+        mixture = mix_datasets(parts, weights=weights or None, seed=seed, stopping="first_exhausted")
+    except DataError as error:  # names the dataset, and here the option
+        raise DataError(f"datasets: {error}") from error
     if isinstance(mixture, datasets.IterableDataset):
         return datasets.IterableDatasetDict({"train": mixture})
     if mixture_config.test_split_size is None:
@@ -214,22 +218,43 @@ def load_part(
         ConfigError: Options exclude each other.
         DataError: It cannot be loaded, or lacks a column.
     """
-    import datasets  # not needed for --help
-
     where = f"{within}{path_option}={part.path!r}"
     path, arguments = _source(part, where)
+    import datasets  # not needed for --help, or to see that a file is missing
+
     try:
         dataset: AnyDataset = datasets.load_dataset(
             path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
         )
+    except StopIteration as error:  # datasets' reader of JSON lets it out for a file without rows
+        raise DataError(f"{where}: has no rows") from error
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # datasets puts the place and the cause of a damaged file into the error that its own one comes from.
-        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        reason = _bad_line(Path(part.path)) or cause
         named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
         what = f"{where} with {split_option}={part.split!r}"
         raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
     shape = shape_of(part)
     return dataset if shape is None else shape.apply(dataset, within=within)
+
+
+def _bad_line(path: Path) -> str | None:
+    """Where the first line is that is no JSON, in a file of lines of JSON; None if there is none, or no such file."""
+    if not path.is_file() or not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
+        return None
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):  # noqa: B007 - for the message below
+                if line.strip():
+                    json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"line {number} is not JSON: {error.msg} in column {error.colno}"
+    except (OSError, UnicodeDecodeError):
+        return None  # what datasets says of it is better
+    return None
 
 
 def check_source(part: DatasetConfig, *, path_option: str = "path", within: str = "") -> None:

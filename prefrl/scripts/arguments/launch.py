@@ -16,11 +16,13 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.scripts.arguments.given import Given
 
-__all__ = ["AUTO", "CPU", "LAUNCHED", "LaunchArguments", "ProcessArguments", "launch_options"]
+__all__ = ["AUTO", "CPU", "LAUNCHED", "ONLY_CHECK", "LaunchArguments", "ProcessArguments", "launch_options"]
 
 AUTO, CPU = "auto", "cpu"  # values of `vllm` besides GPUs
 # Environment variable of training processes that a launch starts: how many they are, on all machines together.
 LAUNCHED = "PREFRL_NUM_PROCESSES"
+# Environment variable of those that end before the model is loaded, when all has been checked.
+ONLY_CHECK = "PREFRL_ONLY_CHECK"
 _GPU = r"(?:\d+|(?:GPU|MIG)-[\w-]+)"
 _GPUS = re.compile(rf"{_GPU}(?:\s*,\s*{_GPU})*")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from prefrl.errors import ConfigError
 
-__all__ = ["RewardEntry", "reward_entries"]
+__all__ = ["RewardEntry", "check_reward_files", "reward_entries"]
 
 
 class RewardEntry(str):
@@ -47,3 +48,18 @@ def reward_entries(entries: Sequence[str | Mapping[str, Any]] | None) -> list[Re
     if entries is None:
         return None
     return [RewardEntry(entry, f"reward_funcs[{i}]") for i, entry in enumerate(entries)]
+
+
+def check_reward_files(entries: Sequence[str]) -> None:
+    """Refuse rewards in files that are not there; files are not run.
+
+    Args:
+        entries: Of the option `reward_funcs`.
+
+    Raises:
+        ConfigError: A file is missing.
+    """
+    for number, entry in enumerate(entries):
+        place = entry.partition("(")[0].rpartition(":")[0]
+        if place.endswith(".py") and not Path(place).is_file():
+            raise ConfigError(f"reward_funcs[{number}]={str(entry)!r}: there is no file {place!r}")

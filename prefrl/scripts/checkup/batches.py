@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prefrl.trainer.base.size_options import num_ranks
 from prefrl.trainer.online.prompts import prompts_per_generation
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ class Batches:
         config = subject.config
         per_device = config.rows_per_micro_batch
         if not isinstance(per_device, int):  # auto
-            return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, None)
-        accumulation, processes = int(config.gradient_accumulation_steps), int(config.world_size)
-        rows = per_device * accumulation * processes
+            return cls(("sizes that are auto are found when the run begins",), 1, 1, None)
+        accumulation, ranks = int(config.gradient_accumulation_steps), num_ranks(config)
+        rows = per_device * accumulation * ranks
+        who = "processes" if ranks == config.world_size else f"teams of {config.world_size // ranks} processes"
         noun = "completions" if subject.is_online else "rows"
-        product = f"{per_device} {noun} in a micro-batch * {accumulation} micro-batches * {processes} processes"
+        product = f"{per_device} {noun} in a micro-batch * {accumulation} micro-batches * {ranks} {who}"
         lines = [f"{product} = {rows} {noun} a step"]
         steps_per_epoch = None if num_rows is None else -(-num_rows // rows)
         if subject.is_online:

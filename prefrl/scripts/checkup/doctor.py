@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
+from prefrl.scripts.imports import uncollected
 from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.train import read
 
@@ -36,10 +37,11 @@ def main(argv: Sequence[str]) -> int:
     """
     algorithm, options = _read(argv)
     given = read(algorithm, options)
-    from rich.console import Console  # this and the next import torch, which mistakes do not need
+    with uncollected():  # these import torch, which mistakes do not need
+        from rich.console import Console
 
-    from prefrl.scripts.arguments.launch import launch_options
-    from prefrl.scripts.checkup.run import checkup_of
+        from prefrl.scripts.arguments.launch import launch_options
+        from prefrl.scripts.checkup.run import checkup_of
 
     checkup = checkup_of(algorithm, given, launch_options(given, os.environ))
     checkup.print(Console(highlight=False))

@@ -49,7 +49,8 @@ class Section:
 
     def problem(self, text: str) -> None:
         """The run would fail."""
-        self.entries.append(("problem", text))
+        if ("problem", text) not in self.entries:
+            self.entries.append(("problem", text))
 
 
 @dataclass
@@ -98,16 +99,21 @@ class Checkup:
 
 @contextmanager
 def logged_into(section: Section) -> Iterator[None]:
-    """Turns what prefrl logs into warnings of a section, and shows no progress bars of datasets."""
+    """Turns what prefrl logs into warnings of the innermost section, and shows no progress bars of datasets."""
     handler, logger = _IntoSection(section), logging.getLogger("prefrl")
+    outer = [each for each in logger.handlers if isinstance(each, _IntoSection)]
     propagates, logger.propagate = logger.propagate, False
     shows_bars = not datasets.are_progress_bars_disabled()
+    for each in outer:
+        logger.removeHandler(each)
     logger.addHandler(handler)
     datasets.disable_progress_bars()
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        for each in outer:
+            logger.addHandler(each)
         logger.propagate = propagates
         if shows_bars:
             datasets.enable_progress_bars()

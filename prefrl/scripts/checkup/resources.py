@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from prefrl.scripts.checkup.findings import Section
     from prefrl.scripts.checkup.subject import Subject
 
-__all__ = ["check_resources", "estimated_footprint", "footprint_of"]
+__all__ = [
+    "check_resources",
+    "estimated_footprint",
+    "footprint_of",
+    "large_micro_batch",
+    "least_seconds",
+    "products_per_second",
+]
 
 _MIB, _GIB = 2**20, 2**30
 _SECONDS = 0.1  # for which a speed is measured
@@ -50,7 +58,7 @@ class _MicroBatch:
 
 def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
     """Show memory by part and time by phase, and warn if the memory is not there."""
-    batch = _micro_batch(subject, rows, batches)
+    batch = large_micro_batch(subject, rows, batches)
     try:
         footprint = estimated_footprint(subject, rows, batches)
     except Exception as error:  # a model's own code that needs data, such as the routing of experts
@@ -64,7 +72,7 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
 
 def estimated_footprint(subject: Subject, rows: datasets.Dataset, batches: Batches) -> Footprint:
     """Memory of one process with a micro-batch that is larger than most."""
-    batch = _micro_batch(subject, rows, batches)
+    batch = large_micro_batch(subject, rows, batches)
     return footprint_of(subject, num_fed=batch.num_fed, num_scored=batch.num_scored, num_rows=batch.num_rows)
 
 
@@ -74,9 +82,12 @@ def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> No
         table.add_row(name, _size(getattr(footprint, name)))
     table.add_row("peak, libraries not counted", _size(footprint.peak), style="bold")
     section.shown.append(table)
-    free, place = _free(subject.config.device)
-    text = f"{_size(footprint.peak)} are needed, {_size(free)} are free {place}"
-    (section.ok if footprint.peak < free else section.warn)(text)
+    device, count = subject.config.device, int(subject.config.world_size)
+    free, place = _free(device)
+    each = f" by each of {count} processes" if count > 1 else ""
+    needed = footprint.peak * (count if device.type == "cpu" else 1)  # processes share a machine's memory
+    text = f"{_size(footprint.peak)} are needed{each}, {_size(free)} are free {place}"
+    (section.ok if needed < free else section.warn)(text)
     if subject.algorithm.name == "ppo":
         section.note("the critic is not counted; it needs as much as the policy")
 
@@ -133,7 +144,7 @@ def _cache(subject: Subject, num_rows: int) -> int:
     return cache_bytes(subject.model, num_rows=num_rows * config.micro_batches_per_generation, num_tokens=length)
 
 
-def _micro_batch(subject: Subject, rows: datasets.Dataset, batches: Batches) -> _MicroBatch:
+def large_micro_batch(subject: Subject, rows: datasets.Dataset, batches: Batches) -> _MicroBatch:
     """Its rows' lengths are the mean and two standard deviations of a sum of so many."""
     config, count = subject.config, batches.rows_per_micro_batch
     lengths = row_lengths(rows)
@@ -165,42 +176,58 @@ def _free(device: torch.device) -> tuple[int, str]:
     return int(psutil.virtual_memory().available), "on this machine"
 
 
-def _show_time(section: Section, subject: Subject, batch: _MicroBatch, batches: Batches) -> None:
-    """The matrix products of a step at this machine's speed, which is the least that it takes."""
+def least_seconds(subject: Subject, batch: _MicroBatch, speed: float) -> dict[str, float]:
+    """Seconds that the matrix products of a step take, which is the least for each phase.
+
+    Sampling in this process is left out on a GPU, where it waits for weights and Python instead of products.
+
+    Args:
+        subject: The run.
+        batch: A micro-batch.
+        speed: FLOP/s of products.
+    """
     config, model = subject.config, subject.model
-    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else model.dtype
-    speed = _products_per_second(config.device, dtype)
     embedding = model.get_input_embeddings().weight.numel()
     body = weights_of(model).count - embedding * (1 if model.config.tie_word_embeddings else 2)
     steps = int(config.gradient_accumulation_steps)
     forward = 2 * (body * batch.num_fed + embedding * batch.num_scored) * steps
     passes = 3 + (isinstance(config, ReferenceOptions) and config.beta > 0) + bool(config.activation_checkpointing)
-    seconds = passes * forward / speed
-    parts = f"training {_time(seconds)}"
-    if subject.is_online and not config.use_vllm:
+    seconds = {"training": passes * forward / speed}
+    if subject.is_online and not config.use_vllm and config.device.type == "cpu":
         rows = batch.num_rows * config.micro_batches_per_generation
-        sampling = config.longest_completion * 2 * rows * (body + embedding) / speed / config.steps_of_a_generation
-        seconds += sampling
-        parts += f", sampling {_time(sampling)} with completions of the largest length"
-    total = "" if batches.num_steps is None else f"; {_time(seconds * batches.num_steps)} for all steps"
+        sampling = config.longest_completion * 2 * rows * (body + embedding)
+        seconds["sampling the longest completions"] = sampling / speed / config.steps_of_a_generation
+    return seconds
+
+
+def _show_time(section: Section, subject: Subject, batch: _MicroBatch, batches: Batches) -> None:
+    config = subject.config
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else subject.model.dtype
+    speed = products_per_second(config.device, dtype)
+    phases = least_seconds(subject, batch, speed)
+    seconds, parts = sum(phases.values()), ", ".join(f"{name} {_time(value)}" for name, value in phases.items())
+    total = "" if batches.num_steps is None else f", and all steps {_time(seconds * batches.num_steps)}"
     section.note(
-        f"a step takes {_time(seconds)} or more ({parts}){total}: its matrix products alone, at the "
-        f"{speed / 1e9:,.0f} GFLOP/s that this machine reaches now"
+        f"a step takes at least {_time(seconds)} ({parts}){total}: its matrix products alone at the "
+        f"{speed / 1e9:,.0f} GFLOP/s that this machine reaches now. Small models, and sampling without vLLM, take "
+        "many times as long"
     )
 
 
-def _products_per_second(device: torch.device, dtype: torch.dtype) -> float:
+def products_per_second(
+    device: torch.device, dtype: torch.dtype, *, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """FLOP/s of a product of matrices."""
     size = 4096 if device.type == "cuda" else 512
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     matrix @ matrix
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() < started + _SECONDS:
+    started, count = clock(), 0
+    while clock() < started + _SECONDS:
         matrix @ matrix
         count += 1
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return float(2 * size**3 * count / (time.perf_counter() - started))
+    return float(2 * size**3 * count / (clock() - started))
 
 
 def _size(count: float) -> str:

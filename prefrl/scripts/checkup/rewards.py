@@ -41,7 +41,7 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
     runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout)
     rows = list(first_rows(dataset, _ROWS) or ())
     column = next((name for name in _ANSWERS if rows and isinstance(rows[0].get(name), str)), None)
-    own = [str(row[column]) if column else str(_text(row["prompt"])) for row in rows]
+    own = [str(row[column]) if column else _text(row.get("prompt")) for row in rows]
     started = time.perf_counter()
     scores = [_scored(subject, runner, rows, completions) for completions in (own, [""] * len(rows))]
     each = (time.perf_counter() - started) / (2 * len(rows))
@@ -68,7 +68,8 @@ def _scored(subject: Subject, runner: RewardRunner, rows: list[dict[str, Any]], 
 
 
 def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[-1], Mapping)
+    return str(prompt[-1].get("content") if is_chat else prompt)
 
 
 def _shown(values: list[float | None]) -> str:

@@ -22,11 +22,11 @@ from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.positions import position_limit
 from prefrl.printable import printable
+from prefrl.scripts.checkup.findings import Section, logged_into
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from prefrl.scripts.checkup.findings import Section
     from prefrl.scripts.checkup.subject import Subject
 
 __all__ = ["ROWS_READ", "UNLIMITED", "check_columns", "check_rows", "first_rows", "row_lengths", "show_rows"]
@@ -76,7 +76,7 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
     check_positions(rows, position_limit(subject.model), config.length_bound, columns=ID_COLUMNS)
     if not subject.is_online and subject.model.can_generate():
         warn_of_unknown_end(rows, tokenizer, end_ids=end_token_ids(subject.model, tokenizer))
-    section.shown.append(_table_of_lengths(section, subject, subject.tokenized(raw, invalid_rows="drop", **UNLIMITED)))
+    section.shown.append(_table_of_lengths(section, subject, _without_invalid(subject, raw, **UNLIMITED)))
     _check_special_tokens(section, subject, rows)
     if duplicates := num_duplicates(rows, columns=ID_COLUMNS):
         section.warn(f"{duplicates} of {len(rows)} rows repeat an earlier row")
@@ -92,7 +92,13 @@ def _usable(section: Section, subject: Subject, raw: Any) -> datasets.Dataset:
         return subject.tokenized(raw)
     except DataError as error:
         section.problem(str(error))
-    return subject.tokenized(raw, invalid_rows="drop")
+    return _without_invalid(subject, raw)
+
+
+def _without_invalid(subject: Subject, raw: Any, **changes: Any) -> datasets.Dataset:
+    """The rows that can be used; that others are left out is known already."""
+    with logged_into(Section("Rows")):
+        return subject.tokenized(raw, invalid_rows="drop", **changes)
 
 
 def row_lengths(rows: datasets.Dataset) -> dict[str, NDArray[np.int64]]:

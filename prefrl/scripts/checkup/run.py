@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from prefrl.data.formats import column_names
+from prefrl.errors import ConfigError
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.checkup.batches import Batches
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
@@ -57,7 +58,8 @@ def check_before(
         return  # the trainer says what to do with an adapter
     subject = Subject(algorithm, script, config)
     if functions := [reward for reward in rewards if callable(reward)]:
-        RewardRunner(functions).check_columns(column_names(dataset))
+        with subject.naming_dataset(ConfigError):
+            RewardRunner(functions).check_columns(column_names(dataset))
     for rows in (first_rows(dataset, _FEW_ROWS), first_rows(eval_dataset, _FEW_ROWS)):
         if rows is not None and len(rows):
             with logged_into(Section("Rows")):  # the trainer warns of the whole dataset
@@ -78,7 +80,7 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
         ConfigError: Options exclude each other.
     """
     with given.locating():
-        script, config = options_of(algorithm, given)
+        script, config = options_of(algorithm, given, num_processes=None if launch is None else launch.num_processes)
     checkup = Checkup(located=given.located)
     subject = Subject(algorithm, script, config)
     raw = rows = None
@@ -108,10 +110,8 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
     with checkup.section("Batches") as section:
         batches = Batches.of(subject, None if isinstance(raw, datasets.IterableDataset) else len(raw))
         batches.report(section)
-        if launch is not None and (count := launch.num_processes or 1) > 1:
-            section.warn(
-                f"num_processes={count}: the sizes are those of one process; a step has {count} times as many"
-            )
+        if launch is not None and launch.num_processes is None and config.device.type != "cpu":
+            section.note("the sizes are those of one process; a run without num_processes starts one for each GPU")
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import secrets
 import sys
@@ -18,14 +17,15 @@ from prefrl.optional import is_installed
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
-from prefrl.scripts.arguments.launch import AUTO, CPU, LAUNCHED, LaunchArguments, launch_options
+from prefrl.scripts.arguments.launch import AUTO, CPU, LAUNCHED, ONLY_CHECK, LaunchArguments, launch_options
 from prefrl.scripts.launch.processes import Program
 from prefrl.scripts.launch.run import ServerProgram, run_together
+from prefrl.scripts.launch.server import check_start, choose_port, plan_server
 from prefrl.scripts.parsing.option_parser import OptionParser, boolean
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema.help import option_list
 from prefrl.scripts.schema.parser import options_of
-from prefrl.scripts.train import read
+from prefrl.scripts.train import check_files, read
 
 __all__ = ["CONFIGS", "main", "plan_training", "start", "visible_gpus", "with_gpus"]
 
@@ -34,6 +34,7 @@ CONFIGS = Path(__file__).parent / "accelerate_configs"
 _NAMES = frozenset(field.name for field in dataclasses.fields(LaunchArguments))
 # Options that the user's accelerate config may also set.
 _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+_PORT = "vllm_server_port"
 _OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an output_dir
 
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in REGISTRY:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
     given = read(REGISTRY[argv[0]], words, is_launched=True)
+    check_files(given)
     options = launch_options(given, os.environ) or LaunchArguments()
     return start([argv[0], *words], given, options, dry_run=own["dry_run"])
 
@@ -89,13 +91,20 @@ def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_r
     defaults = {option["name"]: option.get("default") for option in options_of(words[0])}
     run = {**defaults, **given.values}
     try:
+        if options.vllm is not None and not dry_run:
+            port = choose_port(run[_PORT], is_given=_PORT in given.values)
+            if port != run[_PORT]:
+                words, run = [*words, f"--{_PORT}", str(port)], {**run, _PORT: port}
         training, server = _plan(words, run, options, is_real=not dry_run)
     except ConfigError as error:
         raise given.located(error) from None
     if dry_run:
         print(*filter(None, (server, training)), sep="\n")
         return 0
-    return run_together(training, server, log=Path(run["output_dir"] or _OUTPUT_DIR) / "vllm-server.log")
+    # A server takes minutes to start: what is wrong is told before.
+    checks = None if server is None else Program(training.command, {**training.environment, ONLY_CHECK: "1"})
+    log = Path(run["output_dir"] or _OUTPUT_DIR) / "vllm-server.log"
+    return run_together(training, server, checks=checks, log=log)
 
 
 def _plan(
@@ -105,13 +114,12 @@ def _plan(
     _config_file(options.accelerate_config)  # before torch is imported
     if options.vllm is None:
         return plan_training(options, words, run, visible_gpus(os.environ)), None
-    of_server = importlib.import_module("prefrl.scripts.launch.server")  # imports transformers
     visible = visible_gpus(os.environ)
     options = with_gpus(options, run, visible)
     training = plan_training(options, words, run, visible)
-    server: ServerProgram = of_server.plan_server(options, run, visible, os.environ)
+    server = plan_server(options, run, visible, os.environ)
     if is_real:
-        of_server.check_start(server)
+        check_start(server)
     # Unless the user has set one, a key for this run alone.
     key = {KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
     server.environment.update(key)

@@ -39,12 +39,14 @@ class ServerProgram(Program):
     start_timeout: float  # seconds within which it must answer, which it watches itself
 
 
-def run_together(training: Program, server: ServerProgram | None, *, log: Path) -> int:
-    """Start the server, wait for it, train, and end whatever is left. Failures are reported on stderr.
+def run_together(training: Program, server: ServerProgram | None, *, checks: Program | None, log: Path) -> int:
+    """Check, start the server, wait for it, train, and end whatever is left. Failures are reported on stderr.
 
     Args:
         training: Reports its own failures, unless a signal ends it.
         server: None: there is no server.
+        checks: Runs before all others, which are started if it ends well, and reports its own failures; None: nothing
+            is checked.
         log: File for the server's output.
 
     Returns:
@@ -53,7 +55,9 @@ def run_together(training: Program, server: ServerProgram | None, *, log: Path) 
     with stop_signals_noted() as stop:
         launch = _Launch(stop)
         try:
-            if server is not None:
+            if checks is not None:
+                launch.run("the check of the run", checks)
+            if server is not None and launch.goes_on:
                 print(f"prefrl launch: starting the vLLM server; its log is {log}", file=sys.stderr, flush=True)
                 launch.start("the vLLM server", server, log)
                 launch.watch(until=_Answers(server))
@@ -124,6 +128,14 @@ class _Launch:
     def start(self, name: str, program: Program, log: Path | None = None) -> None:
         """Start a part."""
         self._parts.append(_Part(name, program, self._mark, log))
+
+    def run(self, name: str, program: Program) -> None:
+        """Start a part and wait until it has ended; if it ended well, the launch goes on."""
+        self.start(name, program)
+        self.watch()
+        if self._ended is not None and self._ended.process.returncode == 0:
+            self._parts.remove(self._ended)
+            self._ended = None
 
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until a condition holds, a part ends or a signal arrives."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from prefrl.scripts.launch.run import ServerProgram
 from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
 from prefrl.scripts.parsing.command_parser import CommandParser
 
-__all__ = ["check_start", "plan_server"]
+__all__ = ["check_start", "choose_port", "plan_server"]
 
 # Defaults of the run's own options.
 _HOST, _PORT = "127.0.0.1", "vllm_server_port"
@@ -57,7 +58,7 @@ def check_start(server: ServerProgram) -> None:
     """Refuse a server that could not start here.
 
     Raises:
-        ConfigError: Its Python lacks vLLM or prefrl, or another program uses the port.
+        ConfigError: Its Python lacks vLLM or prefrl.
     """
     python = server.command[0]
     done = subprocess.run([python, "-P", "-c", _MISSING], capture_output=True, text=True)
@@ -67,10 +68,29 @@ def check_start(server: ServerProgram) -> None:
             f"vllm_python={python!r}: {' and '.join(missing)} not found there. Set vllm_python, or the variable "
             "PREFRL_VLLM_PYTHON, to the Python of an environment with vLLM and prefrl: see docs/vllm.md."
         )
+
+
+def choose_port(port: int, *, is_given: bool) -> int:
+    """The port of the server: that of the option, or a free one if another program uses the default.
+
+    Args:
+        port: `vllm_server_port`.
+        is_given: Whether it is more than the default.
+
+    Raises:
+        ConfigError: Another program uses a port that was given.
+    """
     try:
-        check_port(_HOST, server.port)
+        check_port(_HOST, port)
     except ConfigError as error:
-        raise ConfigError(f"{_PORT}={server.port}: another program uses this port. Set another.") from error
+        if is_given:
+            raise ConfigError(
+                f"{_PORT}={port}: another program uses this port. Set another, or leave it out for a free one."
+            ) from error
+        with socket.socket() as probe:
+            probe.bind((_HOST, 0))
+            return int(probe.getsockname()[1])
+    return port
 
 
 def _lora_rank(run: Mapping[str, Any]) -> int:

@@ -55,7 +55,7 @@ def accepted(config: str) -> frozenset[str]:
         return frozenset()
     row = next(row for row in REGISTRY.values() if paths[0] in (row.config, row.trainer))
     found = row.load_config() if paths[0] == row.config else row.load_trainer()
-    return frozenset(inspect.signature(found).parameters)
+    return frozenset(inspect.signature(found.__init__).parameters) - {"self"}
 
 
 @cache

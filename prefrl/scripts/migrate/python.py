@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import prefrl
-import prefrl.rewards
 from prefrl.options.foreign import ARGUMENTS
 from prefrl.options.foreign.trl import DEFAULTS, METHODS, NAMES, SCRIPT_OPTIONS, TRAINER_NAMES, TRL, VALUES
 from prefrl.registry import REGISTRY
@@ -40,7 +39,9 @@ def _home(name: str) -> str | None:
     """The module that has a public name of TRL here."""
     if name in prefrl.__all__:
         return "prefrl"
-    return "prefrl.rewards" if name in prefrl.rewards.__all__ else None
+    from prefrl import rewards  # imports torch, which mistakes on the command line do not need
+
+    return "prefrl.rewards" if name in rewards.__all__ else None
 
 
 class _Script:

@@ -40,7 +40,7 @@ def read_yaml(path: Path, where: str) -> tuple[yaml.Node | None, yaml.SafeLoader
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: is not YAML: {error}") from error
+        raise _not_yaml(path, where, error) from error
     except RecursionError as error:
         raise ConfigError(f"{where}: must have at most {_MAX_LEVELS} levels of nesting") from error
     if root is not None:
@@ -58,7 +58,17 @@ def load_yaml(path: Path, where: str) -> Any:
     try:
         return None if root is None else loader.construct_document(root)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where}: is not YAML: {error}") from error
+        raise _not_yaml(path, where, error) from error
+
+
+def _not_yaml(path: Path, where: str, error: Exception) -> ConfigError:
+    """One line with the place in the file, where it is known."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if mark is None:
+        return ConfigError(f"{where}: is not YAML: {error}")
+    assert isinstance(error, yaml.MarkedYAMLError)
+    tab = " YAML has no tabs between its words: write spaces." if "'\\t'" in str(error.problem) else ""
+    return ConfigError(f"{path}:{mark.line + 1}: is not YAML: {error.problem}, in column {mark.column + 1}.{tab}")
 
 
 def _check_node(node: yaml.Node, path: Path, sizes: dict[int, int], level: int = 0) -> int:

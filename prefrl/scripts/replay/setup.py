@@ -55,7 +55,7 @@ _OTHERWISE: dict[str, Any] = {
     "fsdp_config": None,
     "parallelism_config": None,
     "log_completions": False,
-    "num_completions_to_print": None,
+    "num_completions_to_print": 4,
     "log_unique_prompts": False,
     "journal_keep": 0,
 }

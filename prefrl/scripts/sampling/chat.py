@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     (options,) = command_parser().parse(argv)
     console = Console(highlight=False)
     with console.status("Loading the model"):
-        sampler = make_sampler(options)
+        sampler = make_sampler(options, needs_template=True)
     console.print(f"[dim]{_COMMANDS}[/dim]")
     _talk(sampler, options, console)
     return 0

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
+from prefrl.run.space import check_writable
 from prefrl.scripts.arguments.dataset_columns import ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.sampling.sampler import Sample, SamplingArguments, make_sampler
+from prefrl.scripts.sampling.sampler import Sample, SamplingArguments, has_messages, make_sampler
 from prefrl.scripts.sampling.samples_file import RESPONSES, load_rows, write_rows
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class EvalArguments(SamplingArguments, ColumnArguments):
         for part in (SamplingArguments, ColumnArguments):
             part.__post_init__(self)
         self.reward_funcs = reward_entries(self.reward_funcs)
+        if self.dataset_name is None and Path(self.model_name_or_path or "").is_file():
+            self.dataset_name, self.model_name_or_path = self.model_name_or_path, None  # prefrl eval responses.jsonl
         if self.dataset_name is None:
             raise ConfigError("dataset_name: not given. Set it to prompts, or to prompts with responses.")
         if not self.reward_funcs and self.reward_model_name_or_path is None:
@@ -88,6 +91,21 @@ class EvalArguments(SamplingArguments, ColumnArguments):
             check_unset(self, *names, because="the responses are read from the file", remedy=remedy)
         if any(size < 1 for size in self.k or ()):
             raise ConfigError(f"k={self.k}: must be at least 1 each")
+        if self.samples:
+            self.check_sizes(self.num_generations, "Raise num_generations.")
+
+    def check_sizes(self, most: int, remedy: str = "Lower it.") -> None:
+        """Refuse a k for which no prompt has the responses.
+
+        Args:
+            most: The most responses that a prompt has.
+            remedy: What to do.
+
+        Raises:
+            ConfigError: See above.
+        """
+        if max(self.k or (0,)) > most:
+            raise ConfigError(f"k={self.k}: a prompt has at most {most} responses. {remedy}")
 
     @property
     def samples(self) -> bool:
@@ -132,12 +150,15 @@ def main(argv: Sequence[str]) -> int:
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)
     rewards.check_columns(columns)
+    if options.output_dir is not None:
+        check_writable(Path(options.output_dir))
     if (options.server is not None or not options.samples) and "completion_ids" in rewards.required:
         raise ConfigError(
             "reward_funcs: one of them needs completion_ids, but files and servers provide only texts. Remove it, or "
             "give model_name_or_path without server."
         )
     responses = _responses(rows, options)
+    options.check_sizes(max(map(len, responses)))
     scored = _scored(rewards, rows, responses, columns, options)
     _report(options, rows, responses, scored)
     return 0
@@ -184,7 +205,8 @@ def _entry(row: Mapping[str, Any], path: str) -> Any:
 def _responses(rows: Sequence[Mapping[str, Any]], options: EvalArguments) -> list[list[Sample]]:
     if options.samples:
         with Console(stderr=True).status(f"Sampling {len(rows) * options.num_generations:,} responses"):
-            return make_sampler(options).sample([row[options.prompt_column] for row in rows])
+            prompts = [row[options.prompt_column] for row in rows]
+            return make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
     return [
         [Sample(text, "stop", None) for text in _texts(number, row[options.response_column], options.response_column)]
         for number, row in enumerate(rows)

@@ -12,10 +12,11 @@ from rich.markup import escape
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
+from prefrl.run.space import check_writable
 from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.sampling.sampler import Prompt, SamplingArguments, make_sampler
+from prefrl.scripts.sampling.sampler import Prompt, SamplingArguments, has_messages, make_sampler
 from prefrl.scripts.sampling.samples_file import RESPONSES, check_output_file, load_rows, write_rows
 
 __all__ = ["GenerateArguments", "command_parser", "main"]
@@ -89,7 +90,9 @@ def main(argv: Sequence[str]) -> int:
         return _print(options)
     column = options.prompt_column
     rows = load_rows(options.dataset_name, options.dataset_split, column=column, options=options)
-    samples = make_sampler(options).sample([row[options.prompt_column] for row in rows])
+    check_writable(Path(options.output_file).parent, option="folder of output_file")
+    prompts = [row[options.prompt_column] for row in rows]
+    samples = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
     answered = [{**row, RESPONSES: [one.text for one in group]} for row, group in zip(rows, samples, strict=True)]
     write_rows(Path(options.output_file), answered)
     print(f"{len(rows)} prompts with {options.num_generations} completions each are in {options.output_file}.")
@@ -98,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print(options: GenerateArguments) -> int:
-    (samples,) = make_sampler(options).sample([options.messages()])
+    prompts = [options.messages()]
+    (samples,) = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
     console = Console(highlight=False)
     for number, sample in enumerate(samples):
         if len(samples) > 1:

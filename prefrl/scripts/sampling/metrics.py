@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.table import Table
+from rich.text import Text
 
+from prefrl.printable import printable
 from prefrl.rewards.at_k import PromptSamples, at_k_metrics, mean_interval, share_interval
 
 __all__ = ["ALL", "Estimate", "default_sizes", "evaluation_table", "summaries"]
@@ -70,7 +72,7 @@ def evaluation_table(found: dict[str, dict[str, int | Estimate]]) -> Table:
     table = Table(title="means over prompts, 95% intervals", min_width=36)
     table.add_column("")
     for source in found:
-        table.add_column(source, justify="right")
+        table.add_column(Text(printable(source)), justify="right")
     for name in found[ALL]:
         table.add_row(name, *(_cell(summary.get(name)) for summary in found.values()))
     return table

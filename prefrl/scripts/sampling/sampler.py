@@ -17,10 +17,12 @@ from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.scripts.arguments.model_config import DType
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from prefrl.generation.base import SamplingParams
     from prefrl.http import Http
 
-__all__ = ["Sample", "Sampler", "SamplingArguments", "make_sampler"]
+__all__ = ["Sample", "Sampler", "SamplingArguments", "has_messages", "make_sampler"]
 
 Prompt = str | list[dict[str, Any]]
 
@@ -99,34 +101,49 @@ class Sampler(Protocol):
         ...
 
 
-def make_sampler(options: SamplingArguments) -> Sampler:
+def has_messages(prompts: Sequence[Prompt]) -> bool:
+    """Whether prompts need a chat template."""
+    return not all(isinstance(prompt, str) for prompt in prompts)
+
+
+def make_sampler(options: SamplingArguments, *, needs_template: bool) -> Sampler:
     """The model, or the connection to the server, that the options name.
 
+    Args:
+        options: The options.
+        needs_template: Whether prompts will be messages.
+
     Raises:
-        ConfigError: There is no such model, or the server has none.
+        ConfigError: There is no such model, the server has none, or the model has no chat template and needs one.
         GenerationError: The server cannot be reached.
     """
     if options.server is not None:
         return _Server(options)
     if options.model_name_or_path is None:
-        raise ConfigError("model_name_or_path: not given. Set it to a model, or set server to the URL of a server.")
-    return _Local(options, options.model_name_or_path)
+        raise ConfigError(
+            "model_name_or_path: not given. Give a model, or server, the URL of one that serves a model."
+        )
+    return _Local(options, options.model_name_or_path, needs_template=needs_template)
 
 
 class _Local:
     """A model in this process; an adapter is merged into it."""
 
-    def __init__(self, options: SamplingArguments, name: str) -> None:
+    def __init__(self, options: SamplingArguments, name: str, *, needs_template: bool) -> None:
         import torch
 
         from prefrl.generation.local.generator import LocalGenerator
-        from prefrl.models.merged import load_merged, tokenizer_of_checkpoint
+        from prefrl.models.merged import load_merged, saved_tokenizer, tokenizer_of_checkpoint
 
         self._options = options
+        if needs_template and (saved := saved_tokenizer(name)) is not None:
+            _check_template(saved, name)
         model = load_merged(name, dtype=options.dtype).eval()
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
         self._tokenizer = tokenizer_of_checkpoint(name, model)
+        if needs_template:
+            _check_template(self._tokenizer, name)
         self._generator = LocalGenerator(model, tokenizer=self._tokenizer, max_rows=options.batch_size)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
@@ -138,11 +155,6 @@ class _Local:
 
         if not prompts:
             return []
-        if self._tokenizer.chat_template is None and not all(isinstance(prompt, str) for prompt in prompts):
-            raise ConfigError(
-                f"model_name_or_path={self._options.model_name_or_path!r}: the model has no chat template, so it only "
-                'continues texts. Write prefrl generate MODEL "..." --raw, or give a dataset of texts.'
-            )
         rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
         with _without_bars():
             prompt_ids = prepare_prompt_dataset(rows, self._tokenizer, max_prompt_length=None)["prompt_ids"]
@@ -155,6 +167,14 @@ class _Local:
             ]
             for group in completions
         ]
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"model_name_or_path={name!r}: the model has no chat template, so it only continues texts. Write "
+            'prefrl generate MODEL "..." --raw, or give a dataset of texts.'
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ config.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from prefrl.options.fields import parse_json
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
 from prefrl.trainer.base.autopilot_options import AutopilotOptions, check_autopilot, name_best_metric
@@ -23,14 +25,19 @@ from prefrl.trainer.base.evaluation_options import check_evaluation
 from prefrl.trainer.base.flat_names import fill_place
 from prefrl.trainer.base.ignored_options import check_ignored_options
 from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.optimizer_table import check_named, check_not_refused, check_rates
 from prefrl.trainer.base.reference_options import OfflineReferenceOptions, ReferenceOptions
 from prefrl.trainer.base.rules import (
     check_common,
+    check_compilation,
+    check_device,
+    check_liger_device,
     check_numbers,
     check_schedule,
     check_update,
     check_warmup_evaluations,
 )
+from prefrl.trainer.base.schedule_rules import check_plateau, check_schedule_of_metric, check_warmup
 from prefrl.trainer.base.size_options import check_rate, derive_sizes, take_automatic
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses
@@ -44,6 +51,7 @@ from prefrl.trainer.offline.rules import (
 )
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 from prefrl.trainer.online.local_options import LocalOptions
+from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
 from prefrl.trainer.online.policy_rules import (
     check_group,
     check_kl,
@@ -65,6 +73,10 @@ _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 _KINDS: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
 _Check = Callable[[Any], None]
+_COMMON: tuple[_Check, ...] = (
+    *(check_common, check_device, check_liger_device, check_compilation, check_checkpoints, check_ignored_options),
+    *(check_schedule, check_schedule_of_metric, check_warmup, check_update, check_named, check_rates),
+)
 # The rules of one algorithm; those before all others, and those after.
 _FIRST: dict[str, _Check] = {
     "rloo": check_rloo,
@@ -82,11 +94,30 @@ _LAST: dict[str, _Check] = {
 }
 
 
+# Properties of configs -> the options whose hyperparameters they are.
+_HYPERPARAMETERS = {
+    "loss_params": "loss_kwargs",
+    "entropy_params": "entropy_kwargs",
+    "kl_params": "kl_kwargs",
+    "advantage_params": "advantage_kwargs",
+    "selection_params": "selection_kwargs",
+    "shaping_params": "reward_shaping_kwargs",
+    "plateau_params": "reduce_on_plateau_kwargs",
+    "critic_params": "critic_optim_kwargs",
+}
+
+
 class _Derived:
     """What configs derive from options, as far as the rules here read it."""
 
     rules: ClassVar[Mapping[str, Any]]
-    device: ClassVar[Any] = SimpleNamespace(type="unknown")  # finding it out needs torch
+    kwargs: Mapping[str, KwargsOption[Any]]
+
+    @property
+    def device(self) -> Any:
+        """Where the run computes, as far as that can be known without torch."""
+        options: Any = self
+        return SimpleNamespace(type="cpu" if options.use_cpu else "unknown")
 
     @property
     def world_size(self) -> int:
@@ -112,9 +143,40 @@ class _Derived:
         return str(self.rules["estimator"] or options.advantage_estimator)
 
     @property
+    def of_tokens(self) -> bool:
+        """See `PolicyGradientConfig.of_tokens`."""
+        return self.estimator in self.rules["of_tokens"]
+
+    @property
+    def needs_greedy(self) -> bool:
+        """See `PolicyGradientConfig.needs_greedy`."""
+        return self.estimator in self.rules["of_greedy"]
+
+    @property
+    def of_sequences(self) -> bool:
+        """See `PolicyGradientConfig.of_sequences`."""
+        options: Any = self
+        return options.loss_type in self.rules["of_sequences"]
+
+    @property
     def kl_part(self) -> str | None:
         """See `KLOptions.kl_part`."""
         return kl_part(self)
+
+    @property
+    def reduces_on_plateau(self) -> bool:
+        """See `ScheduleOptions.reduces_on_plateau`."""
+        options: Any = self
+        return bool(options.reduce_on_plateau > 0)
+
+
+def _hyperparameters(option: str) -> property:
+    """A property of `_Derived`: the hyperparameters that an option maps to."""
+    return property(lambda config: config.kwargs[option].of(config))
+
+
+for _name, _option in _HYPERPARAMETERS.items():
+    setattr(_Derived, _name, _hyperparameters(_option))
 
 
 def check_pairs_of_options(
@@ -144,14 +206,20 @@ def check_pairs_of_options(
     config = _config(rules, options, given)
     config.knows_sizes = knows_processes and not config.parallelism_config
     _check_sizes(config)
+    check_not_refused(str(config.optim))
     for name, (what, *known) in rules["known"].items():
         check_known(name, str(getattr(config, name)), known, what)
     _FIRST.get(algorithm, _nothing)(config)
-    for row in rules["kwargs"]:
-        if row["switch"] is None or hasattr(config, row["switch"]):
-            _kwargs_option(row, params).check(config)
-    for check in (check_common, check_checkpoints, check_ignored_options, check_schedule, check_update):
+    config.kwargs = {row["name"]: _kwargs_option(row, params) for row in rules["kwargs"]}
+    for option in config.kwargs.values():
+        if option.switch is None or hasattr(config, option.switch):
+            option.check(config)
+    names = ("model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config", "chat_template_kwargs")
+    parse_json(config, *(name for name in names if hasattr(config, name)))
+    for check in _COMMON:
         check(config)
+    if config.reduces_on_plateau:
+        check_plateau(config)
     check_rate(config, config.automatic)
     check_evaluation(config)
     check_autopilot(config)
@@ -179,6 +247,8 @@ def _check_sizes(config: Any) -> None:
     if config.include_num_input_tokens_seen is False:
         config.include_num_input_tokens_seen = "no"
     check_warmup_evaluations(config)
+    if config.warmup_evaluations:
+        config.warmup_steps = config.warmup_evaluations * config.eval_steps
     config.sought = derive_sizes(config, config.automatic) if config.knows_sizes else frozenset()
 
 
@@ -195,7 +265,8 @@ def _check_online(config: Any) -> None:
         check_level(config, config.rules["levels"][config.loss_type])
         check_kl(config)
         config.validate_truncation()
-        check_ratio(config, of_tokens=config.estimator in config.rules["of_tokens"])
+        check_ratio(config, of_tokens=config.of_tokens)
+        config.validate_hyperparameters()
 
 
 def _check_offline(config: Any, params: Sequence[type[Params]]) -> None:
@@ -241,7 +312,8 @@ def _groups(names: set[str]) -> tuple[type, ...]:
     if "truncated_logprobs" in names:
         groups += [TruncationOptions]
     if "num_generations" in names:
-        groups += [LocalOptions, VLLMOptions, GenerationRules]
+        rules = PolicyGradientRules if "importance_sampling_level" in names else GenerationRules
+        groups += [LocalOptions, VLLMOptions, rules]
     if "sync_ref_model" in names:
         groups += [OfflineReferenceOptions if "precompute_ref_log_probs" in names else ReferenceOptions]
     return (*groups, CheckpointOptions, AutopilotOptions)
@@ -260,11 +332,18 @@ def _kwargs_option(row: Mapping[str, Any], params: Sequence[type[Params]]) -> Kw
     return KwargsOption(**rest, description="", choices=choices, own_options=own_options)
 
 
-def _params(row: Mapping[str, Mapping[str, Any]]) -> type[Params]:
-    """A class of hyperparameters with the types, bounds and defaults of the schema."""
-    fields = [(name, _type(field), _with_default(field.get("default"))) for name, field in row.items()]
-    namespace = {"__module__": __name__}
+def _params(row: Mapping[str, Any]) -> type[Params]:
+    """A class of hyperparameters with the types, bounds, defaults and rules of the schema."""
+    fields = [(name, _type(field), _with_default(field.get("default"))) for name, field in row["fields"].items()]
+    namespace = {"__module__": __name__, "rules": tuple(map(_function, row["rules"]))}
     return dataclasses.make_dataclass("Hyperparameters", fields, bases=(Params,), namespace=namespace, frozen=True)
+
+
+def _function(place: str) -> Callable[[Any], None]:
+    """The function that module:function names."""
+    module, _, name = place.partition(":")
+    function: Callable[[Any], None] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _type(field: Mapping[str, Any]) -> Any:

@@ -41,8 +41,11 @@ class ParamsTable:
         return self._numbers.setdefault(params, len(self._numbers))
 
     def rows(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each class: their types, bounds and defaults."""
-        return [_fields(params) for params in self._numbers]
+        """The hyperparameters of each class: their types, bounds and defaults, and its rules as module:function."""
+        return [
+            {"fields": _fields(params), "rules": [f"{rule.__module__}:{rule.__name__}" for rule in params.all_rules()]}
+            for params in self._numbers
+        ]
 
 
 def rules_of(algorithm: Algorithm, table: ParamsTable) -> dict[str, Any]:
@@ -62,6 +65,8 @@ def rules_of(algorithm: Algorithm, table: ParamsTable) -> dict[str, Any]:
     if "importance_sampling_level" in names:
         rules["levels"] = {name: sorted(row.levels) for name, row in POLICY_LOSSES.items()}
         rules["of_tokens"] = [name for name, row in ADVANTAGES.items() if row.level == "token"]
+        rules["of_greedy"] = [name for name, row in ADVANTAGES.items() if "greedy" in row.needs]
+        rules["of_sequences"] = [name for name, row in POLICY_LOSSES.items() if row.reduction == "sequence_mean"]
         rules["estimator"] = None if "advantage_estimator" in names else config_class.estimator.fget(None)
     if "num_generations" in names:
         two = SimpleNamespace(per_device_train_batch_size=1, num_generations=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import default_of
 from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.foreign.trl import TRAINER_NAMES
+from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.config import BaseConfig
 
@@ -25,6 +27,7 @@ __all__ = [
     "check_arguments",
     "check_dataset",
     "check_has_data",
+    "check_names",
     "check_stream",
     "default_output_dir",
     "named",
@@ -116,6 +119,35 @@ def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> 
             is_right, allowed = _ARGUMENTS[name]
             if not is_right(value):
                 raise _error(trainer, name, value, allowed)
+
+
+def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
+    """Reject names that a constructor of prefrl does not have, with the one that is meant.
+
+    Args:
+        trainer: The class whose constructor was called. One with a constructor of the user's own has its own names.
+        names: The names of its arguments.
+
+    Raises:
+        ConfigError: See above.
+    """
+    if not trainer.__init__.__module__.startswith("prefrl."):
+        return
+    known = set(_POSITIONS.get(trainer.algorithm, ()))
+    for cls in trainer.__mro__:
+        if cls.__module__.startswith("prefrl.") and "__init__" in vars(cls):
+            known |= _named_parameters(vars(cls)["__init__"])
+    for name in names:
+        if name not in known and (name not in ARGUMENTS or trainer.algorithm not in _POSITIONS):
+            ours, advice = TRAINER_NAMES.get(name), ARGUMENTS.get(name)
+            otherwise = nearest(name, known) if advice is None else f"Instead, {advice}."
+            meant = f"It is {ours} here." if ours in known else otherwise
+            raise ConfigError(f"{trainer.__name__} has no argument {name!r}. {meant}")
+
+
+def _named_parameters(constructor: Callable[..., None]) -> set[str]:
+    _, *parameters = inspect.signature(constructor).parameters.values()
+    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
 
 
 def check_has_data(arguments: Mapping[str, Any]) -> None:
@@ -240,7 +272,8 @@ def _order(trainer: type[_Algorithm]) -> str:
     """The signature of prefrl's own constructor, for messages; a user's subclass may have a different one."""
     ours = next(cls for cls in trainer.__mro__ if cls.__module__.startswith("prefrl."))
     names: list[str] = []
-    for parameter in inspect.signature(ours).parameters.values():
+    constructor: Callable[..., None] = ours.__init__  # type: ignore[misc]  # of the class itself
+    for parameter in list(inspect.signature(constructor).parameters.values())[1:]:
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             names.append(parameter.name)
         elif parameter.kind is parameter.VAR_POSITIONAL:

@@ -59,6 +59,12 @@ class SoupParams(Params):
     top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
 
 
+def _check_watched(params: Any) -> None:
+    """What is watched has to be known."""
+    if params.metrics is not None and not (params.metrics and {*params.metrics} <= {*_WATCHED}):
+        raise ConfigError(f"metrics={params.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
+
+
 @dataclass(frozen=True)
 class SpikeParams(Params):
     """What a spike is, and what happens after one."""
@@ -80,11 +86,7 @@ class SpikeParams(Params):
         3, "Maximum number of rollbacks to the same checkpoint; after that, steps with a spike are skipped."
     )
 
-    def __post_init__(self) -> None:
-        """Check types, bounds and names."""
-        super().__post_init__()
-        if self.metrics is not None and not (self.metrics and {*self.metrics} <= {*_WATCHED}):
-            raise ConfigError(f"metrics={self.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
+    rules = (_check_watched,)
 
 
 GROWTH: KwargsOption[GrowthParams] = KwargsOption(

@@ -16,7 +16,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
-from prefrl.options.fields import check_fields, check_no_effect, opt, parse_json
+from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.foreign import advice
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
@@ -29,9 +29,10 @@ from prefrl.trainer.base.flat_names import FlatName, fill_places
 from prefrl.trainer.base.ignored_options import check_ignored_options, check_ignored_parts
 from prefrl.trainer.base.kwargs_options import KwargsOption
 from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
+from prefrl.trainer.base.optimizers import check_installed
 from prefrl.trainer.base.precision_options import PrecisionOptions, check_precision
 from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
-from prefrl.trainer.base.rules import check_common, check_numbers
+from prefrl.trainer.base.rules import check_common, check_liger_device, check_numbers
 from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
 from prefrl.trainer.base.tokenizer_options import TokenizerOptions
@@ -245,14 +246,15 @@ class BaseConfig(
         return cast("dict[str, Any]", masked(values))
 
     def _check_trackers(self) -> None:
+        known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
-                raise ConfigError(
-                    f"report_to={name!r}: unknown tracker. {nearest(str(name), INTEGRATION_TO_CALLBACK)}"
-                )
+                raise ConfigError(f"report_to={name!r}: unknown tracker. {nearest(str(name), known)}")
 
-    def check_trackers_installed(self) -> None:
-        """Refuse trackers whose packages are missing. Trainers ask for it: a config may be read on another machine.
+    def check_packages_installed(self) -> None:
+        """Refuse trackers and optimizers whose packages are missing.
+
+        Commands and trainers ask for it: a config may be read on another machine.
 
         Raises:
             ConfigError: See above.
@@ -263,6 +265,7 @@ class BaseConfig(
                     f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
                     "report_to='none'."
                 )
+        check_installed(str(getattr(self.optim, "value", self.optim)))
 
     def _set_both_names(self) -> None:
         """Give activation checkpointing one value under its name and its old one: HuggingFace's loop reads either."""
@@ -339,7 +342,6 @@ class BaseConfig(
         check_common(self)
         self._check_trackers()
         check_precision(self, fp8=self.fp8)
-        self._validate_activations()
         self._validate_liger()
         check_checkpoints(self)
         check_ignored_options(self)
@@ -351,24 +353,10 @@ class BaseConfig(
         check_autopilot(self)
         check_profile(self)
 
-    def _validate_activations(self) -> None:
-        if self.device.type == "cpu":
-            check_no_effect(
-                name="activation_offloading",
-                value=self.activation_offloading,
-                unset=False,
-                because="this run is on the CPU, where activations are already in host memory",
-                remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
-            )
-
     def _validate_liger(self) -> None:
         if not self.use_liger_kernel:
             return
-        if self.device.type in ("cpu", "mps"):
-            raise ConfigError(
-                "use_liger_kernel=True: Liger's kernels are Triton programs for GPUs, and this run is on the "
-                f"{self.device.type.upper()}. Leave it False, or run on a GPU."
-            )
+        check_liger_device(self)
         require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
         # HuggingFace passes them to Liger, too.
         self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,19 +12,17 @@ from annotated_types import Ge, Gt
 from transformers.training_args import OptimizerNames
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_bounds, check_unset, mapping_of, opt
+from prefrl.options.fields import opt
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.optimizers import OPTIMIZERS, REFUSED, added_keys, check_made
+from prefrl.trainer.base.optimizer_table import OPTIMIZERS, REFUSED, check_named, check_not_refused, check_rates
+from prefrl.trainer.base.optimizers import added_keys, check_made
 from prefrl.trainer.base.rules import check_update
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["KNOWN_OPTIMIZERS", "OptimizerOptions", "check_decay", "check_optimizer", "named_for_huggingface"]
+__all__ = ["KNOWN_OPTIMIZERS", "OptimizerOptions", "check_optimizer", "named_for_huggingface"]
 
-# These take the model, or make an optimizer for each weight: there are no parameter groups.
-_WITHOUT_GROUPS = ("lomo", "layerwise")
-_RATE = Annotated[float, Ge(0)]
 _NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
 KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
 
@@ -80,8 +77,7 @@ def named_for_huggingface(config: TrainingArguments) -> Iterator[None]:
 
 
 def _check_name(name: str) -> None:
-    if name in REFUSED:
-        raise ConfigError(f"optim={name!r}: {REFUSED[name]}")
+    check_not_refused(name)
     check_known("optim", name, _NAMES, "optimizer")
 
 
@@ -94,44 +90,11 @@ def check_optimizer(config: Any) -> None:
     """
     name = str(getattr(config.optim, "value", config.optim))
     check_update(config)
-    if name in OPTIMIZERS:
-        _check_read(config, name)
-    else:
+    check_named(config)
+    check_rates(config)
+    if name not in OPTIMIZERS:
         _check_ignored(config, name)
     check_made(name, config)
-    _check_rates(config, name)
-
-
-def _check_read(config: Any, name: str) -> None:
-    """Reject options of HuggingFace that an optimizer of ours does not read."""
-    row = OPTIMIZERS[name]
-    of_options = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
-    unread = [option for key, options in of_options.items() if key not in row.reads for option in options]
-    check_unset(config, *unread, because=f"optim={name!r} does not read it", remedy="Leave it out; see optim_args.")
-    check_decay(name, "weight_decay", config.weight_decay)
-
-
-def check_decay(name: str, option: str, value: float | None) -> None:
-    """Reject a weight decay that an optimizer does not have, or that would not be a term of the gradient.
-
-    Raises:
-        ConfigError: Says what to set instead.
-    """
-    row = OPTIMIZERS.get(name)
-    if row is None or row.decay != "none" or not value:
-        return
-    what, remedy = "has no decay", "Set regularization_type='l2' and regularization_lambda"
-    if row.package == "bitsandbytes":
-        what, remedy = "would decouple it, as AdamW does", f"{remedy}, or optim={_WITH_DECAY[name]!r}"
-    raise ConfigError(f"{option}={value}: {row.package}'s optim={name!r} {what}. {remedy}.")
-
-
-# What bitsandbytes' Adam is called with its decay.
-_WITH_DECAY = {
-    "adam_8bit": "adamw_8bit",
-    "paged_adam": "paged_adamw_32bit",
-    "paged_adam_8bit": "paged_adamw_8bit",
-}
 
 
 def _check_ignored(config: Any, name: str) -> None:
@@ -167,18 +130,3 @@ def _arguments_of(config: TrainingArguments, parts: list[str]) -> Any:
         return Trainer.get_optimizer_cls_and_kwargs(other)
     except (ImportError, ValueError):
         return None
-
-
-def _check_rates(config: Any, name: str) -> None:
-    rates = mapping_of(config, "learning_rates")
-    for pattern, rate in rates.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"learning_rates: {pattern!r} is no regular expression: {error}") from error
-        check_bounds(f"learning_rates[{pattern!r}]", rate, _RATE)
-    if rates and any(word in name for word in _WITHOUT_GROUPS):
-        raise ConfigError(
-            f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights. Choose another "
-            "optimizer, or leave learning_rates None."
-        )

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from prefrl.errors import ConfigError
+from prefrl.optional import require
 from prefrl.options.fields import opt
 from prefrl.options.suggest import nearest
+from prefrl.trainer.base.rules import check_compilation, check_device
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 __all__ = ["PrecisionOptions", "check_precision"]
 
-# Of torch.compile: they replay recorded kernels on fixed memory, which rows of other lengths do not fit into.
-_RECORDING = ("reduce-overhead", "max-autotune")
 _FP8_SINCE = (8, 9)  # compute capability
 
 
@@ -42,10 +42,7 @@ def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
     Raises:
         ConfigError: Names the option, its value and what to do.
     """
-    if config.fp16 and config.device.type == "cpu":
-        raise ConfigError(
-            "fp16=True on the CPU: float16 is for GPUs, and has no effect here. Set bf16=True, or neither."
-        )
+    check_device(config)
     if config.mixed_precision == "fp8":
         raise ConfigError(
             "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: in prefrl, fp8 is an "
@@ -66,10 +63,8 @@ def _check_fp8(config: TrainingArguments) -> None:
             "Blackwell). Set bf16=True alone."
         )
     if not config.bf16:
-        raise ConfigError(
-            "fp8=True with bf16=False: everything that is not computed in 8 bits is computed in bfloat16. Set "
-            "bf16=True."
-        )
+        raise ConfigError("fp8=True with bf16=False: what is not in 8 bits is in bfloat16. Set bf16=True.")
+    require("torchao", extra="fp8", feature="fp8=True")
 
 
 def _check_compilation(config: TrainingArguments) -> None:
@@ -79,8 +74,4 @@ def _check_compilation(config: TrainingArguments) -> None:
             f"torch_compile_backend={config.torch_compile_backend!r}: unknown. "
             f"{nearest(str(config.torch_compile_backend), known)}"
         )
-    if config.torch_compile_mode in _RECORDING:
-        raise ConfigError(
-            f"torch_compile_mode={config.torch_compile_mode!r}: records CUDA graphs, each for fixed lengths of rows, "
-            "but the lengths differ in every step. Leave it out, or set 'max-autotune-no-cudagraphs'."
-        )
+    check_compilation(config)

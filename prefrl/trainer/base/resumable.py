@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import HubStrategy, IntervalStrategy
 
 from prefrl import distributed
 from prefrl.errors import HubError, OutOfMemoryError, RewardError
@@ -253,6 +253,8 @@ class ResumableTrainer(OptimizedTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called after the step and all its callbacks."""
         self._stop_if_asked()
+        if self.control.should_training_stop and self.args.logging_strategy == IntervalStrategy.STEPS:
+            self.control.should_log = True  # the last step, whatever logging_steps is
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _stop_if_asked(self) -> None:

@@ -13,7 +13,16 @@ from annotated_types import Ge, Gt, Lt
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_bounds, check_no_effect, check_unset, mapping_of, plain_value
 
-__all__ = ["check_common", "check_numbers", "check_schedule", "check_update", "check_warmup_evaluations"]
+__all__ = [
+    "check_common",
+    "check_compilation",
+    "check_device",
+    "check_liger_device",
+    "check_numbers",
+    "check_schedule",
+    "check_update",
+    "check_warmup_evaluations",
+]
 
 # What HuggingFace's options must be, which it does not check.
 _BOUNDS: dict[str, Any] = {
@@ -40,6 +49,8 @@ _BOUNDS: dict[str, Any] = {
 _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
 # The optimizers that read optim_target_modules have one of these in their names.
 _LAYERWISE = ("galore", "apollo")
+# Of torch.compile: they replay recorded kernels on fixed memory, which rows of other lengths do not fit into.
+_RECORDING = ("reduce-overhead", "max-autotune")
 # Option that a resumed run cannot change -> why.
 _FIXED = {
     "learning_rates": "its expressions determine the order of the optimizer's state in checkpoints",
@@ -188,3 +199,50 @@ def check_update(config: Any) -> None:
                 f"allow_resume_changes: {option} cannot change, because {reason}. Start a new training from the "
                 "checkpoint's weights."
             )
+
+
+def check_device(config: Any) -> None:
+    """Reject what has no effect on the CPU.
+
+    Raises:
+        ConfigError: Names the option and what to do.
+    """
+    if config.device.type != "cpu":
+        return
+    if config.fp16:
+        raise ConfigError(
+            "fp16=True on the CPU: float16 is for GPUs, and has no effect here. Set bf16=True, or neither."
+        )
+    check_no_effect(
+        name="activation_offloading",
+        value=config.activation_offloading,
+        unset=False,
+        because="this run is on the CPU, whose memory activations would be moved to",
+        remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
+    )
+
+
+def check_liger_device(config: Any) -> None:
+    """Reject Liger's kernels where there is no GPU.
+
+    Raises:
+        ConfigError: Says what to do.
+    """
+    if config.use_liger_kernel and config.device.type in ("cpu", "mps"):
+        raise ConfigError(
+            "use_liger_kernel=True: Liger's kernels are Triton programs for GPUs, and this run is on the "
+            f"{config.device.type.upper()}. Leave it False, or run on a GPU."
+        )
+
+
+def check_compilation(config: Any) -> None:
+    """Reject modes of torch.compile that cannot work here.
+
+    Raises:
+        ConfigError: Says what to do.
+    """
+    if config.torch_compile_mode in _RECORDING:
+        raise ConfigError(
+            f"torch_compile_mode={config.torch_compile_mode!r}: records CUDA graphs, each for one length of rows, and "
+            "rows have other lengths in every step. Leave it out, or set 'max-autotune-no-cudagraphs'."
+        )

@@ -16,7 +16,9 @@ from prefrl import distributed
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
+    WORDS_TO_RESUME,
     Found,
+    check_whole,
     checkpoint_name,
     clean,
     find_last,
@@ -28,7 +30,6 @@ from prefrl.run.checkpoints import (
 from prefrl.run.identity import Identity, check_same_run, new_run_id, read_identity, write_identity
 from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.place import Place, fetch, is_url
-from prefrl.run.seal import problem_of
 from prefrl.run.starts import record_start
 from prefrl.run.uploads import Uploads
 from prefrl.trainer.base.checkpoint_options import UploadParams
@@ -36,9 +37,6 @@ from prefrl.trainer.base.checkpoint_options import UploadParams
 __all__ = ["RunFolder", "Start"]
 
 _log = logging.getLogger(__name__)
-
-# Words for values of `resume_from_checkpoint` that are no folders.
-_MODES: dict[str, bool] = {"auto": True, "true": True, "disable": False, "false": False}
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class RunFolder:
             ConfigError: The folder that was given is no whole checkpoint, or it belongs to a run whose updates are
                 decided by something else: lists the differences.
         """
-        given = _MODES.get(given.lower(), given) if isinstance(given, str) else given
+        given = WORDS_TO_RESUME.get(given.lower(), given) if isinstance(given, str) else given
         found = distributed.on_main(partial(self._start, given, now, allowed))
         self.run = found.run
         if self.upload is not None and distributed.is_main():
@@ -149,7 +147,9 @@ class RunFolder:
         if not given:
             return None
         if given is not True:
-            return _checked(self._fetched(str(given)) if is_url(given) else Path(given))
+            folder = self._fetched(str(given)) if is_url(given) else Path(given)
+            check_whole(folder)
+            return folder
         own = read_identity(self.path)
         found = find_last(self.path, run=None if own is None else own.run)
         if found.folder is None and self.upload_to is not None:
@@ -292,14 +292,3 @@ class RunFolder:
             f"were written, and {free / 1e6:,.0f} MB are free now that they are removed. {kept} Free space, or lower "
             "save_total_limit, then resume with resume_from_checkpoint=True."
         )
-
-
-def _checked(folder: Path) -> Path:
-    hint = "Set it to True to resume from the last complete checkpoint in output_dir."
-    if not folder.is_dir():
-        raise ConfigError(f"resume_from_checkpoint={str(folder)!r}: there is no such folder. {hint}")
-    distributed.writer_of(folder)  # says so if it holds the model only
-    problem = problem_of(folder)
-    if problem is not None:
-        raise ConfigError(f"resume_from_checkpoint={str(folder)!r}: {problem}. {hint}")
-    return folder

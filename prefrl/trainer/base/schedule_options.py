@@ -7,15 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SchedulerType
+from transformers.trainer_utils import SchedulerType
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_unset, mapping_of, opt
+from prefrl.options.fields import mapping_of, opt, plain_value
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 from prefrl.trainer.base.rules import check_schedule, check_warmup_evaluations
+from prefrl.trainer.base.schedule_rules import (
+    check_plateau,
+    check_schedule_of_metric,
+    check_warmup,
+    own_options,
+    takes_warmup,
+)
 from prefrl.trainer.base.schedules import (
     SCHEDULES,
     Span,
@@ -34,19 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["SCHEDULE_KWARGS", "SCHEDULE_NAMES", "PlateauParams", "ScheduleOptions"]
 
 SCHEDULE_NAMES = (*(name.value for name in SchedulerType), *SCHEDULES)
-# Of transformers: these follow metrics instead of the step, and these have no warm-up.
-_OF_METRICS = ("reduce_lr_on_plateau", "greedy")
-_WITHOUT_WARMUP = ("constant", *_OF_METRICS)
 # Of transformers, independent of the number of steps.
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
-# Those that only prefrl's scheduler reads.
-_OPTIONS = (
-    "lr_decay_steps",
-    "warmup_start_factor",
-    "learning_rate_scaling",
-    "reduce_on_plateau",
-    "weight_decay_schedule",
-)
 _SOME_STEPS = 1009  # to try a schedule out before the number of steps is known
 # Exponent of the number of ranks.
 _SCALINGS = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -163,8 +159,7 @@ class ScheduleOptions(TrainingArguments):
     @property
     def has_own_schedule(self) -> bool:
         """Whether the schedule is more than one of transformers."""
-        changed = any(getattr(self, option) != getattr(ScheduleOptions, option) for option in _OPTIONS)
-        return changed or self._schedule_name in SCHEDULES
+        return bool(own_options(self)) or self._schedule_name in SCHEDULES
 
     @property
     def depends_on_length(self) -> bool:
@@ -178,7 +173,7 @@ class ScheduleOptions(TrainingArguments):
     @property
     def takes_warmup(self) -> bool:
         """Whether the schedule reads `warmup_steps`."""
-        return self._schedule_name not in (*_WITHOUT_WARMUP, "one_cycle")
+        return takes_warmup(self._schedule_name)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """HuggingFace's method: the steps of the warm-up in a schedule of this length."""
@@ -234,9 +229,9 @@ class ScheduleOptions(TrainingArguments):
             self._check_arguments()
         if self.has_own_schedule:
             self._check_own()
-        self._check_warmup()
+        check_warmup(self)
         if self.reduces_on_plateau:
-            self._check_plateau()
+            check_plateau(self)
 
     def _check_arguments(self) -> None:
         """Check the arguments of a schedule of transformers."""
@@ -254,54 +249,11 @@ class ScheduleOptions(TrainingArguments):
 
     def _check_own(self) -> None:
         """Check what only prefrl's scheduler can do."""
-        name, optim = self._schedule_name, str(getattr(self.optim, "value", self.optim))
-        options = [option for option in _OPTIONS if getattr(self, option) != getattr(ScheduleOptions, option)]
-        if name in _OF_METRICS:
-            raise ConfigError(
-                f"{options[0]}={getattr(self, options[0])!r} with lr_scheduler_type={name!r}, which only follows a "
-                "metric. Choose a schedule, such as 'constant_with_warmup', and set reduce_on_plateau."
-            )
+        optim = str(plain_value(self.optim))
+        check_schedule_of_metric(self)
         if "layerwise" in optim:
             raise ConfigError(
-                f"optim={optim!r} updates in the backward pass and supports only schedules of transformers. Leave "
-                f"{', '.join(options) or 'lr_scheduler_type'} at the default, or choose another optimizer."
+                f"optim={optim!r} updates in the backward pass and takes schedules of transformers alone. Leave "
+                f"{', '.join(own_options(self)) or 'lr_scheduler_type'} at the default, or choose another optimizer."
             )
         self.learning_rate_factor(self.max_steps if self.max_steps > 0 else _SOME_STEPS)
-
-    def _check_warmup(self) -> None:
-        name, kwargs = self._schedule_name, mapping_of(self, "lr_scheduler_kwargs")
-        if name == "wsd" and self.warmup_steps and self._wsd_params.warmup_fraction is not None:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction also sets the "
-                "length of the warm-up. Set only one of them."
-            )
-        has_none = not self.takes_warmup or self.get_warmup_steps(_SOME_STEPS) == 0
-        if has_none:
-            because = f"lr_scheduler_type={name!r} with warmup_steps={self.warmup_steps} has no such warm-up"
-            remedy = "Set warmup_steps, and a schedule with a warm-up, such as 'constant_with_warmup'."
-            check_unset(self, "warmup_start_factor", "warmup_evaluations", because=because, remedy=remedy)
-        shape = next((key for key in ("warmup_type", "warmup_lr_rate") if key in kwargs), None)
-        if shape is not None and self.warmup_start_factor is not None:
-            raise ConfigError(
-                f"warmup_start_factor={self.warmup_start_factor} with lr_scheduler_kwargs={kwargs!r}: {shape!r} "
-                "describes another warm-up. Remove one of them."
-            )
-
-    def _check_plateau(self) -> None:
-        params = self.plateau_params
-        where = f"reduce_on_plateau_kwargs: metric={params.metric!r}"
-        if params.mode is None and not params.metric.endswith("loss"):
-            raise ConfigError(f"{where}: should it rise or fall? Set the key mode to 'max' or 'min'.")
-        if not params.metric.startswith("eval_"):
-            if self.logging_strategy != IntervalStrategy.STEPS or self.logging_steps != 1:
-                raise ConfigError(
-                    f"{where} with logging_strategy={self.logging_strategy.value!r}, "
-                    f"logging_steps={self.logging_steps}: a metric of training must be logged in every step, so that "
-                    "a resumed run sees the same values. Set logging_steps=1, and the key window to the number of "
-                    "steps to average over; or choose a metric of evaluations, such as 'eval_loss'."
-                )
-        elif self.eval_strategy == IntervalStrategy.NO:
-            raise ConfigError(
-                f"{where} with eval_strategy='no': there are no evaluations. Set eval_strategy and eval_steps, or "
-                "choose a metric of training."
-            )

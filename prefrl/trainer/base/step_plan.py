@@ -165,6 +165,8 @@ class StepPlan(StatefulCallback):
     @property
     def steps_left(self) -> int:
         """Optimizer steps from here to the end, if the batch does not grow any more."""
+        if self.factor == 1:
+            return self.total - self.position
         inside = min(self.end, self.total) - self.position
         num_steps = -(-inside // self.span) if inside > 0 else 0
         position = max(self.end, self.position)

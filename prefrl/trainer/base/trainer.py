@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
-from prefrl.trainer.base.arguments import check_dataset
+from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.epoch_intervals import EpochIntervals
 from prefrl.trainer.base.facts import facts_of
@@ -86,6 +86,15 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
     args: BaseConfig
     _reference_moves = False
 
+    def __new__(cls, *_: Any, **arguments: Any) -> Self:
+        """Refuse unknown names of arguments before a constructor does, which would not say what is meant.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        check_names(cls, arguments)
+        return object.__new__(cls)
+
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
@@ -101,7 +110,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
         check_writable(Path(args.output_dir))
-        args.check_trackers_installed()
+        args.check_packages_installed()
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__

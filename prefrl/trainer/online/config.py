@@ -168,7 +168,9 @@ class OnlineConfig(
     num_iterations: Annotated[int, Ge(1)] = opt(1, "Number of passes over each generation batch.")
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
-        False, "Print each generation batch as a table, and send it to those trackers in report_to that have tables."
+        False,
+        "Print completions of each generation batch as a table, and send all of them to those trackers in report_to "
+        "that have tables.",
     )
     journal_keep: Annotated[int, Ge(0)] = opt(
         100,
@@ -176,7 +178,7 @@ class OnlineConfig(
         "run needs; 0: none are written, and a resumed run generates them again.",
     )
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
-        None, "Number of completions that log_completions prints; None: all."
+        4, "log_completions prints the best and the worst completion of each prompt, up to this number; None: all."
     )
     log_unique_prompts: bool = opt(False, "Let log_completions print only one completion per prompt.")
 
@@ -237,13 +239,6 @@ class OnlineConfig(
             f"{completions // self.num_generations:,} prompts x {self.num_generations} {kind} of at most "
             f"{self.max_completion_length} tokens{shared}"
         )
-
-    @property
-    def needs_whole_batch(self) -> dict[str, str]:
-        """See `GenerationRules.needs_whole_batch`."""
-        normalize = self.shaping_params.normalize
-        own = {f"reward_shaping_kwargs: normalize={normalize!r}": "Remove it."} if normalize else {}
-        return own | super().needs_whole_batch
 
     @property
     def needs_greedy(self) -> bool:

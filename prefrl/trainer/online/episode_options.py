@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.data.next_turn import ReasoningInHistory
-from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, default_of, json_mapping, opt
 from prefrl.rollout.episodes.options import EnvironmentErrorMode, ToolErrorMode
 
@@ -92,35 +91,3 @@ class CreditOptions:
     turn_discount: Annotated[float, Ge(0), Le(1)] = opt(
         1.0, "Discount factor of rewards, per turn. Needs turn_credit='return' and completion-level advantages."
     )
-
-    def validate_credit(self, *, estimator: str, of_tokens: bool, total_only: str | None) -> None:
-        """Reject combinations in which turns cannot have rewards of their own.
-
-        Args:
-            estimator: Name of the advantage estimator.
-            of_tokens: Whether it gives each token its own advantage.
-            total_only: An option that applies to total rewards; None: none is set.
-
-        Raises:
-            ConfigError: Names the options.
-        """
-        if self.turn_credit == "episode" or of_tokens:
-            check_no_effect(
-                name="turn_discount",
-                value=self.turn_discount,
-                unset=1.0,
-                because="it discounts only with turn_credit='return' and advantages of completions",
-                remedy="Set turn_credit='return'; for advantages of tokens set gamma in advantage_kwargs.",
-            )
-        if self.turn_credit == "episode" or of_tokens:
-            return
-        if estimator not in ("grpo", "rloo"):
-            raise ConfigError(
-                f"turn_credit='return' with advantage_estimator={estimator!r}: returns are compared with the mean of "
-                "the other episodes, as only 'grpo', 'rloo' and estimators of tokens allow. Use one of these."
-            )
-        if total_only is not None:
-            raise ConfigError(
-                f"turn_credit='return' with {total_only}: that applies to the total reward, but each turn has its "
-                "own. Remove one of the two."
-            )

@@ -152,7 +152,7 @@ class EvaluationRollouts:
         if not distributed.is_main():
             return
         every = _first(Collected.concat(parts), limit)
-        log_completions(every.rollouts, title=f"Completions of {name} after step {step}", limit=None)
+        log_completions(every.rollouts, title=f"Completions of {name} after step {step}")
         path = Path(self.args.output_dir, "evaluations", f"{re.sub(_NOT_IN_NAMES, '_', name)}_{step:05d}.parquet")
         try:
             write_entry(Entry("", 0, step, [every]), path)

@@ -256,7 +256,7 @@ class PolicyGradient:
     def _of_rows(self, rows: _Rows, totals: Tensor, is_kept: Tensor, metrics: dict[str, Metric]) -> Tensor:
         """[B] advantages of the rows of all ranks; 0 for those that are not kept."""
         # Shaping collapses the K rewards into one total; without it, pass all K.
-        is_shaped = self.shaping.has_effect or self._takes_kl_from_rows
+        is_shaped = not self.shaping.is_default or self._takes_kl_from_rows
         scored = ScoredRows(
             rewards=(totals[:, None].float() if is_shaped else rows.rewards)[is_kept],
             weights=torch.ones(1) if is_shaped else self._weights,

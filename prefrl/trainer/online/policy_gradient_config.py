@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from prefrl.errors import ConfigError
-from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams, GrpoParams, ScaleParams
+from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
@@ -14,6 +13,7 @@ from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions
 from prefrl.trainer.online.flat_names import PolicyGradientNames
+from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
 from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptions, KLOptions, PolicyLossOptions
 from prefrl.trainer.online.policy_rules import check_ratio
 from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
@@ -52,6 +52,7 @@ class PolicyGradientConfig(
     SelectionOptions,
     CreditOptions,
     PolicyGradientNames,
+    PolicyGradientRules,
     OnlineConfig,
 ):
     """How advantages are computed."""
@@ -77,54 +78,20 @@ class PolicyGradientConfig(
         """See `BaseConfig.validate`."""
         super().validate()
         self.validate_policy_loss()
-        self.validate_entropy()
         self.validate_kl()
         self.validate_truncation()
-        if self.kl_estimator == "sequence" and POLICY_LOSSES[self.loss_type].reduction == "sequence_mean":
-            raise ConfigError(
-                f"kl_estimator='sequence' with loss_type={self.loss_type!r}: it weights sequences by 1 / length, "
-                "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens."
-            )
-        check_ratio(self, of_tokens=ADVANTAGES[self.estimator].level == "token")
-        if self.reward_balance is not None:
-            self._validate_balance()
-        self.validate_selection(num_generations=self.num_generations)
-        self.validate_credit(
-            estimator=self.estimator,
-            of_tokens=ADVANTAGES[self.estimator].level == "token",
-            total_only=self._on_totals,
-        )
+        check_ratio(self, of_tokens=self.of_tokens)
+        self.validate_hyperparameters()
 
     @property
-    def _on_totals(self) -> str | None:
-        """An option that applies to the total rewards of completions, as text; None: none is set."""
-        params = self.advantage_params
-        given = {
-            "reward_shaping_kwargs": self.shaping_params.has_effect,
-            f"reward_balance={self.reward_balance!r}": self.reward_balance is not None,
-            "normalize_advantages=True": self.normalize_advantages,
-            "scale_rewards='batch'": isinstance(params, ScaleParams) and params.scale_rewards == "batch",
-            "multi_objective_aggregation='normalize_then_sum'": isinstance(params, GrpoParams)
-            and params.multi_objective_aggregation == "normalize_then_sum",
-        }
-        return next((name for name, is_set in given.items() if is_set), None)
+    def of_tokens(self) -> bool:
+        """Whether each token has its own advantage."""
+        return ADVANTAGES[self.estimator].level == "token"
 
-    def _validate_balance(self) -> None:
-        if ADVANTAGES[self.estimator].level == "token":
-            raise ConfigError(
-                f"reward_balance={self.reward_balance!r} with token-level advantages ({self.estimator}): only "
-                "advantages of completions are computed for each reward. Use GRPO or RLOO."
-            )
-        if self.shaping_params.has_effect or self.kl_in == "reward" or self.needs_greedy:
-            raise ConfigError(
-                f"reward_balance={self.reward_balance!r} weights the advantages of each reward, but kl_in='reward', "
-                "reward_shaping_kwargs and a greedy baseline apply to the total reward. Remove them."
-            )
-        if self.reward_balance != "fixed" and min(self.reward_weights or [1.0]) < 0:
-            raise ConfigError(
-                f"reward_weights={self.reward_weights}: reward_balance={self.reward_balance!r} needs weights >= 0. "
-                "Change the sign of the reward, or use 'fixed'."
-            )
+    @property
+    def of_sequences(self) -> bool:
+        """Whether the loss is a mean over sequences."""
+        return POLICY_LOSSES[self.loss_type].reduction == "sequence_mean"
 
     @property
     def estimator(self) -> str:
@@ -141,7 +108,7 @@ class PolicyGradientConfig(
         """Whether advantages or token selection depend on log-probs of the policy before its first update."""
         return (
             (self.kl_in == "reward" and self.beta > 0)
-            or ADVANTAGES[self.estimator].level == "token"
+            or self.of_tokens
             or self.top_entropy_quantile < 1
             or self.loss_type in ("clip_cov", "kl_cov")
         )
@@ -150,20 +117,3 @@ class PolicyGradientConfig(
     def needs_greedy(self) -> bool:
         """See `OnlineConfig.needs_greedy`."""
         return "greedy" in ADVANTAGES[self.estimator].needs
-
-    @property
-    def needs_whole_batch(self) -> dict[str, str]:
-        """See `OnlineConfig.needs_whole_batch`."""
-        needs = super().needs_whole_batch
-        if self.normalize_advantages:
-            needs["normalize_advantages=True"] = "Set it to False."
-        if self.top_entropy_quantile < 1:
-            needs[f"top_entropy_quantile={self.top_entropy_quantile}"] = "Set it to 1."
-        if self.loss_type in ("clip_cov", "kl_cov"):
-            needs[f"loss_type={self.loss_type!r}"] = "Use another loss."
-        given = {
-            "rollout_selection": self.rollout_selection if self.resamples_rollouts else None,
-            "loss_kwargs: positive_nll_coef": self.loss_params.positive_nll_coef,
-            "reward_balance": self.reward_balance,
-        }
-        return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, KLParams, SampledKLParams
 from prefrl.losses.kl.sequence import SequenceKLParams
 from prefrl.losses.policy.losses import POLICY_LOSSES, ImportanceLevel, LossType
@@ -121,19 +120,6 @@ class EntropyOptions:
         """The hyperparameters of the adaptive weight."""
         return ENTROPY.of(self)
 
-    def validate_entropy(self) -> None:
-        """Reject an initial weight that is not between the bounds of the adaptive weight.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        if self.use_adaptive_entropy:
-            lowest, highest = self.entropy_params.min, self.entropy_params.max
-            if not lowest <= self.entropy_coef <= highest:
-                raise ConfigError(
-                    f"entropy_coef={self.entropy_coef}: must be from min {lowest} to max {highest} of entropy_kwargs"
-                )
-
 
 @dataclass
 class KLOptions(ReferenceOptions):
@@ -168,13 +154,3 @@ class KLOptions(ReferenceOptions):
         """
         self.validate_reference()
         check_kl(self)
-        if self.kl_in == "reward":
-            self._validate_kl_in_reward()
-
-    def _validate_kl_in_reward(self) -> None:
-        params = self.kl_params
-        if isinstance(params, SampledKLParams) and params.bias_correction:
-            raise ConfigError(
-                "kl_kwargs: bias_correction=True has no effect because kl_in='reward': the ratio of the policy loss "
-                "already weights the whole reward. Leave it False."
-            )

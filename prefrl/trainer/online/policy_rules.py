@@ -9,7 +9,9 @@ from collections.abc import Collection
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, check_unset
+from prefrl.options.fields import check_no_effect, check_unset, plain_value
+from prefrl.trainer.base.optimizer_table import check_decay
+from prefrl.trainer.base.schedule_rules import takes_warmup
 
 __all__ = [
     "check_group",
@@ -142,6 +144,31 @@ def check_ppo(config: Any) -> None:
         raise ConfigError(
             f"critic_warmup={config.critic_warmup}: must be below max_steps={config.max_steps}, or the policy never "
             "learns"
+        )
+    _check_critic(config)
+
+
+def _check_critic(config: Any) -> None:
+    critic, optim, schedule = (
+        config.critic_params,
+        str(plain_value(config.optim)),
+        plain_value(config.lr_scheduler_type),
+    )
+    check_decay(optim, "critic_optim_kwargs: weight_decay", critic.weight_decay)
+    if critic.max_grad_norm is not None and config.max_grad_norm == 0:
+        raise ConfigError(
+            "critic_optim_kwargs: max_grad_norm has no effect because max_grad_norm=0 turns clipping off. Set "
+            "max_grad_norm to a norm that the policy's gradients do not reach, such as 1e9."
+        )
+    if critic.warmup_steps is not None and not takes_warmup(schedule):
+        raise ConfigError(
+            f"critic_optim_kwargs: warmup_steps={critic.warmup_steps} has no effect because lr_scheduler_type="
+            f"{schedule!r} does not read it. Choose another schedule, such as 'constant_with_warmup'."
+        )
+    if config.critic_warmup and optim == "asgd":
+        raise ConfigError(
+            f"critic_warmup={config.critic_warmup} with optim='asgd', which shrinks weights without gradients, the "
+            "policy's too. Set critic_warmup=0, or choose another optimizer."
         )
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
 from prefrl.rollout.curriculum import CurriculumParams
 from prefrl.rollout.resample import ResamplingParams
 from prefrl.rollout.reward_shaping import ShapingParams
-from prefrl.rollout.selection import SELECTIONS, KeptParams, RowSelection
+from prefrl.rollout.selection import SELECTIONS, RowSelection
 from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
 
 __all__ = [
@@ -104,21 +103,3 @@ class SelectionOptions:
     def selection_params(self) -> Params:
         """The hyperparameters of `rollout_selection`."""
         return SELECTION.of(self)
-
-    @property
-    def resamples_rollouts(self) -> bool:
-        """Whether completions are drawn from the whole batch, with replacement."""
-        return self.rollout_selection in ("pow", "max_min", "max_random")
-
-    def validate_selection(self, *, num_generations: int) -> None:
-        """Reject a number of selected completions that is missing, or that selects all of them.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        params = None if self.rollout_selection is None else self.selection_params
-        if isinstance(params, KeptParams) and (params.num_selected or num_generations) >= num_generations:
-            raise ConfigError(
-                f"selection_kwargs: num_selected={params.num_selected}: must be below "
-                f"num_generations={num_generations} with rollout_selection={self.rollout_selection!r}"
-            )

@@ -27,7 +27,11 @@ class GenerationRules:
     @property
     def needs_whole_batch(self) -> dict[str, str]:
         """Options with which training on a group has to wait for the whole batch, and the remedy for each."""
-        given = {"dynamic_sampling": self._all.dynamic_sampling, "curriculum": self._all.curriculum}
+        given = {
+            "reward_shaping_kwargs: normalize": self._all.shaping_params.normalize,
+            "dynamic_sampling": self._all.dynamic_sampling,
+            "curriculum": self._all.curriculum,
+        }
         return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
 
     @property

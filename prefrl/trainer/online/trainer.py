@@ -17,6 +17,7 @@ from prefrl.data.formats import column_names
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
+from prefrl.models.load import arguments_for_reward
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
 from prefrl.rollout.collect import Collected, Collector, joined
@@ -154,6 +155,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             processing_classes=reward_processing_classes,
             environments=self.episodes.rewards,
             device=args.device,
+            model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
         )
         super().__init__(model, args, **shared)
         check_prompts(args, self.train_dataset)

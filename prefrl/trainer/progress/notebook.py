@@ -1,25 +1,33 @@
-"""The view for notebooks: HuggingFace's bar, with a table of what the algorithm is about instead of its loss alone."""
+"""The view for notebooks: HuggingFace's bar, a table of what the algorithm is about, and completions below it."""
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING, Any
 
+from IPython.display import HTML, display
 from rich.console import Console
 from transformers.utils.notebook import NotebookProgressCallback, NotebookTrainingTracker
 
+from prefrl.printable import printable
 from prefrl.trainer.progress.banner import show_banner
 from prefrl.trainer.progress.history import number
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from prefrl.trainer.progress.history import History
+    from prefrl.trainer.progress.history import History, Sample
 
 __all__ = ["NotebookView"]
+
+_CHARACTERS = 2000  # of a prompt or a completion
+_CELL = "text-align: left; vertical-align: top; white-space: pre-wrap; overflow-wrap: anywhere"
 
 
 class NotebookView(NotebookProgressCallback):
     """A table with a line for each log: reward, its parts, length, KL, seconds of a step.
+
+    Below it, folded, are the best and the worst completion of the last generation batch.
 
     Args:
         history: What is shown.
@@ -28,6 +36,7 @@ class NotebookView(NotebookProgressCallback):
     def __init__(self, history: History) -> None:
         super().__init__()
         self.history = history
+        self._samples: Any = None  # IPython's handle of what is displayed below the table
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -37,6 +46,7 @@ class NotebookView(NotebookProgressCallback):
             show_banner(Console(), self.history.facts())
         super().on_train_begin(args, state, control, **kwargs)
         self.training_tracker = NotebookTrainingTracker(state.max_steps, ["Step"])
+        self._samples = None
 
     def on_log(
         self,
@@ -52,6 +62,8 @@ class NotebookView(NotebookProgressCallback):
         row = self.history.rows[-1]
         values = row.values | row.rewards | ({} if row.step_s is None else {"s/step": row.step_s})
         self._write(state.global_step, {title: number(value) for title, value in values.items()})
+        if self.history.best is not None and self.history.worst is not None:
+            self._show_samples({"best": self.history.best, "worst": self.history.worst})
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -67,6 +79,32 @@ class NotebookView(NotebookProgressCallback):
         self.prediction_bar, self._force_next_update = None, True
 
     def _write(self, step: int, values: dict[str, str]) -> None:
-        columns = self.training_tracker.inner_table[0]
-        blank = dict.fromkeys(columns, "")
+        columns, *rows = self.training_tracker.inner_table
+        is_new = not rows or rows[-1][0] != step
+        blank = dict.fromkeys(columns, "") if is_new else {}
         self.training_tracker.write_line(blank | {"Step": step} | values)
+        columns, *rows = self.training_tracker.inner_table
+        for row in rows:
+            row += [""] * (len(columns) - len(row))  # there may be a new column
+
+    def _show_samples(self, samples: dict[str, Sample]) -> None:
+        """Show samples by name, in a place of their own: what is displayed anew is folded again."""
+        shown = HTML(_folded(samples))  # type: ignore[no-untyped-call]  # IPython has no types
+        if self._samples is None:
+            self._samples = display(shown, display_id=True)  # type: ignore[no-untyped-call]  # as above
+        else:
+            self._samples.update(shown)
+
+
+def _folded(samples: dict[str, Sample]) -> str:
+    def row(name: str, sample: Sample) -> str:
+        texts = (name, number(sample.reward), _cut(sample.prompt), _cut(sample.completion))
+        return "".join(f'<td style="{_CELL}">{escape(text)}</td>' for text in texts)
+
+    heading = "".join(f'<th style="{_CELL}">{title}</th>' for title in ("", "reward", "prompt", "completion"))
+    rows = "".join(f"<tr>{row(name, sample)}</tr>" for name, sample in samples.items())
+    return f"<details><summary>Completions</summary><table><tr>{heading}</tr>{rows}</table></details>"
+
+
+def _cut(text: str) -> str:
+    return printable(text, max_characters=_CHARACTERS)

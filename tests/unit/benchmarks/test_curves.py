@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from benchmarks.curves import FIGURES, ROOT, RUNS, curve
+from benchmarks.curves import FIGURES, ROOT, RUNS, curve, main
 from prefrl.registry import REGISTRY
+from prefrl.run.metrics_file import append_metrics
 
 
 def heights(figure: str) -> list[float]:
@@ -27,6 +29,14 @@ def test_a_long_run_is_drawn_by_means_of_its_neighbors() -> None:
     points = heights(curve([(step, float(step % 5)) for step in range(1000)], "reward"))
     assert len(points) == 200  # each a mean of five
     assert len({*points}) == 1
+
+
+def test_the_curve_is_that_of_the_last_run_in_the_folder(tmp_path: Path) -> None:
+    for run, reward in (("a", 8.0), ("b", 1.0)):
+        for step in (1, 2):
+            append_metrics(tmp_path, {"run": run, "step": step, "loss": 0.5, "reward": reward * step})
+    main([str(tmp_path), "reward", str(tmp_path / "reward.svg")])
+    assert (tmp_path / "reward.svg").read_text(encoding="utf-8") == curve([(1, 1.0), (2, 2.0)], "reward")
 
 
 def test_the_page_of_every_trainer_shows_its_curve() -> None:

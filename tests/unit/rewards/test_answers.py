@@ -4,7 +4,9 @@ from fractions import Fraction
 
 import pytest
 
-from prefrl.rewards import numeric_reward
+from prefrl.errors import ConfigError
+from prefrl.rewards import RewardRunner, get_numeric_reward, numeric_reward
+from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.numerals import final_number, only_number
 
 
@@ -119,6 +121,32 @@ def test_what_is_no_single_number_has_no_answer(text: str) -> None:
 def test_equal_as_exact_numbers(gold: str | float | None, text: str, score: float | None) -> None:
     assert numeric_reward([text], [gold]) == [score]
     assert numeric_reward(completions=[[{"role": "assistant", "content": text}]], answer=[gold], level=[1]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "score"),
+    [
+        ("0.5", "0.6", 1.0),  # a difference of exactly the tolerance, which binary numbers would miss
+        ("0.5", "0.4", 1.0),
+        ("0.5", "0.61", 0.0),
+        ("0.5", "none", 0.0),
+        ("1/3", "0.333", 1.0),
+        ("50%", "50.2%", 0.0),  # the tolerance is in percent, too
+        ("50%", "0.55", 1.0),
+        ("half", "0.5", None),
+    ],
+)
+def test_a_number_within_the_tolerance_is_right(gold: str, text: str, score: float | None) -> None:
+    assert get_numeric_reward(tolerance=0.1)([text], [gold]) == [score]
+
+
+def test_the_tolerance_is_a_parameter_of_the_reward() -> None:
+    reward = reward_by_name("numeric_reward(tolerance=2)")
+    assert [reward(["7"], [answer]) for answer in ("5", "9.5")] == [[1.0], [0.0]]
+    assert RewardRunner([numeric_reward, reward]).names == ["numeric_reward", "numeric_reward_2"]
+    for wrong in ("-1", "float('nan')", "1e999"):
+        with pytest.raises(ConfigError):
+            reward_by_name(f"numeric_reward(tolerance={wrong})")
 
 
 # Solutions that models wrote for GSM8K, with the dataset's own verdict.

@@ -210,6 +210,47 @@ def test_grpo_takes_the_folder_and_logs_the_name_of_what_is_scored(saved_reward_
     assert 1 < abs(whole / per_token) <= 4  # completions of 1 to 4 tokens
 
 
+OWN_CODE = """
+from transformers import Qwen2ForSequenceClassification
+
+class OwnJudge(Qwen2ForSequenceClassification):
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits = found.logits * 0 + 7
+        return found
+"""
+
+
+def test_a_reward_model_given_by_name_gets_the_models_dtype_attention_and_trust(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    model = reward_model()
+    model.config.auto_map = {"AutoModelForSequenceClassification": "own.OwnJudge"}
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "own.py").write_text(OWN_CODE)
+    tiny_model("qwen2").save_pretrained(tmp_path / "policy")
+
+    def trainer(**options: Any) -> GRPOTrainer:
+        return GRPOTrainer(
+            model=str(tmp_path / "policy"),
+            reward_funcs=str(folder),
+            args=GRPOConfig(output_dir=str(tmp_path / "out"), use_cpu=True, report_to=[], **options),
+            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+            processing_class=tiny_tokenizer(),
+        )
+
+    arguments = {"dtype": "bfloat16", "attn_implementation": "eager", "revision": "of-the-policy"}
+    (own,) = trainer(trust_remote_code=True, model_init_kwargs=arguments).rewards.models
+    assert own.model.dtype == torch.bfloat16
+    assert own.model.config._attn_implementation == "eager"
+    assert own(["p"], ["abc"]) == [7.0]
+    (plain,) = trainer(model_init_kwargs={"low_cpu_mem_usage": True}).rewards.models
+    assert type(plain.model).__name__ == "Qwen2ForSequenceClassification"
+    assert plain.model.dtype == torch.float32
+    with pytest.raises(ConfigError, match=r"model_init_kwargs=\{'dtype': 'bfloat16'\} has no effect"):
+        ModelReward(model, tokenizer=tiny_tokenizer(), model_init_kwargs={"dtype": "bfloat16"})
+
+
 @pytest.mark.parametrize(("head", "column"), [("helpful", 0), ("honest", 2), (1, 1)])
 def test_head_chooses_a_label_by_name_or_index_and_stands_in_the_name(head: str | int, column: int) -> None:
     model = reward_model(num_labels=3, id2label=LABELS)

@@ -86,8 +86,8 @@ def test_built_in_rewards_that_are_made_are_named_with_their_parameters() -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("numeric_reward(tolerance=0.1)", "numeric_reward has no parameter 'tolerance'"),
-        ("numeric_reward(completions=[])", "numeric_reward has no parameter 'completions'"),
+        ("accuracy_reward(tolerance=0.1)", "accuracy_reward has no parameter 'tolerance'"),
+        ("format_reward(completions=[])", "format_reward has no parameter 'completions'"),
         ("length_reward(size=4)", "unexpected keyword argument 'size'"),
         ("length_reward", "the grader length_reward needs its parameters"),
         ("rewards.py", "is neither a built-in reward nor module:function, module.function or folder/file.py:function"),

@@ -78,6 +78,14 @@ def test_batches_of_another_run_or_after_a_gap_are_not_read(tmp_path: Path) -> N
     assert begun(tmp_path, first=2).left(2, step=4) is not None
 
 
+def test_a_run_may_be_longer_than_any_list(tmp_path: Path) -> None:
+    begun(tmp_path).seal(0, [part(0)], step=0, needed_from=0)
+    endless = journal(tmp_path)
+    endless.begin("r", generations=range(10**20), steps_each=2, device=CPU)
+    assert endless.left(0, step=0) is not None
+    assert endless.left(1, step=2) is None
+
+
 def test_a_batch_that_was_being_written_is_not_there(tmp_path: Path) -> None:
     begun(tmp_path).seal(0, [part(0)], step=0, needed_from=0)
     path = tmp_path / "completions_00000.parquet"

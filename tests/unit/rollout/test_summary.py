@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from dataclasses import replace
 from typing import get_args
@@ -12,8 +13,10 @@ from rich.console import Console
 
 from prefrl.metrics import merge
 from prefrl.rollout import summary
+from prefrl.rollout.collect import Collected
 from prefrl.rollout.summary import (
     as_text,
+    log_collected,
     log_completions,
     messages_of_turn,
     one_of_each_prompt,
@@ -22,6 +25,7 @@ from prefrl.rollout.summary import (
     staleness,
     title_of_step,
 )
+from prefrl.rollout.tables import Tables
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 
@@ -65,11 +69,30 @@ def test_terminated_lengths_are_0_only_if_no_batch_has_a_terminated_completion()
 
 def test_table_shows_markup_as_text() -> None:
     out = io.StringIO()
-    print_table(ROLLOUTS, title=title_of_step(4), limit=2, console=Console(file=out, width=100))
+    print_table(ROLLOUTS[:2], title=title_of_step(4), console=Console(file=out, width=100))
     text = out.getvalue()
     assert "before step 5" in text
     assert "[red]p" in text
-    assert "cccccc" not in text  # the third row is beyond the limit
+
+
+@pytest.mark.parametrize(
+    ("limit", "unique", "shown"),
+    [
+        (4, False, [4, 7, 6, 5]),  # the best and the worst of a prompt; one of equal ones; the best of the third
+        (None, False, [7, 2, 4, 6, 6, 5, 3, 1]),
+        (2, True, [7, 6]),
+    ],
+)
+def test_the_best_and_the_worst_completion_of_each_prompt_are_printed(
+    limit: int | None, unique: bool, shown: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = {7: 0.0, 2: None, 4: 2.0}
+    group = [rollout(0, length, reward) for length, reward in rewards.items()]
+    equal, last = [rollout(1, 6, 1.0)] * 2, [rollout(2, 5, 1.0), rollout(2, 3, 0.5), rollout(2, 1, 0.0)]
+    collected = Collected([*group, *equal, *last])
+    log_collected(collected, step=1, limit=limit, unique=unique, tables=Tables([]))
+    printed = capsys.readouterr().out
+    assert [len(cell) for cell in re.findall(r" (c+) ", printed)] == shown
 
 
 def test_one_completion_of_each_prompt_is_the_first_of_its_group() -> None:
@@ -83,14 +106,14 @@ def spoken(text: str) -> list[Rollout]:
 @pytest.mark.parametrize("text", ["\x1b]52;c;ZXZpbA==\x07", "\x9b2J", "\u202e", "a\x00b", "\ud800"], ids=ascii)
 def test_a_completion_gives_the_terminal_no_commands(text: str) -> None:
     out = io.StringIO()
-    print_table(spoken(text), title="Some", limit=None, console=Console(file=out, width=100, force_terminal=True))
+    print_table(spoken(text), title="Some", console=Console(file=out, width=100, force_terminal=True))
     assert text not in out.getvalue()
     assert text.encode("unicode_escape").decode() in out.getvalue()
 
 
 def test_emoji_codes_are_not_replaced() -> None:
     out = io.StringIO()
-    print_table(spoken(":smile: [/]"), title="Some", limit=None, console=Console(file=out, width=100))
+    print_table(spoken(":smile: [/]"), title="Some", console=Console(file=out, width=100))
     assert ":smile: [/]" in out.getvalue()
 
 
@@ -98,7 +121,7 @@ def test_emoji_codes_are_not_replaced() -> None:
 def test_a_long_completion_is_cut_off_and_costs_little(text: str) -> None:
     out = io.StringIO()
     started = time.process_time()
-    print_table(spoken(text), title="Some", limit=None, console=Console(file=out, width=100))
+    print_table(spoken(text), title="Some", console=Console(file=out, width=100))
     assert time.process_time() - started < 1
     assert len(out.getvalue()) < 20_000
     assert "more characters)" in out.getvalue()
@@ -108,7 +131,7 @@ def test_a_table_that_cannot_be_printed_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summary, "Console", lambda: None)
-    log_completions(ROLLOUTS, title=title_of_step(7), limit=1)
+    log_completions(ROLLOUTS, title=title_of_step(7))
     (record,) = caplog.records
     assert record.getMessage().startswith("Completions before step 8 could not be printed: AttributeError")
 

@@ -113,6 +113,21 @@ def test_a_file_that_cannot_be_read_is_not_looked_for_on_the_hub(tmp_path: Path)
         load_part(DatasetConfig("no.csv.gz"), streaming=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("cut.jsonl", '{"text": "a"}\n\n{"text": \n{"text": "b"}\n', "cannot be loaded: line 3 is not JSON: "),
+        ("cut.jsonl.gz", '{"text": "a"}\n{"text" "b"}\n', "line 2 is not JSON: Expecting ':' delimiter in column 9"),
+        ("none.jsonl", "", "^path='none.jsonl': has no rows$"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    content = text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=message):
+        load_part(DatasetConfig(name), streaming=False)
+
+
 def test_each_part_of_a_mixture_has_its_own_columns_and_template() -> None:
     mixture = mixed(
         {"path": "a.jsonl", "split": "train[:1]", "columns": [{"completion": "text"}], "prompt_template": "{id}:"},

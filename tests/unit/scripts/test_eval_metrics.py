@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from prefrl.rewards.at_k import PromptSamples
-from prefrl.scripts.sampling.metrics import Estimate, default_sizes, summaries
+from prefrl.scripts.sampling.metrics import Estimate, default_sizes, evaluation_table, summaries
 
 # Two prompts of one source with 1 of 2 and 2 of 2 correct, and one of another with 0 of 1.
 PROMPTS = [
@@ -50,3 +53,12 @@ def test_the_interval_of_rewards_outside_0_and_1_may_leave_this_range() -> None:
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])])
 def test_sizes_are_the_powers_of_two_up_to_the_most_responses(most: int, sizes: list[int]) -> None:
     assert default_sizes([PromptSamples("", (0.0,) * most, (False,) * most), PROMPTS[2]]) == sizes
+
+
+def test_a_table_of_one_source_keeps_its_title_in_one_line() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(evaluation_table(summaries(PROMPTS[:1], [1]) | {"[b]": {}}))
+    console.print(evaluation_table({"all": {"prompts": 1}}))
+    lines = console.file.getvalue().splitlines()
+    assert [line.strip() for line in lines].count("means over prompts, 95% intervals") == 2
+    assert "[b]" in lines[2]

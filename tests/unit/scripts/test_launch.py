@@ -18,7 +18,7 @@ from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.launch.command import CONFIGS, plan_training, visible_gpus, with_gpus
 from prefrl.scripts.launch.processes import Program
 from prefrl.scripts.launch.run import ServerProgram
-from prefrl.scripts.launch.server import check_start, plan_server
+from prefrl.scripts.launch.server import check_start, choose_port, plan_server
 from prefrl.scripts.schema.parser import SchemaParser
 from prefrl.scripts.train import read
 
@@ -260,12 +260,19 @@ def test_a_server_that_could_not_start_is_refused_before(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"vllm_python='.*/python': vllm and prefrl not found there\. Set"):
         check_start(ServerProgram([str(python)], {}, port=1, start_timeout=1.0))
     python.write_text("#!/bin/sh\necho\n")
+    check_start(ServerProgram([str(python)], {}, port=1, start_timeout=1.0))
+
+
+def test_a_port_in_use_is_refused_if_it_was_asked_for_and_otherwise_another_is_taken() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"vllm_server_port={port}: another program uses this port"):
-            check_start(ServerProgram([str(python)], {}, port=port, start_timeout=1.0))
+            choose_port(port, is_given=True)
+        free = choose_port(port, is_given=False)
+    assert free != port
+    assert choose_port(free, is_given=True) == free
 
 
 # What `prefrl ALGORITHM` hands over to the launcher.

@@ -85,21 +85,25 @@ class Launched:
     Args:
         folder: For records and logs.
         training: What training does; None: it must not be started.
-        server: What the server does.
+        server: What the server does; None: it must not be started.
+        checks: What the check does before both; None: there is none.
     """
 
-    def __init__(self, folder: Path, training: str | None, server: str) -> None:
+    def __init__(self, folder: Path, training: str | None, server: str | None, checks: str | None = None) -> None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         self.folder = folder
         self.code = run_together(
-            Program(["/no/such/program"], {}) if training is None else self.program("training", port, training),
+            self.program("training", port, training),
             ServerProgram(self.program("server", port, server).command, {}, port=port, start_timeout=90.0),
+            checks=None if checks is None else self.program("checks", port, checks),
             log=folder / "logs/server.log",
         )
 
-    def program(self, name: str, port: int, task: str) -> Program:
+    def program(self, name: str, port: int, task: str | None) -> Program:
+        if task is None:
+            return Program(["/no/such/program"], {})
         return Program([sys.executable, "-c", PROGRAM, str(self.folder / name), str(port), task], {})
 
     def assert_nothing_is_left(self, *asked: str) -> None:
@@ -140,6 +144,16 @@ def test_a_server_that_does_not_start_is_told_with_its_reason_and_nothing_is_tra
         "  prefrl vllm-serve: GenerationError: the reason",
         "    more of it",
     ]
+
+
+def test_a_check_that_fails_is_the_end_before_the_server_is_started(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launched = Launched(tmp_path, None, None, checks="break")
+    assert launched.code == 7
+    launched.assert_nothing_is_left()
+    assert "prefrl launch:" not in capfd.readouterr().err  # it reported its failure itself
+    assert Launched(tmp_path, "ask", "serve", checks="end").code == 0
 
 
 def test_training_ends_when_the_server_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,16 @@ def test_one_run_shows_first_and_last_evaluation_and_best_and_worst(tmp_path: Pa
     assert (best.reward, worst.reward, worst.completion, worst.step) == (1.0, 0.25, "5", 3)
 
 
+def test_what_is_empty_equal_or_long_can_be_read(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", a_long_option_of_the_run="<i>")
+    write_batch(folder, 2, [rollout(0, "", 1.0), rollout(0, "word", 1.0)])
+    write_batch(folder, 0, [rollout(0, "3", 1.0)])
+    text = page([folder])
+    assert text.count('<p class="quiet">(empty)</p>') == 2  # best and worst
+    assert re.findall(r'<div class="ends">(.*?)</div>', text) == ["<span>1</span>"] * 2
+    assert "<td>a_<wbr>long_<wbr>option_<wbr>of_<wbr>the_<wbr>run</td><td>&lt;i&gt;</td>" in text
+
+
 def test_histograms_of_a_reward_have_the_same_bins(tmp_path: Path) -> None:
     ((first, last),) = histograms_of(run_folder(tmp_path / "run"))
     assert (first.step, last.step, first.low, last.high) == (1, 3, 0.0, 1.0)

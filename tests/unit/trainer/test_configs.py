@@ -119,6 +119,7 @@ SFT_RULES = [
     pytest.param({"ddp_timeout": 0}, "ddp_timeout=0: must be a number >= 1", id="no time for others"),
     pytest.param({"save_strategy": "steps", "save_steps": 0}, "save_steps=0: must be a number > 0", id="interval"),
     pytest.param({"hub_strategy": "now"}, "^now is not a valid HubStrategy", id="an error of HuggingFace"),
+    pytest.param({"report_to": None}, "report_to=None: unknown tracker. Did you mean 'none'", id="no tracker"),
     pytest.param(
         {"report_to": ["wandbb"]}, "report_to='wandbb': unknown tracker. Did you mean 'wandb'", id="tracker's name"
     ),

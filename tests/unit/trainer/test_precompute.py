@@ -24,7 +24,7 @@ from prefrl.trainer.offline import precompute as precompute_module
 from prefrl.trainer.offline.precompute import precompute_reference
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
-from tests.launch import run
+from tests.launch import run_ranks
 
 ROOT = Path(__file__).parents[3]
 IDS = datasets.List(datasets.Value("int32"))
@@ -342,9 +342,7 @@ def score_on_two_processes(folder: Path) -> None:
 
 
 def test_two_processes_share_the_rows_and_both_end_with_all(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.unit.trainer.test_precompute", str(tmp_path)]
-    run(command)
+    run_ranks("tests.unit.trainer.test_precompute", tmp_path)
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert len(list((tmp_path / "cache").iterdir())) == 1
     expected = precompute(pairs(), Scorer(), tmp_path / "alone")

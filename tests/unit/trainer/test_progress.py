@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from prefrl.generation.vllm.waiting import Waiting
 from prefrl.rollout.tables import Tables
 from prefrl.run.metrics_file import METRICS_FILE, append_metrics, read_metrics
+from prefrl.trainer.progress import notebook
 from prefrl.trainer.progress.banner import quantity
 from prefrl.trainer.progress.history import History, Row, Sample, duration, sparkline
 from prefrl.trainer.progress.lines import line
@@ -126,6 +128,39 @@ def test_the_table_of_a_notebook_has_reward_length_kl_and_time(tmp_path: Path) -
     assert columns == ["Step", "reward", "length", "KL", "correct", "format", "s/step", "entropy"]
     assert first[:4] == [1, "1.5", "7", "0.25"]
     assert second == [2, "1.5", "7", "0.25", "1", "0.5", "2", "1"]
+    made.add(2, {"eval_reward": 0.75})
+    view.on_evaluate(*hooks)
+    columns, first, second = view.training_tracker.inner_table
+    assert columns[-1] == "evaluation reward"
+    assert first[-2:] == ["", ""]
+    assert second == [2, "1.5", "7", "0.25", "1", "0.5", "2", "1", "0.75"]
+
+
+def test_completions_in_a_notebook_are_folded_text_below_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[list[str]] = []  # what is displayed, each with its updates
+
+    def display(shown: Any, *, display_id: bool) -> Any:
+        places.append([shown.data])
+        return SimpleNamespace(update=lambda shown: places[-1].append(shown.data))
+
+    monkeypatch.setattr(notebook, "display", display)
+    made = history()
+    view, state = NotebookView(made), TrainerState(max_steps=20, num_train_epochs=1)
+    hooks: Any = (TrainingArguments(str(tmp_path), report_to="none", use_cpu=True), state, TrainerControl())
+    view.on_train_begin(*hooks)
+    for step, best in ((0, None), (1, "<b>1</b>"), (2, "2\x1b" + "x" * 5000)):
+        if best is not None:
+            made.show_samples([Sample("1 < 2?", best, 2.0), Sample("p", "bad", -1.0)])
+        made.add(step, LOGS)
+        view.on_log(*hooks, logs=LOGS)
+    ((first, second),) = places
+    assert re.fullmatch(r"<details><summary>.*</details>", first, re.DOTALL)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", first, re.DOTALL)
+    assert cells == ["best", "2", "1 &lt; 2?", "&lt;b&gt;1&lt;/b&gt;", "worst", "-1", "p", "bad"]
+    assert "2\\x1bxxx" in second
+    assert "x" * 2500 not in second
 
 
 @pytest.mark.parametrize("step", [2, 3])

@@ -73,6 +73,10 @@ def test_a_plan_grows_only_between_generation_batches_and_goes_on_from_its_file(
     assert walk(resumed) == [(1, [0]), (2, [1, 2]), (2, [1, 2]), (2, [3, 4]), (2, [3, 4])]
 
 
+def test_the_steps_of_a_long_run_are_not_counted_one_by_one() -> None:
+    assert plan_of(factor=1, unit=4, total=10**18 + 1, per_epoch=3).steps_left == 10**18 + 1
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "reached"),
     [

@@ -1,19 +1,24 @@
-"""What `prefrl doctor` says of the memory of a run, beside the measured peak: on Linux, on one thread of a CPU.
+"""What `prefrl doctor` says of the memory and time of a run, beside measurements: on Linux, on one thread of a CPU.
 
-    python -m benchmarks.doctor_memory
+    python -m benchmarks.doctor
 
-The peak is the growth of the resident memory (VmHWM) while a trainer loads a model and makes three steps. A training
+The peak is the growth of the resident memory (VmHWM) while a trainer loads a model and makes six steps. A training
 of a smaller model comes first, so that libraries and their caches are not counted.
+
+The time of a step is the median of steps two to six, in CPU seconds, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,7 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4096},
     "medium": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 8192},
 }
-OPTIONS = ["--use_cpu", "--report_to", "none", "--save_strategy", "no", "--max_steps", "3"]
+OPTIONS = ["--use_cpu", "--report_to", "none", "--save_strategy", "no", "--max_steps", "6"]
 ONLINE = ["--num_generations", "4", "--max_completion_length", "96", "--reward_funcs", "my_rewards.py:random_reward"]
 ONLINE += ["--journal_keep", "0"]
 REWARD = "import random\ndef random_reward(completions, **_):\n    return [random.random() for _ in completions]\n"
@@ -32,7 +37,8 @@ REWARD = "import random\ndef random_reward(completions, **_):\n    return [rando
 
 def main() -> None:
     """Print a table."""
-    print("| algorithm | weights | measured, MiB | estimated, MiB | ratio |", "|---|---|---|---|---|", sep="\n")
+    names = ("algorithm", "weights", "peak, MiB", "estimated, MiB", "ratio", "step, s", "lower bound, s", "ratio")
+    print(f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", sep="\n")
     context = multiprocessing.get_context("spawn")
     for algorithm in ALGORITHMS:
         process = context.Process(target=_measure, args=(algorithm,))
@@ -54,16 +60,17 @@ def _measure(algorithm: str) -> None:
             tiny_model(**(heads | sizes)).save_pretrained(name)
             tiny_tokenizer().save_pretrained(name)
         _train(algorithm, "first")
-        for name in ("small", "medium"):
-            footprint, count = _estimate(algorithm, name)
+        for name in SIZES:
+            footprint, bound, count = _estimate(algorithm, name)
             gc.collect()
             ctypes.CDLL("libc.so.6").malloc_trim(0)
             before = _memory("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-            _train(algorithm, name)
+            seconds = _train(algorithm, name)
             measured, estimated = _memory("VmHWM") - before, footprint.peak / MIB
-            row = (algorithm, f"{count / 1e6:.1f} M", f"{measured:.0f}", f"{estimated:.0f}")
-            print("|", " | ".join(row), f"| {estimated / measured:.2f} |", flush=True)
+            memory = (f"{measured:.0f}", f"{estimated:.0f}", f"{estimated / measured:.2f}")
+            times = (f"{seconds:.3f}", f"{bound:.3f}", f"{bound / seconds:.2f}")
+            print("|", " | ".join((algorithm, f"{count / 1e6:.2f} M", *memory, *times)), "|", flush=True)
         os.chdir("/")
 
 
@@ -87,25 +94,35 @@ def _run(algorithm: str, model: str) -> tuple[Any, Any, Any]:
     return row, *options_of(row, read(row, [*argv, *(ONLINE if algorithm == "grpo" else [])]))
 
 
-def _train(algorithm: str, model: str) -> None:
+def _train(algorithm: str, model: str) -> float:
+    """CPU seconds of a step."""
+    from transformers import TrainerCallback
+
     from prefrl.rewards.named import reward_by_name
     from prefrl.scripts.train import datasets_of
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        ends: list[float] = []  # noqa: RUF012 - there is one clock
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.process_time())
 
     row, script, config = _run(algorithm, model)
     rewards = [reward_by_name(name) for name in getattr(script, "reward_funcs", None) or []]
     extra: dict[str, Any] = {"reward_funcs": rewards} if rewards else {}
     dataset, _ = datasets_of(script, config)
-    trainer = row.load_trainer()(model=model, args=config, train_dataset=dataset, **extra)
+    trainer = row.load_trainer()(model=model, args=config, train_dataset=dataset, callbacks=[Clock], **extra)
     trainer.train()
     trainer.end()
+    return statistics.median(end - start for start, end in itertools.pairwise(Clock.ends))
 
 
-def _estimate(algorithm: str, model: str) -> tuple[Any, int]:
-    """What the doctor says, and the number of weights."""
+def _estimate(algorithm: str, model: str) -> tuple[Any, float, int]:
+    """What the doctor says of memory and of CPU seconds, and the number of weights."""
     from prefrl.models.footprint import weights_of
+    from prefrl.scripts.checkup import resources
     from prefrl.scripts.checkup.batches import Batches
     from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.resources import estimated_footprint
     from prefrl.scripts.checkup.rows import check_rows
     from prefrl.scripts.checkup.subject import Subject
     from prefrl.scripts.train import datasets_of
@@ -114,8 +131,11 @@ def _estimate(algorithm: str, model: str) -> tuple[Any, int]:
     subject = Subject(row, script, config)
     raw, evaluated = datasets_of(script, config)
     rows = check_rows(Section("Rows"), subject, raw, evaluated)
-    footprint = estimated_footprint(subject, rows, Batches.of(subject, len(raw)))
-    return footprint, weights_of(subject.model).count
+    batches = Batches.of(subject, len(raw))
+    footprint = resources.estimated_footprint(subject, rows, batches)
+    speed = resources.products_per_second(config.device, subject.model.dtype, clock=time.process_time)
+    phases = resources.least_seconds(subject, resources.large_micro_batch(subject, rows, batches), speed)
+    return footprint, sum(phases.values()), weights_of(subject.model).count
 
 
 def _memory(name: str) -> float:
