@@ -272,7 +272,7 @@ def row_encoder(
         raise DataError(
             f"tokenizer {str(tokenizer.name_or_path)!r} has no chat template, but columns "
             f"{list(dataset_format.columns)} hold messages. Set the option chat_template_path, such as to chatml, or "
-            "tokenizer.chat_template; or give plain text"
+            "tokenizer.chat_template; or use plain text"
         )
     reader = image_reader(processing_class)
     if reader is not None and isinstance(own_template, str):

@@ -400,7 +400,9 @@ def load_error(
     hint = hint or " Run `pip install flash-attn`, or set attn_implementation='sdpa'." * (
         "FlashAttention2" in str(error)
     )
-    hint = hint or " Nor is there a folder of this name." * (isinstance(error, OSError) and not Path(name).exists())
+    hint = hint or " There is no folder with this name either." * (
+        isinstance(error, OSError) and not Path(name).exists()
+    )
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
 

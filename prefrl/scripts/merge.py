@@ -28,7 +28,7 @@ class MergeArguments:
             if getattr(self, name) is None:
                 raise ConfigError(f"{name}: not given. Write prefrl merge ADAPTER OUTPUT_DIR.")
         if any(Path(str(self.output_dir)).glob("*.safetensors")):
-            raise ConfigError(f"output_dir={self.output_dir!r}: holds a model already. Choose another folder.")
+            raise ConfigError(f"output_dir={self.output_dir!r}: already holds a model. Choose another folder.")
 
 
 def command_parser() -> CommandParser:

@@ -274,7 +274,7 @@ COSMOS_RL: dict[str, Row] = {
     "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
     "validation": not_there("evaluations have the rewards of training, and its max_completion_length"),
-    "redis": not_needed("there is no controller"),
+    "redis": not_needed("there is no separate controller"),
     "custom": not_there("give the values to your own script"),
 }
 # What the TOML means if a key is not given, where that differs here.

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if any(options.run.glob("step_*_of_*.safetensors")):
         if options.step is not None:
-            raise ConfigError(f"step={options.step} has no effect: {options.run} holds one step. Leave it out.")
+            raise ConfigError(f"step={options.step} has no effect: {options.run} holds a single step. Leave it out.")
         from prefrl.scripts.replay.dump import replay_dump  # imports torch, as the other below does
 
         replay_dump(options.run, identity)

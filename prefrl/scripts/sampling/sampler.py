@@ -120,9 +120,7 @@ def make_sampler(options: SamplingArguments, *, needs_template: bool) -> Sampler
     if options.server is not None:
         return _Server(options)
     if options.model_name_or_path is None:
-        raise ConfigError(
-            "model_name_or_path: not given. Give a model, or server, the URL of one that serves a model."
-        )
+        raise ConfigError("model_name_or_path: not given. Set it to a model, or set server to the URL of a server.")
     return _Local(options, options.model_name_or_path, needs_template=needs_template)
 
 

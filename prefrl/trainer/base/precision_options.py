@@ -63,7 +63,10 @@ def _check_fp8(config: TrainingArguments) -> None:
             "Blackwell). Set bf16=True alone."
         )
     if not config.bf16:
-        raise ConfigError("fp8=True with bf16=False: what is not in 8 bits is in bfloat16. Set bf16=True.")
+        raise ConfigError(
+            "fp8=True with bf16=False: everything that is not computed in 8 bits is computed in bfloat16. Set "
+            "bf16=True."
+        )
     require("torchao", extra="fp8", feature="fp8=True")
 
 

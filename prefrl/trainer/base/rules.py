@@ -217,7 +217,7 @@ def check_device(config: Any) -> None:
         name="activation_offloading",
         value=config.activation_offloading,
         unset=False,
-        because="this run is on the CPU, whose memory activations would be moved to",
+        because="this run is on the CPU, where activations are already in host memory",
         remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
     )
 
@@ -243,6 +243,6 @@ def check_compilation(config: Any) -> None:
     """
     if config.torch_compile_mode in _RECORDING:
         raise ConfigError(
-            f"torch_compile_mode={config.torch_compile_mode!r}: records CUDA graphs, each for one length of rows, and "
-            "rows have other lengths in every step. Leave it out, or set 'max-autotune-no-cudagraphs'."
+            f"torch_compile_mode={config.torch_compile_mode!r}: records CUDA graphs, each for fixed lengths of rows, "
+            "but the lengths differ in every step. Leave it out, or set 'max-autotune-no-cudagraphs'."
         )

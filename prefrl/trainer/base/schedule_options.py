@@ -253,7 +253,7 @@ class ScheduleOptions(TrainingArguments):
         check_schedule_of_metric(self)
         if "layerwise" in optim:
             raise ConfigError(
-                f"optim={optim!r} updates in the backward pass and takes schedules of transformers alone. Leave "
+                f"optim={optim!r} updates in the backward pass and supports only schedules of transformers. Leave "
                 f"{', '.join(own_options(self)) or 'lr_scheduler_type'} at the default, or choose another optimizer."
             )
         self.learning_rate_factor(self.max_steps if self.max_steps > 0 else _SOME_STEPS)
