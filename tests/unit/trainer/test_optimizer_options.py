@@ -44,7 +44,7 @@ def config(cls: Any = SFTConfig, **options: Any) -> Any:
         ({"optim": "adadelta", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06 has no effect because optim='adadelta'"),
         ({"optim": "rprop", "weight_decay": 0.1}, "weight_decay=0.1: torch's optim='rprop' has no decay"),
         ({"optim": "paged_adam", "weight_decay": 0.1}, "decouple it, as AdamW does.* or optim='paged_adamw_32bit'"),
-        ({"learning_rates": {"(": 1.0}}, r"learning_rates: '\(' is no regular expression"),
+        ({"learning_rates": {"(": 1.0}}, r"learning_rates: '\(' is not a valid regular expression"),
         ({"learning_rates": {"a": -1.0}}, r"learning_rates\['a'\]=-1.0: must be a number >= 0"),
         ({"learning_rates": {"a": 1.0}, "optim": "lomo"}, "optim='lomo', which has one rate for all weights"),
         ({"regularization_type": "l1"}, "neither has an effect without the other"),
