@@ -107,7 +107,7 @@ class ChatTemplate:
         if self.tokenizer.chat_template is None and "chat_template" not in (self.kwargs or {}):
             raise DataError(
                 f"tokenizer {self.name!r} has no chat template, but the dataset is conversational. Set "
-                "tokenizer.chat_template, use the tokenizer of an instruction-tuned model, or give plain text"
+                "tokenizer.chat_template, use the tokenizer of an instruction-tuned model, or use plain text"
             )
         try:
             return self._apply(messages, add_generation_prompt, continue_final_message)

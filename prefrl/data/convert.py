@@ -195,8 +195,8 @@ def _is_inside_word(text: str, position: int) -> bool:
 
 def _no_common_start(unit: str) -> str:
     return (
-        f"columns 'chosen' and 'rejected' start with no common {unit}: without a column 'prompt', the prompt is what "
-        "both start with. Add the column, or drop the row"
+        f"columns 'chosen' and 'rejected' start with no common {unit}: without a column 'prompt', the prompt is the "
+        "common prefix of both. Add the column, or drop the row"
     )
 
 

@@ -155,7 +155,7 @@ class RowEncoder:
         if self.reader is not None and column in self.opening:
             return with_placeholders(messages, len(self.images(row)), column)
         if has_images(messages):
-            place = f"they may stand in column {self.opening[0]!r}" if self.reader else "the model reads text only"
+            place = f"they are allowed in column {self.opening[0]!r}" if self.reader else "the model reads text only"
             raise DataError(f"column {column!r} holds images: {place}. Remove them, or drop the row")
         return messages
 
@@ -272,7 +272,7 @@ def row_encoder(
         raise DataError(
             f"tokenizer {str(tokenizer.name_or_path)!r} has no chat template, but columns "
             f"{list(dataset_format.columns)} hold messages. Set the option chat_template_path, such as to chatml, or "
-            "tokenizer.chat_template; or give plain text"
+            "tokenizer.chat_template; or use plain text"
         )
     reader = image_reader(processing_class)
     if reader is not None and isinstance(own_template, str):
@@ -303,11 +303,11 @@ def with_readable_images(dataset: AnyDataset, encoder: RowEncoder) -> AnyDataset
         remedy = f"or remove the column: dataset.remove_columns({column!r})"
         if encoder.is_conversational:
             raise DataError(
-                f"column {column!r} holds images, but processing_class is a tokenizer, which reads text only. Give a "
+                f"column {column!r} holds images, but processing_class is a tokenizer, which reads text only. Use a "
                 f"vision-language model and its processor, {remedy}"
             )
         raise DataError(
-            f"column {column!r} holds images, which stand in messages, but the dataset holds text. Give lists of "
+            f"column {column!r} holds images, which belong in messages, but the dataset holds text. Use lists of "
             f'messages, such as [{{"role": "user", "content": "..."}}], {remedy}'
         )
     return dataset

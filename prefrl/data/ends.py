@@ -50,7 +50,7 @@ def warn_of_unknown_end(dataset: Any, tokenizer: PreTrainedTokenizerBase, *, end
         if written[-1] not in end_ids:
             ends = tokenizer.convert_ids_to_tokens(sorted(end_ids))
             logger.warning(
-                "Rows end with %r (id %d), at which generation does not stop, but only at %s. Add the id to "
+                "Rows end with %r (id %d), but generation stops only at %s. Add the id to "
                 "model.generation_config.eos_token_id, which is saved with the model, or use a chat template that "
                 "ends turns with such a token.",
                 last[0],

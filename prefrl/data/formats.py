@@ -415,8 +415,8 @@ def _check_tool_turns(messages: Sequence[Message], column: str) -> None:
         if role == "tool" and before not in ("assistant", "tool"):
             place = "is the first message" if before is None else f"follows a message with role {before!r}"
             raise DataError(
-                f"column {column!r}, message {turn} (role 'tool') answers no call: it {place}. It must follow the "
-                "assistant's message with the call, or another message of a tool"
+                f"column {column!r}, message {turn} (role 'tool') does not answer a call: it {place}. It must follow "
+                "the assistant's message with the call, or another tool message"
             )
 
 

@@ -79,7 +79,7 @@ class ImageReader:
         )
         if "text_replacement_offsets" not in output or "offset_mapping" not in output:
             raise ConfigError(
-                f"processing_class={type(self.processor).__name__}: it does not tell which tokens belong to images "
+                f"processing_class={type(self.processor).__name__}: it does not report which tokens belong to images "
                 "(text_replacement_offsets of transformers >= 5.19, with a fast tokenizer). Use another model"
             )
         replaced = output["text_replacement_offsets"][0]
@@ -176,7 +176,9 @@ def image_column(dataset: AnyDataset) -> str | None:
     names = dataset.column_names or []
     found = [name for name in IMAGE_COLUMNS if name in names]
     if len(found) > 1:
-        raise DataError(f"columns {found}: images stand in one of them. Remove the other: dataset.remove_columns(...)")
+        raise DataError(
+            f"columns {found}: only one of them can hold the images. Remove the other: dataset.remove_columns(...)"
+        )
     return found[0] if found else None
 
 
@@ -191,7 +193,7 @@ def with_named_images(dataset: AnyDataset, key: str | None) -> AnyDataset:
     names = dataset.column_names or []
     if key not in names:
         raise DataError(
-            f"image_key={key!r}: the dataset has no such column, but {names}. Name the one with the images"
+            f"image_key={key!r}: the dataset has no such column, only {names}. Name the one with the images"
         )
     if "images" in names:
         raise DataError(f"image_key={key!r}: the dataset also has a column 'images'. Remove or rename one of the two")

@@ -100,8 +100,8 @@ def next_context(
     """
     if not messages or messages[-1]["role"] == "assistant":
         raise DataError(
-            f"the next turn of a conversation of {len(messages)} messages has nothing to answer: the last message "
-            "must have another role than 'assistant'"
+            f"the next turn of a conversation of {len(messages)} messages has nothing to answer: the role of the last "
+            "message must not be 'assistant'"
         )
     last = answers[-1]
     known = common_length(messages, seen)
@@ -142,8 +142,8 @@ def _append(template: ChatTemplate, messages: Sequence[Message], number: int, an
     if seam is None:
         raise DataError(
             f"chat template of {template.name!r}: cannot tell what follows message {number} (role 'assistant') of "
-            f"{len(messages)}: the template prints neither its content nor the arguments of its last call as they "
-            "are, before the next message. Use another template, or set reasoning_in_history='template'"
+            f"{len(messages)}: the template changes its content or the arguments of its last call when it renders "
+            "them before the next message. Use another template, or set reasoning_in_history='template'"
         )
     return [*answer.row, *_ids_behind(template, answer.turn, seam)]
 

@@ -48,7 +48,7 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
         if shared:
             logger.warning(
                 "%d of %d rows of eval_dataset%s are also in train_dataset; the first is row %d of the tokenized "
-                "dataset. Metrics of them do not show how the model does on new data. Drop them from one of the two.",
+                "dataset. Their metrics do not show how the model does on new data. Remove them from one of the two.",
                 len(shared),
                 len(sequences),
                 "" if name is None else f"[{name!r}]",

@@ -53,7 +53,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     """
     for index, length in enumerate(lengths):
         if not 1 <= length <= capacity:
-            raise DataError(f"sequence {index} has {length} tokens: packing needs 1 to {capacity}. Truncate it before")
+            raise DataError(f"sequence {index} has {length} tokens: packing needs 1 to {capacity}. Truncate it first")
     bins: list[list[int]] = []
     with_room: dict[int, deque[int]] = {}  # room -> numbers of the bins that came to have exactly this room, in order
     rooms: list[int] = []  # the keys of with_room, ascending
@@ -102,13 +102,13 @@ def pack_dataset(dataset: AnyDataset, *, max_length: int, strategy: PackingStrat
         return dataset.map(_pack_window, batched=True, batch_size=_WINDOW, fn_kwargs=options)
     if "images" in dataset.column_names and strategy == "wrapped":
         raise ConfigError(
-            "packing_strategy='wrapped' cuts sequences anywhere, also through images. Use packing_strategy='bfd'"
+            "packing_strategy='wrapped' may cut sequences anywhere, even inside images. Use packing_strategy='bfd'"
         )
     packed = _pack(dataset.flatten_indices().with_format("arrow")[:], max_length, strategy)
     if packed.num_rows == 0:
         raise DataError(
-            f"packing {strategy!r} at max_length={max_length} leaves no token to train on: nothing predicts the "
-            "first token of a piece, and each piece has no other. Raise max_length, or use packing_strategy='bfd'"
+            f"packing {strategy!r} at max_length={max_length} leaves no token to train on: nothing predicts the first "
+            "token of a piece, and no piece has a second one. Raise max_length, or use packing_strategy='bfd'"
         )
     if "images" not in packed.column_names:
         return datasets.Dataset(packed)

@@ -101,7 +101,7 @@ def _lengths(columns: dict[str, Any]) -> _Array:
     found: dict[str, _Array] = {}
     for name, column in columns.items():
         if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-            raise DataError(f"column {name!r} holds {column.type}: packing needs lists. Remove the column before")
+            raise DataError(f"column {name!r} holds {column.type}: packing needs lists. Remove the column first")
         found[name] = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     first, *others = found
     for name in others:
@@ -109,7 +109,7 @@ def _lengths(columns: dict[str, Any]) -> _Array:
             row = int(np.argmax(found[name] != found[first]))
             raise DataError(
                 f"column {name!r} has {found[name][row]} items in row {row} of a batch, and {first!r} has "
-                f"{found[first][row]}: packing needs lists of the same lengths. Remove one of the columns before"
+                f"{found[first][row]}: packing needs lists of equal lengths. Remove one of the columns first"
             )
     return found[first]
 

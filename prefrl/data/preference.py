@@ -274,8 +274,8 @@ class _PreferenceRow:
         start = common_length(*sides)
         if start <= len(self.encoder.prefix(chosen)):
             raise DataError(
-                "columns 'chosen' and 'rejected' start with different tokens: without a column 'prompt', their "
-                "common start is the prompt. Add a column 'prompt'"
+                "columns 'chosen' and 'rejected' start with different tokens: without a column 'prompt', their common "
+                "prefix is the prompt. Add a column 'prompt'"
             )
         return EncodedPair(sides[0], start), EncodedPair(sides[1], start)
 
@@ -419,7 +419,7 @@ def _fit(
 ) -> list[list[int]]:
     """Cut the prompt and the completions so that the prompt and any one completion are within the limit."""
     if not prompt:
-        raise DataError("the prompt has no token of its own: already its first one depends on the completion")
+        raise DataError("the prompt has no tokens of its own: even its first token depends on the completion")
     if not all(completions):
         raise DataError("one completion has no token of its own: the other completion starts with all of it")
     longest = max(map(len, completions))
@@ -437,8 +437,8 @@ def _fit(
         )
     if truncation == "left" and has_images:
         raise DataError(
-            f"has {length} tokens, more than the {max_length} allowed, and a prompt with images, which is never cut. "
-            "Raise max_length, make the images smaller in the processor, or cut completions instead"
+            f"has {length} tokens, more than the {max_length} allowed, and a prompt with images, which is never "
+            "truncated. Raise max_length, make the images smaller in the processor, or truncate completions instead"
         )
     if truncation == "left":
         return [prompt[-room:], *completions]
@@ -448,8 +448,8 @@ def _fit(
 def _check_images(chosen: EncodedPair | EncodedText, rejected: EncodedPair | EncodedText, num_shared: int) -> None:
     if max(chosen.image_stop, rejected.image_stop) > num_shared:
         raise DataError(
-            "columns 'chosen' and 'rejected' differ before the end of their last image, but share the images: these "
-            "stand in what both sides begin with. Put them there, or drop the row"
+            "columns 'chosen' and 'rejected' differ before the end of their last image, but share the images, which "
+            "must be in the common prefix of both sides. Move them there, or drop the row"
         )
 
 

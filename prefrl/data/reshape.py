@@ -120,8 +120,8 @@ def _fill_prompt(row: Mapping[str, Any], index: int, template: str, fields: Mapp
     for field, value in values.items():
         if not isinstance(value, str | int | float | None):
             raise DataError(
-                f"row {index}, column {field!r} is a {type(value).__name__}: prompt_template={template!r} takes texts "
-                "and numbers"
+                f"row {index}, column {field!r} is a {type(value).__name__}: prompt_template={template!r} accepts "
+                "only texts and numbers"
             )
     # A row without a value is no prompt. The trainer says so, or drops it.
     return {_PROMPT: None if None in values.values() else template.format(**values)}

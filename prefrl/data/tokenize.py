@@ -375,8 +375,7 @@ def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
         )
     if "tools" in column_names(dataset):
         raise DataError(
-            "column 'tools': which tools there are is told by the trainer's arguments tools and environment_factory. "
-            "Remove the column"
+            "column 'tools': the trainer's arguments tools and environment_factory define the tools. Remove the column"
         )
 
 

@@ -203,8 +203,8 @@ def tool_call_reader(
     proofs = list(_proofs(replace(template, tools=[probe]), probe))
     if not proofs:
         raise ConfigError(
-            f"the chat template of {template.name!r} renders no tool calls: no format can be proven. Use a model "
-            "whose chat template does, or set tool_parser to a function and say in the prompt how to call tools"
+            f"the chat template of {template.name!r} renders no tool calls, so no format can be verified. Use a model "
+            "whose chat template does, or set tool_parser to a function and explain in the prompt how to call tools"
         )
     # Types that stand in the text are believed first: then a text in the place of a number is an error to tell of.
     for known, is_typed, turns in product(formats, (True, False), proofs):

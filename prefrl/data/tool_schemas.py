@@ -64,7 +64,9 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
             cannot be given by name; names tool and argument.
     """
     if not inspect.isfunction(tool) and not inspect.ismethod(tool):
-        raise ConfigError(f"tools: {tool!r} is neither a function nor a method. Give one, with types and a docstring")
+        raise ConfigError(
+            f"tools: {tool!r} is neither a function nor a method. Pass one with type hints and a docstring"
+        )
     name = tool.__name__
     for parameter in inspect.signature(tool).parameters.values():
         _check_parameter(name, parameter)

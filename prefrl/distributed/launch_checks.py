@@ -37,9 +37,9 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
     """
     if _is_set(environment, "ACCELERATE_USE_MEGATRON_LM"):
         raise ConfigError(
-            "distributed_type MEGATRON_LM in accelerate's config: Megatron-LM is not supported, whose models are not "
-            "those of transformers. Use DeepSpeed ZeRO or FSDP2, which shard weights, and sp_size for long rows: "
-            "see docs/distributed.md."
+            "distributed_type MEGATRON_LM in accelerate's config: Megatron-LM is not supported, because its models "
+            "are not those of transformers. Use DeepSpeed ZeRO or FSDP2, which shard weights, and sp_size for long "
+            "rows: see docs/distributed.md."
         )
     started, world_size = int(environment.get("WORLD_SIZE") or 1), args.world_size
     if started > world_size:
@@ -57,7 +57,7 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
         raise ConfigError(
             f"num_processes={wanted}, but accelerate started {world_size}: with distributed_type NO or MULTI_CPU in "
             "its config, it starts one process. Use --accelerate_config ddp, zero3 or fsdp2, or a config with "
-            "distributed_type MULTI_GPU (and use_cpu: false, on CPUs too), DEEPSPEED or FSDP."
+            "distributed_type MULTI_GPU (and use_cpu: false, even on CPUs), DEEPSPEED or FSDP."
         )
     if _wants_deepspeed(args, environment) and _is_set(environment, "ACCELERATE_USE_CPU"):
         raise ConfigError(
@@ -160,8 +160,8 @@ def check_optimizer(accelerator: Any, name: str, works_under: Mapping[str, bool]
     if backend is None or works_under[backend]:
         return
     because = {
-        "ZeRO": "ZeRO cuts weights into parts of a vector, and this optimizer needs whole ones",
-        "FSDP2": "its library cannot update weights of which each process has a part",
+        "ZeRO": "ZeRO splits weights into parts of a vector, but this optimizer needs whole weights",
+        "FSDP2": "its library cannot update partitioned weights",
     }[backend]
     other = next((f"{other} or DDP" for other, works in works_under.items() if works), "DDP")
     raise ConfigError(
@@ -192,8 +192,8 @@ def check_chooses_schedule(accelerator: Any) -> None:
     found = [part for part in ("scheduler", "optimizer") if plugin is not None and part in plugin.deepspeed_config]
     if found:
         raise ConfigError(
-            f"lr_scheduler_type, other options of schedules, increase_batch_size_on_plateau: DeepSpeed's config has "
-            f"{' and '.join(found)} of its own, which would leave them without effect. Remove that from the config."
+            "lr_scheduler_type, other options of schedules, increase_batch_size_on_plateau: DeepSpeed's config has "
+            f"{' and '.join(found)} of its own, so these options would have no effect. Remove it from the config."
         )
 
 
@@ -205,7 +205,7 @@ def check_state_read(accelerator: Any, name: str) -> None:
     """
     if accelerator.distributed_type.value == "FSDP":
         raise ConfigError(
-            f"optim={name!r} without momentum under FSDP2: torch cannot read a checkpoint of an optimizer without "
+            f"optim={name!r} without momentum under FSDP2: torch cannot load the checkpoint of an optimizer without "
             "state. Set optim_args='momentum=0.9', or save_only_model=True, which saves no state."
         )
 
@@ -218,7 +218,7 @@ def check_gradients_seen(accelerator: Any, option: str) -> None:
     """
     if accelerator.distributed_type.value == "DEEPSPEED":
         raise ConfigError(
-            f"{option} under DeepSpeed, which updates within the backward pass: gradients cannot be changed before. "
+            f"{option} under DeepSpeed, which updates within the backward pass, so gradients cannot be changed first. "
             "Use FSDP2 or DDP, or leave it None."
         )
 
@@ -231,8 +231,8 @@ def check_weights_stay(accelerator: Any, option: str) -> None:
     """
     if _is_zero3(accelerator):
         raise ConfigError(
-            f"{option} with DeepSpeed ZeRO-3, whose weights are empty between the passes: they are not averaged. Use "
-            "ZeRO-2, DDP or FSDP2; the command prefrl soup averages checkpoints afterwards."
+            f"{option} with DeepSpeed ZeRO-3, whose weights are empty between the passes, so they cannot be averaged. "
+            "Use ZeRO-2, DDP or FSDP2; the command prefrl soup averages checkpoints afterwards."
         )
 
 
@@ -248,8 +248,8 @@ def check_changed_layers(accelerator: Any, *, option: str | None) -> None:
     """
     if option is not None and _is_zero3(accelerator):
         raise ConfigError(
-            f"{option} with DeepSpeed ZeRO-3: it gathers weights inside the layers, which cannot be changed then. Use "
-            "ZeRO-2, FSDP2 or DDP."
+            f"{option} with DeepSpeed ZeRO-3: it gathers weights inside the layers, which therefore cannot be "
+            "changed. Use ZeRO-2, FSDP2 or DDP."
         )
 
 

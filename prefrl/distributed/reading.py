@@ -69,7 +69,9 @@ class Reader:
         finally:
             self._numbers = {}
             if self._is_reading:
-                raise RuntimeError("a weight could not be gathered from all processes; they cannot go on together")
+                raise RuntimeError(
+                    "a weight could not be gathered from all processes, so they cannot continue together"
+                )
             from_main(_DONE)
 
 

@@ -90,8 +90,8 @@ def add_adapter(
     peft = require("peft", extra="peft", feature="peft_config")
     if is_peft_model(model):
         raise ConfigError(
-            "peft_config is given, but the model already has an adapter. Remove peft_config to train that adapter, "
-            "or give model.merge_and_unload() to train a new one on top."
+            "peft_config is given, but the model already has an adapter. Remove peft_config to train that adapter, or "
+            "pass model.merge_and_unload() to train a new one on top."
         )
     if peft_config.task_type not in (None, task_type):
         raise ConfigError(
@@ -115,7 +115,7 @@ def _check_init(peft_config: PeftConfig) -> None:
     if init in ("eva", "corda", "lora_ga"):
         raise ConfigError(
             f"peft_config.init_lora_weights={init!r} needs data to initialize the adapter, which a trainer does not "
-            "provide. Initialize the adapter with peft, and give the PeftModel instead of peft_config."
+            "provide. Initialize the adapter with peft, and pass the PeftModel instead of peft_config."
         )
     if isinstance(init, str) and init.startswith("pissa_niter"):
         raise ConfigError(

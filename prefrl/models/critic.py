@@ -153,7 +153,9 @@ class HeadCritic:
     def load(self, folder: Path) -> None:
         """See `Critic`."""
         if not (folder / _HEAD_FILE).exists():
-            raise ConfigError(f"{folder} has no {_HEAD_FILE}: resume with the kind of critic that was saved there.")
+            raise ConfigError(
+                f"{folder} has no {_HEAD_FILE}: resume with the same kind of critic that was saved there."
+            )
         _load_state(self.module, load_file(folder / _HEAD_FILE), folder)
 
 
@@ -263,7 +265,7 @@ def _scored(model: PreTrainedModel, batch: TokenBatch, plan: Plan, head: nn.Line
     """[N] the output of `head` for the hidden states that predict trainable tokens; 0 at all other tokens."""
     verdict = verdict_of(model)
     if verdict.own_logits:
-        reason = next(iter(verdict.reasons.values()), "it differs from its own forward")
+        reason = next(iter(verdict.reasons.values()), "its results differ from those of its own forward pass")
         raise ConfigError(f"values cannot be read from a {type(inner_model(model)).__name__}: {reason}.")
 
     def readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
@@ -316,8 +318,8 @@ def _loaded(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> PreTr
     model, new = _from_pretrained(AutoModelForSequenceClassification, name, arguments)
     if new - {"score.weight"}:
         raise ConfigError(
-            f"value_model={os.fspath(name)!r} has no weights for {', '.join(sorted(new)[:3])}: must be a decoder "
-            "with one linear score head, or a language model to make a critic from."
+            f"value_model={os.fspath(name)!r} has no weights for {', '.join(sorted(new)[:3])}: must be a decoder with "
+            "one linear score head, or a language model to make a critic from."
         )
     if new:
         nn.init.zeros_(model.score.weight)
@@ -391,8 +393,8 @@ def _check(model: nn.Module, policy: PreTrainedModel) -> None:
     parts = {name for name, _ in model.named_children()} - {model.base_model_prefix}
     if parts != {"score"} or not isinstance(model.score, nn.Linear):
         raise ConfigError(
-            f"value_model is a {type(model).__name__} with {', '.join(sorted(parts))} on its body: values can be read "
-            "from a decoder with one linear layer, `score`. Use a reward model of a decoder, or a value head."
+            f"value_model is a {type(model).__name__} with {', '.join(sorted(parts))} on its body: values can only be "
+            "read from a decoder with one linear layer, `score`. Use a reward model of a decoder, or a value head."
         )
     if model.score.out_features != 1:
         raise ConfigError(

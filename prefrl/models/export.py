@@ -259,8 +259,8 @@ def _check_merge(model: nn.Module) -> None:
     for one, other in base.all_tied_weights_keys.items():
         if _made_from(one, base, layers) != _made_from(other, base, layers):
             raise ConfigError(
-                f"{one} and {other} are one weight in a checkpoint, but the adapter would make them differ. Remove "
-                "both from the adapter, adapt both with ensure_weight_tying=True, load the model with "
+                f"{one} and {other} are a single weight in a checkpoint, but the adapter would make them differ. "
+                "Remove both from the adapter, adapt both with ensure_weight_tying=True, load the model with "
                 "tie_word_embeddings=False, or set weight_sync='adapter'."
             )
 

@@ -170,7 +170,7 @@ def _unknown(model: PreTrainedModel) -> str | None:
     if is_sharded(model):
         return "its weights are partitioned over processes while it is loaded"
     if getattr(model, "is_quantized", False):
-        return "its weights are quantized, whose products are not counted"
+        return "its weights are quantized, and products of quantized weights are not counted"
     if config._attn_implementation not in _ATTENTION:
         return f'the counter does not see attn_implementation="{config._attn_implementation}"'
     if any(getattr(module, "is_causal", True) is False for module in model.modules()):

@@ -87,8 +87,8 @@ def token_logprobs(
     """
     if is_classifier(inner_model(model)):
         raise ConfigError(
-            f"model is a {type(inner_model(model)).__name__}, which scores sequences: log-probs need a language-model "
-            "head. Load it with AutoModelForCausalLM."
+            f"model is a {type(inner_model(model)).__name__}, which scores sequences, but log-probs need a "
+            "language-model head. Load it with AutoModelForCausalLM."
         )
     verdict, rows = verdict_of(model), in_company(model, batch)
     if reference is not None and rows is not batch:

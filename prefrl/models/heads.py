@@ -33,7 +33,7 @@ def needed_head(model: PreTrainedModel) -> nn.Module:
     """
     head = output_head(model)
     if head is None:
-        raise ConfigError(f"model is a {type(model).__name__}, whose scores do not come from a head of its own.")
+        raise ConfigError(f"model is a {type(model).__name__}, whose scores do not come from a separate head.")
     return head
 
 

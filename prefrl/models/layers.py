@@ -28,5 +28,5 @@ def layers_of(model: nn.Module, *, needed_by: str) -> list[nn.Module]:
     inner = inner_model(model)
     layers = [part for part in inner.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError(f"{needed_by}: {type(inner).__name__} has no layers that are known. Set it to False.")
+        raise ConfigError(f"{needed_by}: {type(inner).__name__} has no known layers. Set it to False.")
     return layers

@@ -97,7 +97,8 @@ REWARD = Kind(
     AutoModelForSequenceClassification,
     "SEQ_CLS",
     {"dtype": torch.float32, "num_labels": 1},
-    "A reward model has num_labels=1: give a classifier with one output, or the language model to make it from.",
+    "A reward model has num_labels=1: use a classifier with one output, or a language model, from which a reward "
+    "model is made.",
 )
 
 
@@ -191,20 +192,20 @@ def load_processing_class(
     if processing_class is None and reads_images(model):
         name = model.config.name_or_path
         if not name:
-            raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its processor.")
+            raise ConfigError("processing_class=None: the model was not loaded from a repository. Pass its processor.")
         try:
             processing_class = AutoProcessor.from_pretrained(name, **repository_arguments(model_init_kwargs))
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
-                f"processing_class=None: no processor can be loaded from {name!r}: {error}. Give the model's "
+                f"processing_class=None: no processor can be loaded from {name!r}: {error}. Pass the model's "
                 "processor, or its tokenizer to train on text alone."
             ) from error
     if not isinstance(processing_class, ProcessorMixin):
         return load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs, changes=changes)
     if not reads_images(model):
         raise ConfigError(
-            f"processing_class={type(processing_class).__name__}: the model is a {type(model).__name__}, "
-            "which reads no images. Give its tokenizer, or a vision-language model."
+            f"processing_class={type(processing_class).__name__}: the model is a {type(model).__name__}, which cannot "
+            "read images. Pass its tokenizer, or use a vision-language model."
         )
     template = processing_class.tokenizer.chat_template
     tokenizer = load_tokenizer(model, processing_class.tokenizer, changes=changes)
@@ -250,7 +251,7 @@ def load_tokenizer(
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
-                "the tokenizer has neither pad_token nor eos_token, so no text could end. Set tokenizer.eos_token."
+                "the tokenizer has neither pad_token nor eos_token, so texts could not end. Set tokenizer.eos_token."
             )
         tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > (count := num_embeddings(model)):
@@ -330,7 +331,7 @@ def _loaded(
     if given.keys() - {"trust_remote_code"}:  # which also loads the tokenizer
         options = "quantization_config" if quantization_config is not None else f"model_init_kwargs={given}"
         raise ConfigError(
-            f"{options} has no effect, because the model is loaded already. Remove it, or give the model by name."
+            f"{options} has no effect, because the model is already loaded. Remove it, or pass the model by name."
         )
     _check_no_encoder(model)
     return model
@@ -351,8 +352,8 @@ def _check_no_encoder(model: PreTrainedModel, saved_as: Sequence[str] = ()) -> N
 
 def _encoder_error(name: str) -> ConfigError:
     return ConfigError(
-        f"model is a {name}, an encoder with a decoder: prefrl trains models that read prompt and response as one "
-        "sequence. Choose a model of AutoModelForCausalLM."
+        f"model is a {name}, an encoder-decoder model, but prefrl trains models that read prompt and response as one "
+        "sequence. Use a model for AutoModelForCausalLM."
     )
 
 
@@ -366,7 +367,7 @@ def check_dtype(arguments: Mapping[str, Any]) -> None:
         given = arguments.get(key)
         if isinstance(given, str) and given != "auto" and not isinstance(getattr(torch, given, None), torch.dtype):
             raise ConfigError(
-                f"model_init_kwargs: {key}={given!r}: is no type of torch. Set 'bfloat16', 'float16', 'float32' or "
+                f"model_init_kwargs: {key}={given!r}: is not a torch dtype. Set 'bfloat16', 'float16', 'float32' or "
                 "'auto', which is the type of the files."
             )
 
@@ -399,7 +400,9 @@ def load_error(
     hint = hint or " Run `pip install flash-attn`, or set attn_implementation='sdpa'." * (
         "FlashAttention2" in str(error)
     )
-    hint = hint or " Nor is there a folder of this name." * (isinstance(error, OSError) and not Path(name).exists())
+    hint = hint or " There is no folder with this name either." * (
+        isinstance(error, OSError) and not Path(name).exists()
+    )
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
 
@@ -454,7 +457,7 @@ def _trainable(
     if getattr(model, "is_quantized", False):
         if peft_config is None and not is_peft_model(model):
             raise ConfigError(
-                "the model is quantized and peft_config=None: quantized weights cannot be trained. Give a peft_config "
+                "the model is quantized and peft_config=None: quantized weights cannot be trained. Pass a peft_config "
                 "(use_peft=True on the command line), or load the model without quantization_config."
             )
         prepare_quantized(model)
@@ -467,7 +470,7 @@ def _trainable(
 def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     name = model.config.name_or_path
     if not name:
-        raise ConfigError("processing_class=None: the model was not loaded from a repository. Give its tokenizer.")
+        raise ConfigError("processing_class=None: the model was not loaded from a repository. Pass its tokenizer.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **repository_arguments(arguments))
     except (OSError, ValueError, ImportError) as error:
@@ -475,7 +478,7 @@ def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTr
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
     if len(tokenizer.get_added_vocab()) == len(tokenizer):
         raise ConfigError(
-            f"processing_class=None: no tokenizer can be loaded from {name!r}: it has no tokenizer files. Give the "
+            f"processing_class=None: no tokenizer can be loaded from {name!r}: it has no tokenizer files. Pass the "
             "model's tokenizer."
         )
     return tokenizer

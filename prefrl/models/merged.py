@@ -71,7 +71,7 @@ def tokenizer_of_checkpoint(name: str, model: PreTrainedModel) -> PreTrainedToke
     """The tokenizer that was saved with a model or adapter; without one, that of the base model."""
     saved = saved_tokenizer(name)
     if saved is None and Path(name).is_dir():
-        logger.warning("%s has no tokenizer: that of the base model is used", name)
+        logger.warning("%s has no tokenizer: the base model's tokenizer is used", name)
     return load_tokenizer(model, saved)
 
 

@@ -162,7 +162,7 @@ def _failure(probe: _Probe, plan: ForwardPlan) -> str | None:
         return f"{type(error).__name__}: {error}"
     window = _sliding_window(inner_model(probe.model))
     if isinstance(inputs, FlatInputs) and window is not None and window not in inputs.layout.windows:
-        return f"its layers do not tell attention their sliding_window={window}"
+        return f"its layers do not pass attention their sliding_window={window}"
     return mistake
 
 
@@ -174,11 +174,11 @@ def _known_limit(model: nn.Module) -> str | None:
     if other_layers:
         return f"it has layers of type {', '.join(sorted(other_layers))}"
     if getattr(inner, "_is_stateful", False):
-        return "it carries a recurrent state"
+        return "it has a recurrent state"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "it soft-caps attention scores (attn_logit_softcapping)"
     if _uses_prompt_learning(model):
-        return "PEFT prompt learning puts virtual tokens in front of each row"
+        return "PEFT prompt learning inserts virtual tokens at the start of each row"
     return None
 
 
@@ -190,7 +190,7 @@ def _foreign_parts(model: PreTrainedModel) -> str | None:
     parts = {name for name, child in model.named_children() if child is not model.base_model}
     if parts == {"score"}:
         return None
-    return f"it is not a base model and a score head alone, but has {', '.join(sorted(parts)) or 'no head'}"
+    return f"besides its base model, it has {', '.join(sorted(parts)) or 'no head'}"
 
 
 def _uses_prompt_learning(model: nn.Module) -> bool:
@@ -391,8 +391,8 @@ def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
     change = _relative_error(compiled, eager)
     if not change <= _SEQUENCE_TOLERANCES[coarsest_dtype(inner, compiled)][0]:
         raise ConfigError(
-            f"torch_compile=True: compiled, the outputs of {type(inner).__name__} change by a relative {change:.2g}. "
-            "Set it to False, or choose another torch_compile_backend."
+            f"torch_compile=True: when compiled, the outputs of {type(inner).__name__} change by a relative "
+            f"{change:.2g}. Set it to False, or choose another torch_compile_backend."
         )
 
 

@@ -246,7 +246,7 @@ class _Tensors:
         elif single.is_file():
             files = [single.name]
         else:
-            raise ConfigError(f"checkpoint {str(folder)!r}: has no model.safetensors, neither whole nor in shards")
+            raise ConfigError(f"checkpoint {str(folder)!r}: has no model.safetensors, not even in shards")
         self._files: dict[str, Any] = {}
         for file in files:
             opened: Any = safe_open(folder / file, framework="pt")

@@ -94,4 +94,4 @@ def check_folders(checkpoints: Sequence[Path], output_dir: Path, top_k: int | No
         if not folder.is_dir():
             raise ConfigError(f"checkpoint {str(folder)!r}: there is no such folder")
     if any(output_dir.glob("*.safetensors")):
-        raise ConfigError(f"output_dir={str(output_dir)!r}: holds a model already. Choose another folder.")
+        raise ConfigError(f"output_dir={str(output_dir)!r}: already holds a model. Choose another folder.")

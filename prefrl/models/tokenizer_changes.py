@@ -61,7 +61,7 @@ class TokenizerChanges:
             if token is not None:
                 if token not in (known := tokenizer.get_vocab()):
                     remedy = nearest(token, known, otherwise="Name one that is, or add it to model and tokenizer.")
-                    raise ConfigError(f"{name}={token!r}: is no token of the tokenizer's vocabulary. {remedy}")
+                    raise ConfigError(f"{name}={token!r}: is not in the tokenizer's vocabulary. {remedy}")
                 setattr(tokenizer, name, token)
 
     def _add(self, tokens: list[str], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:

@@ -39,8 +39,8 @@ def add_classifier(config: Any) -> None:
     body = AutoModel._model_mapping.get(kind, None)
     if body is None or body is generative or body.base_model_prefix != "model":
         raise ConfigError(
-            f"model is a {generative.__name__}, from which no reward model can be made: its class has no body of its "
-            "own that returns hidden states. Use another family of models, see docs/images.md, or a model of text."
+            f"model is a {generative.__name__}, from which no reward model can be made: its class has no separate "
+            "body that returns hidden states. Use another family of models, see docs/images.md, or a text model."
         )
     family = next(parent for parent in body.__mro__ if PreTrainedModel in parent.__bases__)
     name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"

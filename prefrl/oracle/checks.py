@@ -72,8 +72,8 @@ def check_policy_loss(function: PolicyFunction, *, level: ImportanceLevel) -> li
 
     poisoned = [_policy_result(function, _poisoned_tokens(tokens, value)) for value in _POISON]
     return [
-        Check("the order of rows changes nothing", is_same_for(_REVERSED), True),
-        Check("how rows are cut into batches changes nothing", all(map(is_same_for, torch.split(_ROWS, 2))), True),
+        Check("the order of rows does not matter", is_same_for(_REVERSED), True),
+        Check("the split of rows into batches does not matter", all(map(is_same_for, torch.split(_ROWS, 2))), True),
         Check(
             "tokens that are not trainable are not read", all(_is_same(other, whole, mask) for other in poisoned), True
         ),
@@ -210,9 +210,13 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
         return _is_close(found, whole[rows if level == "row" else _positions(_token_rows(), rows)])
 
     checks = [
-        Check("the order of rows changes nothing", is_same_for(_REVERSED), True),
+        Check("the order of rows does not matter", is_same_for(_REVERSED), True),
         Check("groups do not affect each other", all(map(is_same_for, torch.split(_ROWS, 3))), False),
-        Check("a row without a reward gets 0 and changes no other", _leaves_out_nan(function, level, rewards), True),
+        Check(
+            "a row without a reward gets 0 and does not affect other rows",
+            _leaves_out_nan(function, level, rewards),
+            True,
+        ),
         Check("is finite where all rewards are equal", _is_finite_without_spread(function, level), True),
     ]
     if level == "row":

@@ -38,10 +38,12 @@ class AtKParams(Params):
     """Which of pass@k, best@k and maj@k are computed, and what a correct sample is."""
 
     k: list[int] | None = opt(None, "Sizes k, such as [1, 8]; None: nothing is computed.")
-    reward: str | None = opt(None, "Name of the reward that says whether a sample is correct; None: the total reward.")
+    reward: str | None = opt(
+        None, "Name of the reward that decides whether a sample is correct; None: the total reward."
+    )
     threshold: float = opt(1.0, "A sample is correct if that reward is at least this.")
     answer: str | None = opt(
-        None, "Column that a reward logs with log_extra, with the answer in a sample, for maj@k; None: no maj@k."
+        None, "Column of the answers that maj@k compares, which a reward logs with log_extra; None: no maj@k."
     )
 
 

@@ -165,8 +165,8 @@ def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: str
             "reward_timeout; None means no limit"
         )
     raise RewardError(
-        f"reward {call.name!r} raised {type(error).__name__}: {_message(error)}{_place(error)}, for {batch}. For a "
-        "row that a reward cannot score, let it return None"
+        f"reward {call.name!r} raised {type(error).__name__}: {_message(error)}{_place(error)}, for {batch}. A reward "
+        "may return None for a row that it cannot score"
     ) from error
 
 
@@ -251,7 +251,7 @@ def _wait(
     except TimeoutError:  # our own timeout: timeouts of the functions are in their outcomes
         loop.abandon()
         error = RewardError(
-            f"async rewards {names}: one of them took more than reward_timeout={timeout} s and could not be "
-            "cancelled. Use `await` inside it, or make it a plain function"
+            f"async rewards {names}: one of them took more than reward_timeout={timeout} s and could not be canceled. "
+            "Use `await` inside it, or make it a plain function"
         )
         return [Outcome(error=error)] * len(calls)

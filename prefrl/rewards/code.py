@@ -197,7 +197,7 @@ class _CodeReward:
             return True
         verdict = self.sandbox.check(self.language, candidate.code, candidate.tests[number])
         if verdict.defect is not None:
-            raise DataError(f"code_reward, row {row}, test {number} judges no completion: {verdict.defect}")
+            raise DataError(f"code_reward, row {row}, test {number} cannot judge completions: {verdict.defect}")
         candidate.verdicts[number] = verdict
         return True
 

@@ -54,7 +54,7 @@ def guarded(timeout: float | None) -> Iterator[None]:
 
     def refuse_success(status: int) -> None:
         if status == 0 and os.getpid() == owner:
-            raise SystemExit("os._exit(0) would end the training as if it were done")
+            raise SystemExit("os._exit(0) would end training as if it were complete")
         leave(status)
 
     os._exit = refuse_success  # type: ignore[assignment]  # it may raise instead of leaving
@@ -104,7 +104,7 @@ def leave_if_forked(owner: int, name: str) -> None:
         name: Name of the reward.
     """
     if os.getpid() != owner:
-        text = f"reward {name!r} forked process {os.getpid()}, which came back from it and is ended: leave a child "
+        text = f"reward {name!r} forked process {os.getpid()}, which returned from it and is ended: leave a child "
         os.write(_STDERR, f"{text}with os._exit\n".encode())
         os._exit(1)
 

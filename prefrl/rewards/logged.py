@@ -81,7 +81,7 @@ class RewardLog:
             raise ConfigError(f"log_extra({column!r}): the table of completions has this column. Choose another name")
         if len(values) != self.size:
             raise RewardError(
-                f"log_extra({column!r}): {len(values)} values for {self.size} completions; give one each"
+                f"log_extra({column!r}): {len(values)} values for {self.size} completions; there must be one for each"
             )
         self.columns[column] = _of_one_type(list(values))
 

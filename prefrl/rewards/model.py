@@ -168,8 +168,8 @@ class ModelReward:
         if self._reader.reads_images and is_sharded(self.model):
             raise ConfigError(
                 f"reward model {self.__name__!r} reads images, and its weights are partitioned over processes (ZeRO-3 "
-                "or FSDP), which then do not run the same layers. Train with DDP or ZeRO-2, or ask the model in a "
-                "process of its own, with a reward function"
+                "or FSDP), which then do not run the same layers. Train with DDP or ZeRO-2, or run the model in a "
+                "separate process and call it from a reward function"
             )
 
     def _set_padding(self) -> None:
@@ -201,7 +201,7 @@ def _labels(name: str, model: nn.Module) -> list[str]:
     num_labels = getattr(config, "num_labels", None)
     if config is None or not num_labels:
         raise ConfigError(
-            f"reward model {name!r} has num_labels={num_labels}: a reward is the score of a label. Use a "
+            f"reward model {name!r} has num_labels={num_labels}: a reward is the score of one label. Use a "
             "sequence-classification model"
         )
     return [str(config.id2label[index]) for index in range(num_labels)]
@@ -216,14 +216,16 @@ def _column(name: str, labels: Sequence[str], head: str | int | None) -> int:
     known = f"{', '.join(map(repr, labels))}, or 0 to {len(labels) - 1}"
     if head is None:
         raise ConfigError(
-            f"reward model {name!r} has num_labels={len(labels)}: a reward is one number. Give ModelReward(model, "
-            f"head=...) with the label to score: {known}"
+            f"reward model {name!r} has num_labels={len(labels)}: a reward is a single number. Pass "
+            f"ModelReward(model, head=...) with the label to score: {known}"
         )
     if isinstance(head, str) and labels.count(head) == 1:
         return labels.index(head)
     if isinstance(head, int) and 0 <= head < len(labels):
         return head
-    raise ConfigError(f"head={head!r}: reward model {name!r} has no such label, or several. It has {known}")
+    raise ConfigError(
+        f"head={head!r}: reward model {name!r} has no such label, or several with this name. It has {known}"
+    )
 
 
 def _load_model(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> PreTrainedModel:
@@ -234,8 +236,8 @@ def _load_model(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> P
     source = os.fspath(name)
     if source in rewards.__all__:
         raise ConfigError(
-            f"reward_funcs={source!r}: names a function, and a text is the name of a model. Pass the function: "
-            f"from prefrl.rewards import {source}"
+            f"reward_funcs={source!r}: is the name of a function, but a text must be the name of a model. Pass the "
+            f"function: from prefrl.rewards import {source}"
         )
     try:
         adapter = find_adapter_config_file(source)

@@ -61,14 +61,14 @@ class RowReader:
         if isinstance(prompt, str):
             if images and self.reads_images:
                 raise RewardError(
-                    f"reward model {self._name!r}: a prompt that is a text has {len(images)} images, which stand in "
-                    "messages. Give prompts as lists of messages"
+                    f"reward model {self._name!r}: a prompt that is a text has {len(images)} images, which belong in "
+                    "messages. Use lists of messages as prompts"
                 )
             return ModelRow(self._text_ids(prompt + completion))
         if self._template is None:
             raise ConfigError(
-                f"reward model {self._name!r}: the data are conversational, but its tokenizer has no chat "
-                "template. Give a tokenizer with a template in reward_processing_classes"
+                f"reward model {self._name!r}: the data are conversational, but its tokenizer has no chat template. "
+                "Pass a tokenizer with a template in reward_processing_classes"
             )
         if not self.reads_images:
             plain = [{**m, "content": message_text(m)} if has_images([m]) else m for m in (*prompt, *completion)]

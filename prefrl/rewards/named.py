@@ -141,13 +141,13 @@ def _from_call(text: str) -> RewardFunction:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"reward_funcs={text!r}: cannot be read: {error}. {_example()}") from error
     if not name or not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Name):
-        raise ConfigError(f"reward_funcs={text!r}: is no reward with parameters. {_example()}")
+        raise ConfigError(f"reward_funcs={text!r}: is not a reward with parameters. {_example()}")
     return _with_parameters(name, expression, text)
 
 
 def _with_parameters(name: str, call: ast.Call, text: str) -> RewardFunction:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ConfigError(f"reward_funcs={text!r}: parameters of {name} are given by name. {_example()}")
+        raise ConfigError(f"reward_funcs={text!r}: parameters of {name} must be given by name. {_example()}")
     parameters = {str(keyword.arg): _value(keyword.value, text) for keyword in call.keywords}
     if name not in GRADERS:
         return _made(name, parameters, text)

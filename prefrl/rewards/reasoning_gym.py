@@ -58,7 +58,7 @@ class ReasoningGym(Grader):
         check_task(self.task)
         if self.task in _RUNS_ANSWERS:
             raise ConfigError(
-                f"{PREFIX}{self.task}: this task runs answers as Python code in the process that trains. Use another "
+                f"{PREFIX}{self.task}: this task runs answers as Python code in the training process. Use another "
                 "task, or write a reward that checks the answers without running them"
             )
         self._score = _factory().get_score_answer_fn(self.task)

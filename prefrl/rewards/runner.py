@@ -280,7 +280,9 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
     if weights is None:
         return [1.0] * count
     if len(weights) != count:
-        raise ConfigError(f"reward_weights={list(weights)}: {len(weights)} weights for {count} rewards; give one each")
+        raise ConfigError(
+            f"reward_weights={list(weights)}: {len(weights)} weights for {count} rewards; there must be one for each"
+        )
     if not all(math.isfinite(weight) for weight in weights):
         raise ConfigError(f"reward_weights={list(weights)}: weights need to be finite numbers")
     return [float(weight) for weight in weights]
@@ -298,14 +300,15 @@ def _tokenizers(
     if not isinstance(given, list | tuple):
         if given is not None and sum(is_model) > 1:
             raise ConfigError(
-                f"reward_processing_classes: one tokenizer for {sum(is_model)} models, whose tokens may differ; give "
-                f"a list of {len(is_model)}, one for each reward. None is a model's own tokenizer, and for functions"
+                f"reward_processing_classes: one tokenizer for {sum(is_model)} models, whose tokens may differ. Pass "
+                "a list with one entry for each reward: a tokenizer, or None for functions and for a model's own "
+                "tokenizer"
             )
         return [given if model else None for model in is_model]
     if len(given) != len(is_model):
         raise ConfigError(
-            f"reward_processing_classes: {len(given)} entries for {len(is_model)} rewards; give one each, None for "
-            "functions"
+            f"reward_processing_classes: {len(given)} entries for {len(is_model)} rewards; there must be one for "
+            "each, None for functions"
         )
     for i, (tokenizer, model) in enumerate(zip(given, is_model, strict=True)):
         if tokenizer is not None and not model:
@@ -377,6 +380,6 @@ def _missing(reward: str, name: str, columns: Collection[str], standard: Sequenc
     close = difflib.get_close_matches(name, [*visible, *standard], n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return (
-        f"reward {reward!r} needs {name!r}, which is no column of the dataset. {hint}Columns: {visible}; rewards are "
-        f"also given {', '.join(standard)}. Rename the column or the parameter, or give the parameter a default"
+        f"reward {reward!r} needs {name!r}, which is not a column of the dataset. {hint}Columns: {visible}; rewards "
+        f"are also given {', '.join(standard)}. Rename the column or the parameter, or give the parameter a default"
     )

@@ -148,7 +148,7 @@ def write_entry(entry: Entry, path: Path) -> None:
     """
     folder = path.parent
     if folder.is_symlink():
-        raise ConfigError(f"{folder} is a symbolic link: its target is not written to. Remove it.")
+        raise ConfigError(f"{folder} is a symbolic link, and prefrl does not write to its target. Remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     aside = path.with_suffix(".part")

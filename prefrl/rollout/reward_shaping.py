@@ -41,10 +41,12 @@ class ShapingParams(Params):
     """Hyperparameters of `shaped`."""
 
     stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
-        None, "Total reward of completions cut off at the length limit: multiplied by this; below 0: replaced by this."
+        None,
+        "The total reward of completions that were cut off at the length limit is multiplied by this number, or "
+        "replaced by it if it is below 0.",
     )
     missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
-        None, "Subtract this from the total reward of completions that were cut off or aborted."
+        None, "Number to subtract from the total reward of completions that were cut off or aborted."
     )
     normalize: bool = opt(
         False,
@@ -150,7 +152,7 @@ def stop_properly(totals: Tensor, finish_reasons: Sequence[FinishReason], *, coe
     Source: OpenRLHF, `stop_properly_penalty_coef`, after ProRL v2
     """
     if not coefficient <= 1:
-        raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to replace")
+        raise ValueError(f"coefficient={coefficient}: needs to be in 0..1 to scale, or below 0 to replace the reward")
     is_truncated = _where(finish_reasons, totals, reasons={"length"})
     penalized = totals * coefficient if coefficient >= 0 else totals.new_full((), coefficient)
     return torch.where(is_truncated & ~totals.isnan(), penalized, totals)

@@ -38,7 +38,7 @@ class Tables:
                 _SENDERS[tracker](sys.modules[tracker], name, list(columns), [list(row) for row in rows], step)
             except Exception as error:  # it must not end the training
                 self._trackers.remove(tracker)
-                _log.warning("%s gets no more tables, because it failed: %s", tracker, reason_of(error))
+                _log.warning("%s gets no further tables, because it failed: %s", tracker, reason_of(error))
 
 
 def _to_wandb(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:

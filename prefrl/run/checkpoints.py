@@ -145,7 +145,7 @@ def check_whole(folder: Path, *, reads_files: bool = True) -> None:
     Raises:
         ConfigError: It is missing, holds the model only, or is damaged.
     """
-    hint = "Set True to resume from the last whole checkpoint in output_dir."
+    hint = "Set it to True to resume from the last complete checkpoint in output_dir."
     if not folder.is_dir():
         raise ConfigError(f"resume_from_checkpoint={str(folder)!r}: there is no such folder. {hint}")
     check_has_state(folder)

@@ -67,9 +67,9 @@ def check_same_run(saved: Identity, now: Identity, *, where: str, allowed: Colle
     if refused:
         lines = "".join(f"\n  {name}: {_difference(saved.decisive.get(name), after.get(name))}" for name in refused)
         raise ConfigError(
-            f"{where} belongs to a run with other settings, which decide the updates:{lines}\n"
-            f"Resume with the same settings, or set allow_resume_changes={refused!r} to go on with the new ones, or "
-            f"start a new training from its weights, model={where!r}."
+            f"{where} belongs to a run with other settings, which decide the updates:{lines}\nResume with the same "
+            f"settings, or set allow_resume_changes={refused!r} to continue with the new ones, or start a new run "
+            f"from its weights, model={where!r}."
         )
     return names
 

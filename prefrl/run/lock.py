@@ -42,7 +42,7 @@ def only_writer(run_folder: Path) -> Iterator[str]:
         descriptor = os.open(run_folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(
-            f"output_dir={str(run_folder)!r} cannot be written to: {error.strerror}. Choose a folder that can."
+            f"output_dir={str(run_folder)!r} cannot be written to: {error.strerror}. Choose another folder."
         ) from error
     try:
         _lock(descriptor, run_folder)

@@ -50,7 +50,7 @@ def check_url(option: str, url: str) -> None:
     if url.startswith("hf://"):
         raise ConfigError(
             f"{option}={shown!r}: a checkpoint on the Hub is one commit. To upload, set push_to_hub=True, "
-            "hub_model_id and hub_strategy='all_checkpoints'; to resume, get the folder with `hf download` and give "
+            "hub_model_id and hub_strategy='all_checkpoints'; to resume, get the folder with `hf download` and pass "
             "its path."
         )
     try:
@@ -211,7 +211,7 @@ def _fetch_last(place: Place, run_folder: Path, run: str | None) -> Path | None:
     for name in place.names():
         reason = _reason_against(place.manifest(name), run)
         if reason is not None:
-            _log.warning("%s/%s is passed over: %s", place.url, name, reason)
+            _log.warning("%s/%s is skipped: %s", place.url, name, reason)
             continue
         try:
             return place.fetch(name, run_folder)
@@ -237,6 +237,6 @@ def _fetch_best(place: Place, checkpoint: Path) -> None:
     if step_of(name) is None or (checkpoint.parent / name).is_dir():
         return
     if place.manifest(name) is None:
-        _log.warning("%s/%s, the best checkpoint so far, is not there; training goes on without it", place.url, name)
+        _log.warning("%s/%s, the best checkpoint so far, is missing; training continues without it", place.url, name)
     else:
         place.fetch(name, checkpoint.parent)

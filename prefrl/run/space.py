@@ -27,7 +27,7 @@ def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{option}={str(run_folder)!r} cannot be written to: {error.strerror}. Choose a folder that can."
+            f"{option}={str(run_folder)!r} cannot be written to: {error.strerror}. Choose another folder."
         ) from error
 
 

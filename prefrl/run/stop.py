@@ -79,7 +79,7 @@ class StopRequest:
         self._signal = number
         name = signal.Signals(number).name
         when = "now" if self._interruptible else "after this step"
-        sys.stderr.write(f"{name}: saving a checkpoint {when}; the next {name} stops at once\n")
+        sys.stderr.write(f"{name}: saving a checkpoint {when}; the next {name} stops immediately\n")
         if self._interruptible:
             raise Stopped
 

@@ -23,7 +23,7 @@ __all__ = ["OTHERS", "Command", "main"]
 
 
 class Command(NamedTuple):
-    """A command that trains nothing by itself.
+    """A command that is not an algorithm.
 
     Args:
         module: Its module in `prefrl.scripts`, which has `main(argv) -> exit code`.
@@ -37,24 +37,22 @@ class Command(NamedTuple):
 OTHERS = {
     "init": Command("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
     "doctor": Command("checkup.doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
-    "launch": Command("launch.command", "run an algorithm on several GPUs or nodes, with a vLLM server if asked for"),
-    "resume": Command(
-        "resume", "go on with a run from its last checkpoint, with the options that it was started with"
-    ),
+    "launch": Command("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
+    "resume": Command("resume", "continue a run from its last checkpoint, with the options that it was started with"),
     "demo": Command("demo.command", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
     "watch": Command("report.watch", "show a run in the browser while it trains"),
     "report": Command("report.command", "write one HTML file about a run, or about two"),
-    "look": Command("report.look", "show completions of a run: its best, its worst"),
+    "look": Command("report.look", "show the best and the worst completions of a run"),
     "chat": Command("sampling.chat", "talk to a model in the terminal"),
     "generate": Command("sampling.generate", "sample completions of a prompt or of a dataset"),
     "eval": Command(
-        "sampling.eval", "score a model, or responses in a file: means, pass@k, maj@k, best@k by data source"
+        "sampling.eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
     ),
     "merge": Command("merge", "merge an adapter into its base model"),
     "soup": Command("soup", "average checkpoints"),
-    "replay": Command("replay.command", "compute a past step of a run again, for debugging"),
-    "verify": Command("verify", "compute exactly what your own loss, advantage or KL estimate does on average"),
-    "vllm-serve": Command("launch.vllm_serve", "serve a model for trainers, with vLLM in its own environment"),
+    "replay": Command("replay.command", "recompute a past step of a run, for debugging"),
+    "verify": Command("verify", "compute the exact bias of your own loss, advantage or KL estimate"),
+    "vllm-serve": Command("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
     "migrate": Command("migrate.command", "rewrite scripts and configs of TRL, verl and cosmos-rl"),
     "env": Command("env", "print the versions and devices of this machine, for bug reports"),
 }
@@ -120,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"prefrl {prefrl.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("command", metavar="command", nargs="?", help="see below; prefrl COMMAND --help says more")
+    parser.add_argument(
+        "command", metavar="command", nargs="?", help="see below; prefrl COMMAND --help shows its options"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of the command")
     return parser
 

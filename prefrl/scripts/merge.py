@@ -20,7 +20,7 @@ class MergeArguments:
 
     adapter: str | None = opt(None, "Folder of the adapter, or its name on the Hub.")
     output_dir: str | None = opt(None, "Folder for the merged model.")
-    dtype: DType = opt("auto", "Type of the saved weights; auto: that of the base model. The sum is in float32.")
+    dtype: DType = opt("auto", "Type of the saved weights; auto: that of the base model. Merging is done in float32.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -28,7 +28,7 @@ class MergeArguments:
             if getattr(self, name) is None:
                 raise ConfigError(f"{name}: not given. Write prefrl merge ADAPTER OUTPUT_DIR.")
         if any(Path(str(self.output_dir)).glob("*.safetensors")):
-            raise ConfigError(f"output_dir={self.output_dir!r}: holds a model already. Choose another folder.")
+            raise ConfigError(f"output_dir={self.output_dir!r}: already holds a model. Choose another folder.")
 
 
 def command_parser() -> CommandParser:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: There is nothing to resume, or the run was not started by the command.
     """
-    about = "Go on with a run from its last checkpoint, with the options that it was started with."
+    about = "Continue a run from its last checkpoint, with the options that it was started with."
     parser = CommandParser("resume", (ResumeArguments,), about, takes_config=False, positional=("run_dir",))
     (options,) = parser.parse(argv)
     words = command_to_resume(Path(options.run_dir))
@@ -72,7 +72,9 @@ def command_to_resume(folder: Path) -> list[str]:
     found = find_last(folder, run=identity.run)
     if found.folder is None:
         unusable = f" ({'; '.join(found.unusable)})" if found.unusable else ""
-        raise ConfigError(f"{folder}: nothing to resume: the run has no whole checkpoint{unusable}. Start it again.")
+        raise ConfigError(
+            f"{folder}: nothing to resume: the run has no complete checkpoint{unusable}. Start it again."
+        )
     command = starts[-1].command
     words = _words(shlex.split(command))
     by_hand = f"Resume it by hand: add {' '.join(_RESUME)} to that command."
@@ -82,7 +84,7 @@ def command_to_resume(folder: Path) -> list[str]:
             "trainer.train(resume_from_checkpoint=True)."
         )
     if MASK in command:
-        raise ConfigError(f"{folder}: was started by `{command}`, without its secrets in the record. {by_hand}")
+        raise ConfigError(f"{folder}: was started by `{command}`, but its secrets were not recorded. {by_hand}")
     output_dir = read(REGISTRY[words[0]], words[1:]).values.get("output_dir") or "trainer_output"
     if Path(output_dir).resolve() != folder.resolve():
         raise ConfigError(

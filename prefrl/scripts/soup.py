@@ -49,17 +49,19 @@ class SoupArguments:
     checkpoints: list[str] | None = opt(
         None, "Folders with checkpoints of one architecture, or LoRA adapters of one base model."
     )
-    run_dir: str | None = opt(None, "Folder of a run, instead of checkpoints: all checkpoints in it.")
+    run_dir: str | None = opt(None, "Folder of a run, whose checkpoints are all used; instead of checkpoints.")
     method: Literal["uniform", "greedy"] = opt(
         "uniform", "uniform: average all. greedy: starting with the best, add those that do not make the metric worse."
     )
     weights: list[float] | None = opt(None, "uniform: a positive number for each checkpoint; None: equal weights.")
     metric: str | None = opt(None, "Metric of the algorithm's evaluation, such as eval_loss; None: nothing is scored.")
     greater_is_better: bool | None = opt(
-        None, "Whether greater is better; None: unless the metric's name ends with loss."
+        None, "Whether a greater value is better; None: yes, unless the metric's name ends with loss."
     )
     top_k: int | None = opt(None, "Use only the k checkpoints with the best metric; None: all.")
-    algorithm: str | None = opt(None, "Algorithm whose evaluation gives the metric: one on fixed datasets.")
+    algorithm: str | None = opt(
+        None, "Algorithm whose evaluation gives the metric; online algorithms are not supported."
+    )
     dataset_name: str | None = opt(None, "Held-out data: a name on the Hub, a folder, or a file, as for training.")
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_test_split: str = opt("test", "Split to evaluate on; slices such as train[90%:] work.")
@@ -81,13 +83,13 @@ class SoupArguments:
             raise ConfigError(f"{', '.join(missing)}: not given, but metric={self.metric!r} needs them. Set them.")
         if self.weights is not None:
             raise ConfigError(
-                f"weights={self.weights} with metric={self.metric!r}: both decide what is averaged. Remove one."
+                f"weights={self.weights} with metric={self.metric!r}: both determine what is averaged. Remove one."
             )
 
     def _check_nothing_is_scored(self) -> None:
         if self.method == "greedy":
             raise ConfigError(
-                "method='greedy' with metric=None: a metric must tell whether a soup is better. Set metric, "
+                "method='greedy' with metric=None: a metric is needed to decide whether a soup is better. Set metric, "
                 "algorithm and dataset_name, or method='uniform'."
             )
         for name, unset in _FOR_A_METRIC.items():

@@ -49,7 +49,9 @@ _RIGHT = 1e-8
 class VerifyArguments:
     """The function, and what it claims."""
 
-    function: str = dataclasses.field(metadata={"help": "What to verify: module:function; may come first, alone."})
+    function: str = dataclasses.field(
+        metadata={"help": "Function to verify, as module:function; may also be given as the first argument."}
+    )
     kind: Literal["policy", "advantage", "kl"] = opt(
         "policy",
         "policy: takes PolicyTokens and returns a TokenLoss. advantage: takes ScoredRows or ScoredTokens and returns "
@@ -63,7 +65,9 @@ class VerifyArguments:
     hyperparameters: list[str] | None = opt(
         None, "Keyword arguments of the function, or fields of the dataclass that it takes last, as NAME=VALUE."
     )
-    level: Literal["token", "sequence", "sequence_token", "sequence_sum"] = opt("token", "policy: level of log_ratio.")
+    level: Literal["token", "sequence", "sequence_token", "sequence_sum"] = opt(
+        "token", "policy: the level of log_ratio."
+    )
     reduction: Literal["token", "sequence_mean", "sequence_sum"] = opt(
         "sequence_sum", "policy, kl: how the losses of tokens are reduced to one number."
     )

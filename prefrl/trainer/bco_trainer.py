@@ -70,7 +70,7 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         **arguments: Unpack[TrainerArguments],
     ) -> None:
         if (embedding_func is None) != (embedding_tokenizer is None):
-            raise ConfigError("embedding_func and embedding_tokenizer: give both, for the density ratio, or neither")
+            raise ConfigError("embedding_func and embedding_tokenizer: pass both, for the density ratio, or neither")
         self._embed = embedding_func
         self._embedding_tokenizer = embedding_tokenizer
         self._density_ratio: DensityRatio | None = None

@@ -33,7 +33,7 @@ class CriticOptimizer(Params):
 
 CRITIC_OPTIMIZER = KwargsOption(
     name="critic_optim_kwargs",
-    description="Options of optimizer and schedule that are different for the critic, besides critic_learning_rate.",
+    description="Optimizer and schedule options that differ for the critic, in addition to critic_learning_rate.",
     switch=None,
     choices={None: CriticOptimizer},
 )

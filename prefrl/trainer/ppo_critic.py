@@ -77,7 +77,7 @@ def refuse_reward_model(given: object, reward_funcs: object) -> None:
     """
     sources = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if isinstance(given, torch.nn.Module) and any(source is given for source in sources):
-        raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Give a copy.")
+        raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Pass a copy.")
 
 
 def critic_loss(args: PPOConfig, batch: CriticBatch, values: Tensor) -> LossOutput:

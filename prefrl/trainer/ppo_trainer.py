@@ -200,5 +200,5 @@ def _one_of(
     reward_funcs: RewardSource | list[RewardSource] | None, reward_model: RewardSource | None
 ) -> RewardSource | list[RewardSource] | None:
     if reward_funcs is not None and reward_model is not None:
-        raise ConfigError("reward_model and reward_funcs: both name the rewards. Give all in reward_funcs.")
+        raise ConfigError("reward_model and reward_funcs: both name the rewards. Pass all of them in reward_funcs.")
     return reward_model if reward_funcs is None else reward_funcs

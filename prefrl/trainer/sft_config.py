@@ -29,16 +29,16 @@ class SFTConfig(OfflineConfig):
     assistant_only_loss: bool = opt(
         False,
         "Compute the loss only on assistant turns; needs conversational data. With completion_only_loss, only on "
-        "those of the completion.",
+        "the assistant turns of the completion.",
     )
     dataset_text_field: str = opt("text", "Name of the text column of language-modeling data.")
     dataset_kwargs: dict[str, Any] | str | None = opt(
         None,
-        '{"skip_prepare_dataset": true}: the rows are token ids (column input_ids), to be learned as they are, '
+        '{"skip_prepare_dataset": true}: the rows are token ids (column input_ids), which are used as they are, '
         "without truncation. JSON on the command line.",
     )
     shuffle_dataset: bool = opt(
-        False, "Shuffle the rows before they are packed, so that each pack has rows from all of the dataset."
+        False, "Shuffle the rows before they are packed, so that each pack has rows from the whole dataset."
     )
     packing: bool = opt(
         False,

@@ -131,7 +131,7 @@ def test_a_file_of_verl_is_scored_by_its_data_sources(workspace: Path) -> None:
         (["--reward_funcs", "numeric_reward"], "dataset_name: not given"),
         (
             ["m", "prompts.jsonl", "--server", "http://h/v1", "--reward_funcs", "repetition_penalty_reward"],
-            "needs completion_ids, and files and servers have texts only",
+            "needs completion_ids, but files and servers provide only texts",
         ),
         (["m", "a.jsonl", "--reward_funcs", "x", "--response_column", "y"], "response_column='y' has no effect"),
         (["m", "a.jsonl", "--reward_funcs", "x", "--k", "1", "2"], "at most 1 responses. Raise num_generations"),
@@ -196,7 +196,7 @@ def test_a_merged_adapter_gives_the_outputs_of_base_and_adapter(workspace: Path,
         for model in (AutoModelForCausalLM.from_pretrained("merged"), load_merged("adapter")):
             torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
     assert AutoTokenizer.from_pretrained("merged").eos_token == "<|end|>"
-    with pytest.raises(ConfigError, match="holds a model already"):
+    with pytest.raises(ConfigError, match="already holds a model"):
         merge.main(["adapter", "merged"])
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
         merge.main([str(model_folder), "other"])

@@ -141,7 +141,7 @@ def test_two_runs_of_the_parser_do_not_influence_each_other(tmp_path: Path) -> N
         pytest.param("max_length: [1, 2]", r"run.yaml:3: max_length=sequence: a list is not allowed"),
         pytest.param("freeze:\n  - [a, b]", r"run.yaml:3: freeze=sequence: a list of lists"),
         pytest.param("max_length: {a: 1}", r"run.yaml:3: max_length=mapping: a mapping is not allowed"),
-        pytest.param("seed: 1\nseed: 2", r"run.yaml:4: seed was set in line 3 already"),
+        pytest.param("seed: 1\nseed: 2", r"run.yaml:4: seed was already set in line 3"),
         pytest.param("max_length: 0", r"max_length=0: must be a number >= 2"),
         pytest.param("seed: [", r"run.yaml:3: is not YAML: "),
         pytest.param("env:\n\tA: 1", r"run.yaml:4: is not YAML: .* in column 1. YAML has no tabs"),

@@ -89,7 +89,7 @@ def test_from_a_checkpoint_without_the_optimizer_one_step_can_be_computed(
     shown = capsys.readouterr().out
     assert [shown.count(repr(entry[name])) for name in ("grad_norm", "learning_rate")] == [2, 2]
     assert main(["replay", str(tmp_path / "run"), "--step", "5"]) == 2
-    assert "only step 4 can be computed again" in capsys.readouterr().err
+    assert "only step 4 can be recomputed" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--step", "0"], "step=0: must be the number of a step, 1 or more"),
         ([], "step=None: must be the number of a step"),
-        (["--step", "3"], "step=3: .* has no whole checkpoint of an earlier step"),
+        (["--step", "3"], "step=3: .* has no complete checkpoint of an earlier step"),
         (["--step", "7"], "step=7: the run has 6 steps"),
         (["--step", "4"], "generation batch 3, which step 4 learns from first, is not in the journal"),
     ],
@@ -127,7 +127,7 @@ def test_a_run_that_chose_its_steps_is_refused(
     make_trainer("grpo", tmp_path, **{**SAVING, "max_steps": 4}, **option, beta=0.0).train()
     assert main(["replay", str(tmp_path), "--step", "4"]) == 2
     ((name, value),) = option.items()
-    assert f"with {name}={value!r}, the journal does not say" in capsys.readouterr().err
+    assert f"with {name}={value!r}, the journal does not record" in capsys.readouterr().err
 
 
 def test_a_run_whose_rate_followed_evaluations_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ def test_folders_that_hold_too_little_are_refused(tmp_path: Path, capsys: pytest
     assert "sft learns from a dataset, which the folder does not hold" in capsys.readouterr().err
     make_trainer("grpo", tmp_path / "grpo", **SAVING).train()  # beta > 0
     assert main(["replay", str(tmp_path / "grpo"), "--step", "4"]) == 2
-    assert "was given as an instance without a name" in capsys.readouterr().err
+    assert "was passed as an instance without a name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dpo", "reward"])

@@ -420,7 +420,7 @@ def test_ctrl_c_says_where_the_run_stopped(
     ("argv", "message"),
     [
         (["--report_to", "clearml"], "report_to='clearml': its package is not installed. Run `pip install clearml`"),
-        (["--model_init_kwargs", '{"dtype": "bflot16"}'], "dtype='bflot16': is no type of torch. Set 'bfloat16'"),
+        (["--model_init_kwargs", '{"dtype": "bflot16"}'], "dtype='bflot16': is not a torch dtype. Set 'bfloat16'"),
     ],
 )
 def test_what_would_fail_inside_other_libraries_is_one_line(

@@ -155,7 +155,7 @@ def test_plain_training_arguments_give_all_the_options_that_they_have(
 def test_options_that_a_conversion_would_lose_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     arguments: Any = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, generation_num_beams=4)
     with pytest.raises(
-        ConfigError, match="Seq2SeqTrainingArguments: generation_num_beams=4 is no option of SFTConfig"
+        ConfigError, match="Seq2SeqTrainingArguments: generation_num_beams=4 is not an option of SFTConfig"
     ):
         SFTTrainer(model, arguments, train_dataset=dataset_of("sft"))
 

@@ -163,7 +163,7 @@ def test_sizes_of_a_checkpoint_fit_other_processes(tmp_path: Path, monkeypatch: 
     assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (4, 3)
     given = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 5}
     trainer = make_trainer("sft", tmp_path, **given)
-    with pytest.raises(ConfigError, match="24 rows for a step, which 2 processes with gradient_accumulation_steps=5"):
+    with pytest.raises(ConfigError, match="24 rows per step, which 2 processes with gradient_accumulation_steps=5"):
         trainer.sizes.settle(tmp_path, num_rows=40)
 
 

@@ -393,13 +393,13 @@ REFUSED = [
     ({"model_soup": "greedy"}, "model_soup='greedy' with eval_strategy='no'"),
     ({**EVALUATES, "model_soup": "greedy", "save_total_limit": 1}, "with save_total_limit=1: there is one checkpoint"),
     ({**EVALUATES, "model_soup": "greedy", "eval_steps": 2, "save_steps": 3}, "whose ratio is 1.5"),
-    ({**EVALUATES, "model_soup": "greedy", "save_strategy": "epoch"}, "Set both alike"),
+    ({**EVALUATES, "model_soup": "greedy", "save_strategy": "epoch"}, "Set both to the same value"),
     (
         {**EVALUATES, "model_soup": "greedy", "ema_decay": 0.9, "metric_for_best_model": "ema_loss"},
         "Set metric_for_best_model='loss'",
     ),
     ({"ema_decay": 0.9, "optim": "schedule_free_adamw"}, "this optimizer averages the weights itself"),
-    ({"on_spike": "rollback", "save_only_model": True}, "training cannot go on from a model alone"),
+    ({"on_spike": "rollback", "save_only_model": True}, "training cannot continue from a model alone"),
     ({"on_spike": "rollback", "save_strategy": "no"}, "on_spike='rollback' has no effect"),
     ({"increase_batch_size_on_plateau": 1, "increase_batch_size_kwargs": {"eval_split": "validation"}}, "no evaluat"),
     ({"model_soup_kwargs": {"top_k": 2}}, "model_soup_kwargs"),
@@ -430,5 +430,5 @@ def test_the_loss_of_an_online_trainer_is_no_sign_of_a_spike(tmp_path: Path) -> 
 
 
 def test_a_dataset_cannot_have_the_name_of_the_average(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="an eval_dataset that is called 'ema'"):
+    with pytest.raises(ConfigError, match="an eval_dataset named 'ema'"):
         make_trainer("sft", tmp_path, **EVALUATES, ema_decay=0.9, eval_dataset={"ema": dataset_of("sft", 2)})

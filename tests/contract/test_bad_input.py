@@ -190,7 +190,7 @@ def test_sft_refuses(
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_a_trainer_without_a_dataset_is_refused(algorithm: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train_dataset=None: .* For evaluation alone, give eval_dataset"):
+    with pytest.raises(ConfigError, match=r"train_dataset=None: .* For evaluation alone, pass eval_dataset"):
         make_trainer(algorithm, tmp_path, train_dataset=None)
 
 

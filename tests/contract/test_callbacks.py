@@ -221,7 +221,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytes
     trainer.args.report_to = ["comet_ml"]
     trainer.add_callback(LogCompletionsCallback(trainer, freq=1))
     trainer.train()
-    assert "comet_ml gets no more tables, because it failed: KeyError: 'comet_ml'" in caplog.text
+    assert "comet_ml gets no further tables, because it failed: KeyError: 'comet_ml'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_the_training_set_is_evaluated_like_a_dataset_with_its_rows(algorithm: s
 
 def test_two_evaluations_called_train_and_one_without_an_end_are_refused(tmp_path: Path) -> None:
     rows = dataset_of("sft", 2)
-    with pytest.raises(ConfigError, match="an eval_dataset that is called 'train'"):
+    with pytest.raises(ConfigError, match="an eval_dataset named 'train'"):
         make_trainer("sft", tmp_path, eval_dataset={"train": rows}, evaluate_training_set=True)
     with pytest.raises(ConfigError, match="Set max_eval_samples"):
         make_trainer("sft", tmp_path, eval_dataset=rows, evaluate_training_set=True, streams=True)

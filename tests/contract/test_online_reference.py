@@ -73,5 +73,5 @@ def test_the_reward_model_of_ppo_is_a_reward_by_another_name(tmp_path: Path) -> 
     }
     trainer = PPOTrainer(model=stopping_model(), reward_model=ragged_reward, **arguments)
     assert trainer.rewards.names == ["ragged_reward"]
-    with pytest.raises(ConfigError, match="Give all in reward_funcs"):
+    with pytest.raises(ConfigError, match="Pass all of them in reward_funcs"):
         PPOTrainer(model=stopping_model(), reward_model=ragged_reward, reward_funcs=ragged_reward, **arguments)

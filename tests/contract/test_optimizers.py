@@ -73,7 +73,7 @@ def test_the_rate_of_a_weight_is_that_of_the_first_expression_in_its_name(tmp_pa
 
 
 def test_an_expression_that_is_in_no_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="learning_rates: 'vision' is found in no name"):
+    with pytest.raises(ConfigError, match="learning_rates: 'vision' matches no name"):
         make_trainer("sft", tmp_path, learning_rates={"vision": 0.1}).train()
 
 

@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pyt
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
         resumed.train(resume_from_checkpoint=str(weights.parent))
     resumed.train(resume_from_checkpoint=True)
-    assert "passes over checkpoint-2: model.safetensors is damaged" in caplog.text
+    assert "skips checkpoint-2: model.safetensors is damaged" in caplog.text
     assert problem_of(weights.parent) is None  # step 2 was made again
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_cannot_be_written_is_removed_and_the_last_one_is_name
         save(folder)
 
     monkeypatch.setattr(trainer, "_save_rng_state", full)
-    with pytest.raises(CheckpointError, match=r"checkpoint-2.*No space left.*The last whole one is .*checkpoint-1"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2.*No space left.*The last complete one is .*checkpoint-1"):
         trainer.train()
     assert not (tmp_path / ".saving").exists()
 
@@ -225,7 +225,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loade
 ) -> None:
     (tmp_path / "a-file").touch()
     monkeypatch.setattr("prefrl.trainer.base.trainer.load_model", None)
-    with pytest.raises(ConfigError, match=r"output_dir=.*cannot be written to: .* Choose a folder that can"):
+    with pytest.raises(ConfigError, match=r"output_dir=.*cannot be written to: .* Choose another folder"):
         make_trainer("sft", tmp_path / folder)
 
 
@@ -283,7 +283,7 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
     with usual_handler(number, handler), pytest.raises(error) as caught:
         trainer.train()
     assert getattr(caught.value, "code", None) == code
-    assert "stopped after step 2 of 4. To go on, start the same training with resume_from_checkpoint=True" in (
+    assert "stopped after step 2 of 4. To continue, start the same training with resume_from_checkpoint=True" in (
         capsys.readouterr().err
     )
     found = find_last(tmp_path, run=None)

@@ -324,7 +324,7 @@ def edit_span(field: str, value: object) -> Callable[[Any], None]:
         (edit_choice(1, "token_ids", [5] * 9), "has 9 tokens, but 1..8"),
         (edit_choice(1, "token_ids", [5] * 7 + [128]), r"token ids \[128\] are outside the vocabulary, 0..127"),
         (edit_choice(1, "finish_reason", "tired"), "finish_reason 'tired' is not one of"),
-        (edit_choice(1, "logprobs", None), "a field is missing or has another form"),
+        (edit_choice(1, "logprobs", None), "a field is missing or malformed"),
         (edit_choice(1, "weight_versions", None), "weight versions cover 0 of"),
         (edit_logprob("token_id", 0), "the log-probs are for the tokens"),
         (edit_logprob("logprob", float("nan")), "the log-prob of token 0 is nan. The weights have diverged"),

@@ -197,7 +197,9 @@ def test_images_that_the_server_expands_otherwise_are_refused(
     processor.image_processor.size = {"longest_edge": 32}  # one tile where the server sees several
     generator = make()
     generator.sync(PolicyWeights(model), version=1)
-    with pytest.raises(GenerationError, match=r"\d+ tokens on the server and \d+ in the trainer.*expand images alike"):
+    with pytest.raises(
+        GenerationError, match=r"\d+ tokens on the server and \d+ in the trainer.*expand images in the same way"
+    ):
         generate(generator, prompts_of(processor)[:1], sampling())
 
 

@@ -391,12 +391,10 @@ FAULTS = [
     pytest.param(reshaped, "cannot take these weights", id="wrong shape"),
     pytest.param(broken_bias, r"not finite: model\.layers\.1\.self_attn\.k_proj\.bias", id="NaN"),
     pytest.param(endless_norm, r"not finite: model\.norm\.weight", id="infinity"),
-    pytest.param(
-        without("1.self_attn.v_proj.bias"), r"not complete.*layers\.1\.self_attn\.qkv_proj", id="part missing"
-    ),
-    pytest.param(without("0.mlp.gate_proj"), r"not complete.*layers\.0\.mlp\.gate_up_proj", id="half a layer missing"),
-    pytest.param(without("model.norm"), r"not complete.*model\.norm", id="layer missing"),
-    pytest.param(without("embed_tokens"), r"not complete.*embed_tokens", id="tied weights missing"),
+    pytest.param(without("1.self_attn.v_proj.bias"), r"incomplete.*layers\.1\.self_attn\.qkv_proj", id="part missing"),
+    pytest.param(without("0.mlp.gate_proj"), r"incomplete.*layers\.0\.mlp\.gate_up_proj", id="half a layer missing"),
+    pytest.param(without("model.norm"), r"incomplete.*model\.norm", id="layer missing"),
+    pytest.param(without("embed_tokens"), r"incomplete.*embed_tokens", id="tied weights missing"),
     pytest.param(doubled, r"more than once: model\.norm\.weight", id="twice"),
     pytest.param(head_too, r"send them once", id="tied weights twice"),
     pytest.param(nothing, "not complete|no safetensors", id="nothing"),
@@ -457,7 +455,7 @@ def test_a_trainer_that_is_silent_for_too_long_is_an_error_and_the_server_serves
     short = make_sync("gloo", timeout=10)  # in which it also forms its group
     model = policy(server, seed=1)
     sync.send({server.url: info}, PolicyWeights(model), version="run:0")
-    with pytest.raises(WeightSyncError, match=r"Worker failed.*nothing was sent or received for 10 s"):
+    with pytest.raises(WeightSyncError, match=r"Worker failed.*no data was sent or received for 10 s"):
         short.send({server.url: info}, Altered(policy(server, seed=2), silent), version="run:1")
     sync.forget(server.url)  # the server has left its group for the other one
     assert not is_paused(http, server)
@@ -585,7 +583,7 @@ def test_a_head_of_its_own_is_sent_and_must_not_be_missing(
                 model = policy(server, seed=step)
                 sync.send({server.url: info}, PolicyWeights(model), version=f"run:{step}")
                 assert_serves(model, http, server, name=info.model, version=f"run:{step}")
-            with pytest.raises(WeightSyncError, match=r"not complete.*lm_head"):
+            with pytest.raises(WeightSyncError, match=r"incomplete.*lm_head"):
                 sync.send({server.url: info}, Altered(policy(server, seed=5), without("lm_head")), version="run:no")
             assert_serves(model, http, server, name=info.model, version=UPDATING)
         with pytest.raises(WeightSyncError, match="takes no adapters"):

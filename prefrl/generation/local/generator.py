@@ -286,17 +286,17 @@ class LocalGenerator:
         with self._autocast():
             output = self._model(**arguments)
         if output.get("past_key_values") is not cache:
-            raise _no_cache_error(self._base, "its forward pass does not fill the cache that it is given")
+            raise _no_cache_error(self._base, "its forward pass does not fill the cache that is passed to it")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped
 
     def _check_architecture(self) -> None:
         if self._base.config.is_encoder_decoder:
-            raise _no_cache_error(self._base, "it is an encoder with a decoder")
+            raise _no_cache_error(self._base, "it is an encoder-decoder model")
         if "past_key_values" not in self._arguments:
             raise _no_cache_error(self._base, "its forward pass takes no past_key_values")
         if is_peft_model(self._model) and self._model.active_peft_config.is_prompt_learning:
             kind = type(self._model.active_peft_config).__name__
-            raise _no_cache_error(self._base, f"its adapter ({kind}) puts tokens of its own before the prompt")
+            raise _no_cache_error(self._base, f"its adapter ({kind}) inserts its own tokens before the prompt")
 
     @property
     def context_limit(self) -> int | None:
@@ -310,7 +310,7 @@ class LocalGenerator:
             if self._num_positions is not None and len(prompt) + max_tokens > self._num_positions:
                 raise GenerationError(
                     f"prompt {number} has {len(prompt)} tokens and max_tokens={max_tokens}: together must be at most "
-                    f"{self._num_positions} for {type(self._base).__name__}, which has no more positions. Shorten "
+                    f"{self._num_positions} for {type(self._base).__name__}, which has no further positions. Shorten "
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
 

@@ -72,7 +72,7 @@ class VLLMGenerator:
             if not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
         if not urls or len({*map(check_url, urls)}) < len(urls):
-            raise ConfigError(f"vLLM servers {list(urls)}: must be at least one URL, and none of them twice")
+            raise ConfigError(f"vLLM servers {list(urls)}: must be at least one URL, without duplicates")
         first = rank() % len(urls)  # among equally busy servers, each process prefers a different one
         bases = [check_url(url) for url in [*urls[first:], *urls[:first]]]
         self.weight_sync = weight_sync

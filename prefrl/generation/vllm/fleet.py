@@ -169,7 +169,9 @@ class Fleet:
             try:
                 versions = self._versions(timeout=self.server_timeout)
             except HttpError as error:
-                raise GenerationError(f"a vLLM server runs, but does not tell its weight version: {error}") from error
+                raise GenerationError(
+                    f"a vLLM server is running, but does not report its weight version: {error}"
+                ) from error
         for url in self._with_our_weights & {url for url, found in versions.items() if found == _FRESH}:
             self.stats.restarts += 1
             self._with_our_weights.discard(url)

@@ -86,7 +86,9 @@ def _read(path: Path) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise ConfigError(f"{path}: other users can read or change this key. Remove the file; a new one is made.")
+            raise ConfigError(
+                f"{path}: other users can read or change this key. Remove the file, and a new key is created."
+            )
         key = file.read().strip()
     check_key(key)
     return key

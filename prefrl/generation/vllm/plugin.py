@@ -199,7 +199,7 @@ def _check_fit(model: Any, weights: list[Named]) -> None:
     if twice:
         raise ValueError(f"these layers share their weights, so send them once: {_shortened(twice)}")
     if missing:
-        raise ValueError(f"the weights are not complete: these layers would keep old ones: {_shortened(missing)}")
+        raise ValueError(f"the weights are incomplete: these layers would keep old ones: {_shortened(missing)}")
 
 
 def _keeps_old_weights(module: nn.Module) -> bool:

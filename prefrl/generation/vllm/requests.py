@@ -247,7 +247,7 @@ def completions_of(answer: Any, prompt: Prompt, expected: Expected, *, newest_st
             _check_expansion(answer["prompt_token_ids"], prompt.token_ids)
         completions = _completions(answer, prompt.sampling, expected)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadAnswer(f"a field is missing or has another form ({error!r}): {answer!r:.300}") from error
+        raise BadAnswer(f"a field is missing or malformed ({error!r}): {answer!r:.300}") from error
     steps = {step for completion in completions for step in completion.policy_versions}
     other = sorted(step for step in steps if not prompt.step <= step <= newest_step)
     if other:
@@ -264,8 +264,9 @@ def _check_expansion(found: Sequence[int], ours: Sequence[int]) -> None:
     place = min(len(found), len(ours)) if first is None else first
     raise BadAnswer(
         f"with its images, the prompt has {len(found)} tokens on the server and {len(ours)} in the trainer, which "
-        f"differ from token {place} on. Both must expand images alike: serve the files of the trainer's processor "
-        "(processing_class) with the model, and give vLLM no --mm-processor-kwargs that the trainer does not have"
+        f"differ from token {place} on. Both must expand images in the same way: serve the files of the trainer's "
+        "processor (processing_class) with the model, and do not pass vLLM any --mm-processor-kwargs that the trainer "
+        "does not use"
     )
 
 

@@ -105,7 +105,7 @@ class Group:
             if check is not None:
                 check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing was sent or received for {self.invitation.timeout_s:g} s")
+                raise TimeoutError(f"no data was sent or received for {self.invitation.timeout_s:g} s")
             time.sleep(pause)
             pause = _POLL_SECONDS
         self._under_way.wait()

@@ -157,7 +157,9 @@ async def _clear_cache(transfer: Transfer, server: Server) -> None:
     path = "/reset_prefix_cache"
     answer = await transfer.post(server, path)
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise Refused(f"POST {server.url}{path}: answered {answer}: its cache is of the old weights", status=200)
+        raise Refused(
+            f"POST {server.url}{path}: answered {answer}: its cache still belongs to the old weights", status=200
+        )
 
 
 async def _set_version(transfer: Transfer, server: Server, *, version: str) -> None:

@@ -178,7 +178,7 @@ def _receive_header(group: Group, seal: _Seal) -> _Header | None:
     seal.add(text)
     found = _receive_bytes(group, _SEAL_BYTES)
     if not hmac.compare_digest(found.numpy().tobytes(), seal.tensor().numpy().tobytes()):
-        raise ValueError("the seal is wrong: these weights were changed on the way, or do not come from the trainer")
+        raise ValueError("the seal is wrong: these weights were changed in transit, or do not come from the trainer")
     return _Header(**json.loads(text.numpy().tobytes())) if num_bytes else None
 
 

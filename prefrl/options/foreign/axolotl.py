@@ -22,7 +22,7 @@ AXOLOTL: dict[str, Row] = {
     "val_set_size": renamed("test_split_size"),
     "rl": not_there("the algorithm is the command: prefrl dpo, kto, orpo or grpo"),
     "rl_beta": renamed("beta"),
-    "adapter": not_there("use_peft=True trains LoRA adapters, with load_in_4bit=True on a quantized model"),
+    "adapter": not_there("use_peft=True trains LoRA adapters; with load_in_4bit=True, on a quantized model"),
     "lora_target_linear": not_there("set lora_target_modules=all-linear"),
     "peft_use_rslora": renamed("use_rslora"),
     "peft_use_dora": renamed("use_dora"),

@@ -72,7 +72,7 @@ _POLICY: dict[str, Row] = {
     "dataloader_shuffle": renamed("shuffle_dataset"),
     "dataloader_prefetch_factor": not_needed("rows are tokenized once, at the start"),
     "dataloader_num_workers": not_needed("rows are tokenized once, at the start"),
-    "dataloader_batch_size": not_needed("there is no controller"),
+    "dataloader_batch_size": not_needed("there is no separate controller"),
     "enable_dataset_cache": not_needed("datasets caches what it has processed"),
     "reward_function": becomes("reward_funcs and reward_weights", _rewards, "reward_funcs"),
     "filter_reward_metric": renamed("dynamic_sampling_kwargs", "reward_metric"),
@@ -96,8 +96,8 @@ _POLICY: dict[str, Row] = {
     "entropy_coeff": renamed("entropy_coef"),
     "allowed_outdated_steps": renamed("max_staleness"),
     "on_policy": not_there("generation_mode='sync' is on-policy, 'async' is at most max_staleness steps behind"),
-    "no_outdated_rollout": not_needed("nothing is older than max_staleness"),
-    "outdated_rollout_fetch_batch_size": not_needed("no rollout is thrown away"),
+    "no_outdated_rollout": not_needed("no rollout is older than max_staleness"),
+    "outdated_rollout_fetch_batch_size": not_needed("no rollout is discarded"),
     "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
     "max_retry_for_on_policy": renamed("dynamic_sampling_kwargs", "max_tries"),
     "reference_reset_interval": not_there("sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps"),
@@ -118,7 +118,7 @@ _TRAIN: dict[str, Row] = {
     "epoch": renamed("num_train_epochs"),
     "epsilon": renamed("adam_epsilon"),
     "optm_name": asked("optim", {"AdamW": "adamw_torch_fused", "Adam": "adam"}),
-    "optm_impl": not_needed("optim names the implementation, too"),
+    "optm_impl": not_needed("optim also names the implementation"),
     "optm_lr": becomes(
         "learning_rate, and learning_rates for other rates of some parameters",
         lambda value: {"learning_rate": float(value)},
@@ -179,8 +179,7 @@ _TRAIN: dict[str, Row] = {
     "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
     "ckpt.max_keep": if_set("save_total_limit"),
     "ckpt.export_safetensors": not_needed(
-        "checkpoints are folders of HuggingFace; under ZeRO-3 and FSDP2 set the key 'export_weights' of "
-        "checkpoint_kwargs"
+        "checkpoints are HuggingFace folders; under ZeRO-3 and FSDP2 set the key 'export_weights' of checkpoint_kwargs"
     ),
     "ckpt.upload_hf": renamed("push_to_hub"),
     "ckpt.hf_repo_name": renamed("hub_model_id"),
@@ -216,7 +215,7 @@ _ROLLOUT: dict[str, Row] = {
     "sampling_config.repetition_penalty": renamed("repetition_penalty"),
     "sampling_config": not_needed("it is an environment variable of vLLM"),
     "backend": becomes(
-        "use_vllm=True; there is no TensorRT-LLM", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"
+        "use_vllm=True; TensorRT-LLM is not supported", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"
     ),
     "gpu_memory_utilization": server("--gpu_memory_utilization"),
     "enforce_eager": server("--enforce_eager"),
@@ -275,7 +274,7 @@ COSMOS_RL: dict[str, Row] = {
     "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
     "validation": not_there("evaluations have the rewards of training, and its max_completion_length"),
-    "redis": not_needed("there is no controller"),
+    "redis": not_needed("there is no separate controller"),
     "custom": not_there("give the values to your own script"),
 }
 # What the TOML means if a key is not given, where that differs here.

@@ -25,7 +25,7 @@ LUDWIG: dict[str, Row] = {
     ),
     "layers_to_freeze_regex": becomes("freeze: [expression]", lambda value: {"freeze": [value]}, "freeze"),
     "base_learning_rate": not_there("learning_rates gives some parameters other rates"),
-    "preset": not_there("GRPOConfig.preset(name, **options) in Python has the settings of papers"),
+    "preset": not_there("GRPOConfig.preset(name, **options) in Python sets the options of a paper"),
     "loss_balancing": not_there(
         "reward_balance weighs the rewards of online trainers; several losses of DPO have fixed loss_weights"
     ),

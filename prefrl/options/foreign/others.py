@@ -29,7 +29,7 @@ OTHERS: dict[str, Row] = {
     **dict.fromkeys(("system", "system_message"), renamed("system_prompt")),
     "gradient_clipping": renamed("max_grad_norm"),
     "scheduler": renamed("lr_scheduler_type"),
-    "dry_run": not_there("max_steps=1 tries a run; prefrl launch --dry_run prints its commands"),
+    "dry_run": not_there("max_steps=1 tries out a run; prefrl launch --dry_run prints its commands"),
     "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
     "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
     "early_stop": if_set("early_stopping_patience"),

@@ -41,7 +41,7 @@ TRL: dict[str, Row] = {
     "vllm_gpu_memory_utilization": server(_SERVER.format("gpu_memory_utilization")),
     "vllm_tensor_parallel_size": server(_SERVER.format("tensor_parallel_size")),
     "vllm_max_model_length": server(_SERVER.format("max_model_len")),
-    "vllm_enable_sleep_mode": server("it has GPUs of its own and never sleeps"),
+    "vllm_enable_sleep_mode": server("it has its own GPUs and never sleeps"),
     "vllm_group_port": not_needed("the trainer chooses a free port"),
     "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_clip_max"),
     "log_completions_hub_repo": not_there(
@@ -111,12 +111,12 @@ METHODS: dict[str, str] = {"generate_completions": "log_completions prints what 
 NAMES: dict[str, str] = {
     "AsyncGRPOConfig": "GRPOConfig with use_vllm=True, generation_mode='async' and max_staleness",
     "AsyncGRPOTrainer": "GRPOTrainer, whose config has generation_mode='async'",
-    "DistillationConfig": "distillation is not there",
-    "DistillationTrainer": "distillation is not there",
+    "DistillationConfig": "distillation is not supported",
+    "DistillationTrainer": "distillation is not supported",
     "GKDConfig": "distillation is not there",
     "GKDTrainer": "distillation is not there",
-    "HfPairwiseJudge": "prefrl.rewards.get_judge_reward makes a reward of any judge",
-    "PairRMJudge": "prefrl.rewards.get_judge_reward makes a reward of any judge",
+    "HfPairwiseJudge": "prefrl.rewards.get_judge_reward turns any judge into a reward",
+    "PairRMJudge": "prefrl.rewards.get_judge_reward turns any judge into a reward",
     "OpenAIPairwiseJudge": "prefrl.rewards.PairwiseModel asks a model behind an OpenAI-compatible server",
     "setup_chat_format": "clone_chat_template, or the option chat_template_path",
     "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path knows templates by name, and reads one from a file",
@@ -128,7 +128,7 @@ NAMES: dict[str, str] = {
     "AutoModelForSeq2SeqLMWithValueHead": "models with an encoder are not supported; use a decoder-only model",
     "MergeModelCallback": "prefrl soup averages checkpoints; merge with other models by mergekit itself",
     "MergeConfig": "prefrl soup averages checkpoints; merge with other models by mergekit itself",
-    "WinRateCallback": "compute_metrics gets the completions of an evaluation, and get_judge_reward asks a judge",
+    "WinRateCallback": "compute_metrics gets the completions of an evaluation, and get_judge_reward uses a judge",
 }
 # Values of options that have another name: config, option, value -> ours.
 VALUES: dict[tuple[str, str, str], str] = {

@@ -227,11 +227,11 @@ _ACTOR: dict[str, Row] = {
         "weight_decay_schedule",
     ),
     "optim.use_checkpoint_opt_param_scheduler": not_needed(
-        "a resumed run goes on with its schedule; allow_resume_changes names options that may differ"
+        "a resumed run continues its schedule; allow_resume_changes names options that may differ"
     ),
     "optim.clip_grad": renamed("max_grad_norm"),
     "optim.optimizer": asked("optim", _OPTIMIZERS),
-    "optim.optimizer_impl": not_needed("optim names the implementation, too"),
+    "optim.optimizer_impl": not_needed("optim also names the implementation"),
     "optim.override_optimizer_config": not_there("optim_args, adam_epsilon; see docs/optimizers.md"),
     "optim": not_there("see the options of transformers.TrainingArguments"),
     "checkpoint.save_contents": becomes(
@@ -280,18 +280,18 @@ _ROLLOUT: dict[str, Row] = {
     "max_num_seqs": server("--max-num-seqs"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
     "engine_kwargs.sglang": not_there("SGLang is not supported; use_vllm=True asks a vLLM server"),
-    "engine_kwargs": server("options that it does not know go on to vLLM"),
-    "cudagraph_capture_sizes": server("options that it does not know go on to vLLM"),
+    "engine_kwargs": server("unknown options are passed on to vLLM"),
+    "cudagraph_capture_sizes": server("unknown options are passed on to vLLM"),
     "disable_log_stats": server("--disable-log-stats"),
     "over_sample_rate": not_there("dynamic_sampling=True replaces prompts whose completions all have one reward"),
-    "multi_stage_wake_up": not_needed("a server has GPUs of its own"),
+    "multi_stage_wake_up": not_needed("a server has its own GPUs"),
     "update_weights_bucket_megabytes": not_needed("weights are sent in buckets of a fixed size"),
     "trace": not_needed("the folder completions in output_dir has every rollout"),
-    "skip_rollout": not_there("prefrl replay computes a step again from its rollouts"),
-    "skip_dump_dir": not_there("prefrl replay computes a step again from its rollouts"),
+    "skip_rollout": not_there("prefrl replay recomputes a step from its rollouts"),
+    "skip_dump_dir": not_there("prefrl replay recomputes a step from its rollouts"),
     "layered_summon": not_needed("weights are gathered layer by layer"),
     "load_format": not_needed("weights are sent before the first generation"),
-    "free_cache_engine": not_needed("a server has GPUs of its own"),
+    "free_cache_engine": not_needed("a server has its own GPUs"),
     "log_prob_micro_batch_size": not_needed(_FOLLOWS),
     "log_prob_micro_batch_size_per_gpu": not_needed(_FOLLOWS),
     "log_prob_use_dynamic_bsz": not_needed(_FOLLOWS),
@@ -339,7 +339,7 @@ _REWARD: dict[str, Row] = {
     "micro_batch_size_per_gpu": not_there(
         "prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
     ),
-    "max_length": not_there("a text that is too long for a reward model is an error"),
+    "max_length": not_there("a text that is too long for a reward model raises an error"),
     "reward_manager": not_needed(
         "rewards get whole batches; async ones run at the same time, and may share their work among processes"
     ),
@@ -401,7 +401,7 @@ _TRAINER: dict[str, Row] = {
     "balance_batch": not_needed("losses are divided by the count of all processes"),
     "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
     "validation_data_dir": not_there(
-        "log_val_generations says how many completions of each evaluation go to the folder evaluations in output_dir"
+        "log_val_generations sets how many completions of each evaluation are written to output_dir/evaluations"
     ),
     "ray_wait_register_center_timeout": not_needed("there is no Ray"),
     "use_legacy_worker_impl": not_needed("there are no workers"),
@@ -438,7 +438,7 @@ VERL: dict[str, Row] = {
     ),
     "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
     "custom_reward_function.reward_kwargs": not_there(
-        "parameters behind the function: reward_funcs: [{name: file.py:compute_score, tolerance: 0.1}]"
+        "parameters after the function: reward_funcs: [{name: file.py:compute_score, tolerance: 0.1}]"
     ),
     "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
     "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),

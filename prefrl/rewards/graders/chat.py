@@ -72,7 +72,7 @@ class ChatModel:
         if address is None or address.scheme not in ("http", "https") or not address.hostname:
             raise ConfigError(f"{who}base_url={self.base_url!r}: must be a URL such as 'http://localhost:8000/v1'")
         if address.username or address.password or address.query or address.fragment:
-            raise ConfigError(f"{who}base_url: must have no login, query or fragment. Give a key by api_key_env")
+            raise ConfigError(f"{who}base_url: must have no login, query or fragment. Pass a key with api_key_env")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"{who}model={self.model!r}: must be the model's name at the endpoint")
         if own := sorted(set(self.sampling_params) & set(_OWN_PARAMETERS)):
@@ -80,7 +80,7 @@ class ChatModel:
         try:
             json.dumps(dict(self.sampling_params), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{who}sampling_params={self.sampling_params!r}: is no JSON: {error}") from error
+            raise ConfigError(f"{who}sampling_params={self.sampling_params!r}: is not valid JSON: {error}") from error
         for option, least in (("retries", 0), ("max_concurrency", 1)):
             value = getattr(self, option)
             if type(value) is not int or value < least:

@@ -61,13 +61,13 @@ class Combined(Grader):
                 raise ConfigError(f"{who}graders: {name!r}: a name must be an identifier, such as 'correct'")
             if isinstance(grader, ModelReward | nn.Module) or not callable(grader):
                 raise ConfigError(
-                    f"{who}graders: {name!r} is {grader!r:.100}: must be a function or a grader. Give a reward model "
-                    "to the trainer as a reward of its own"
+                    f"{who}graders: {name!r} is {grader!r:.100}: must be a function or a grader. Pass a reward model "
+                    "to the trainer as a separate reward"
                 )
         self._gates = self._by_name("gates", self.gates)
         last = [*self.graders][-1]
         if last in self._gates:
-            raise ConfigError(f"{who}gates: {last!r} is the last reward: it spares none")
+            raise ConfigError(f"{who}gates: {last!r} is the last reward, so no other depends on its gate")
         if self.formula is not None and self.weights is not None:
             raise ConfigError(f"{who}formula and weights are both given. Set one of them")
         self._formula = None if self.formula is None else Formula(self.formula, self.graders)
@@ -86,7 +86,8 @@ class Combined(Grader):
         for name, value in (given or {}).items():
             if name not in self.graders:
                 raise ConfigError(
-                    f"grader {self.name!r}: {parameter}: {name!r} is no grader. {nearest(str(name), self.graders)}"
+                    f"grader {self.name!r}: {parameter}: {name!r} is not one of the graders. "
+                    f"{nearest(str(name), self.graders)}"
                 )
             if value is None:
                 raise ConfigError(f"grader {self.name!r}: {parameter}[{name!r}]=None: must be a number")

@@ -99,7 +99,9 @@ class Formula:
 
     def _name(self, name: str) -> _Node:
         if name not in self._known:
-            raise ConfigError(f"formula={self.text!r}: {name!r} is no grader. {nearest(name, self._known)}")
+            raise ConfigError(
+                f"formula={self.text!r}: {name!r} is not one of the graders. {nearest(name, self._known)}"
+            )
         self.names.add(name)
         return lambda values: values[name]
 

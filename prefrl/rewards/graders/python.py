@@ -39,7 +39,8 @@ class PythonGrader(Grader):
         name = self.name or getattr(self.function, "__name__", type(self.function).__name__)
         if is_async(self.function):
             raise ConfigError(
-                f"grader {name!r}: an async function is no grader. Make it a reward: async def f(completions, ...)"
+                f"grader {name!r}: an async function cannot be a grader. Make it a reward: async def f(completions, "
+                "...)"
             )
         parameters = inspect.signature(self.function).parameters.values()
         by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -46,9 +46,7 @@ class Template:
         try:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise ConfigError(
-                f"{where}={text!r}: {error}. Write {{{{ and }}}} for braces that are no fields"
-            ) from error
+            raise ConfigError(f"{where}={text!r}: {error}. Write {{{{ and }}}} for literal braces") from error
         for _, field, form, conversion in parsed:
             if field is not None:
                 _check_field(field, bool(form or conversion), where, fields)
@@ -76,7 +74,7 @@ def _check_field(field: str, has_form: bool, where: str, fields: Sequence[str] |
     if has_form or not field.isidentifier() or keyword.iskeyword(field):
         raise ConfigError(
             f"{shown} is not a field: allowed are the names of columns, without format, index or attribute. Write "
-            "{{ and }} for braces that are no fields"
+            "{{ and }} for literal braces"
         )
     if fields is not None and field not in fields:
         raise ConfigError(f"{shown} is not a field here: allowed are {', '.join(f'{{{name}}}' for name in fields)}")

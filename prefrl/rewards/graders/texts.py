@@ -111,7 +111,9 @@ class StringCheck(_TextGrader):
             try:
                 self._pattern(dict.fromkeys(self._reference.fields, "x"))
             except re.error as error:
-                raise ConfigError(f"{who}reference={self.reference!r}: is no regular expression: {error}") from error
+                raise ConfigError(
+                    f"{who}reference={self.reference!r}: is not a valid regular expression: {error}"
+                ) from error
 
     def setup(self) -> None:
         """Check that rapidfuzz is installed, if it is needed."""

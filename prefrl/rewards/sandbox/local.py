@@ -102,7 +102,7 @@ class LocalSandbox:
 
 def _compared(output: Output, test: InputOutputTest, limits: SandboxLimits) -> Verdict:
     if output.ended_by == "wall":
-        return Verdict(False, f"no end within {limits.wall_s:g} s")
+        return Verdict(False, f"not finished within {limits.wall_s:g} s")
     if output.ended_by == "output":
         return Verdict(False, f"more than {limits.output_bytes} bytes of output")
     if output.code != 0:
@@ -120,19 +120,19 @@ def _asserted(launcher: _Launcher, code: str, test: AssertionTest) -> Verdict:
     nonce = secrets.token_hex(16)
     output = launcher.run_assertions(code, test.code, nonce)
     if output.ended_by == "wall":
-        return Verdict(False, f"no end within {launcher.limits.wall_s:g} s")
+        return Verdict(False, f"not finished within {launcher.limits.wall_s:g} s")
     try:
         verdict = json.loads(output.data)
     except ValueError:
         verdict = None
     if not isinstance(verdict, dict) or verdict.get("nonce") != nonce:
-        return Verdict(False, "the tests did not come to their end")
+        return Verdict(False, "the tests did not finish")
     if "defect" in verdict:
         return Verdict(False, "not run", defect=str(verdict["defect"]))
     if verdict.get("passed") is not True:
         return Verdict(False, str(verdict.get("failed")))
     if verdict["num_uses"] == 0:
-        return Verdict(False, "not run", defect="it uses nothing of the completion, so that every completion passes")
+        return Verdict(False, "not run", defect="it uses nothing from the completion, so every completion passes")
     return Verdict(True)
 
 
@@ -279,7 +279,7 @@ def _folders(python: str) -> tuple[str, ...]:
     system = [folder for folder in _SYSTEM if os.path.lexists(folder)]
     more = [folder for folder in sorted(set(needed)) if not _is_below(folder, system)]
     if "/" in more:
-        raise ValueError("its prefix is /, and all files of the machine would be visible")
+        raise ValueError("its prefix is /, so all files of the machine would be visible")
     outer = [folder for folder in more if not _is_below(folder, [other for other in more if other != folder])]
     return (*system, *outer)
 
@@ -292,7 +292,8 @@ _HOW = ("bwrap", "namespaces", "process")
 _NAMESPACES_REMEDY = (
     "Install bubblewrap (`apt install bubblewrap`), or allow user namespaces: on Ubuntu `sysctl "
     "kernel.apparmor_restrict_unprivileged_userns=0`, in Docker a seccomp profile that allows `unshare`. Or use "
-    "RemoteSandbox(url). isolation='process' limits what a completion uses, but neither its files nor its network"
+    "RemoteSandbox(url). isolation='process' limits the resources of a completion, but not its access to files and "
+    "the network"
 )
 _REMEDIES: Mapping[str, str] = {
     "bwrap": _NAMESPACES_REMEDY,

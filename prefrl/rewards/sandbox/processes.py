@@ -125,7 +125,7 @@ def run(jailed: Sequence[Jailed], *, wall_s: float, output_bytes: int) -> Output
             each.start()
         output = _communicate(jailed, wall_s, output_bytes)
     except OSError as error:
-        raise SandboxError(f"sandbox: cannot be started: {type(error).__name__}: {error}") from error
+        raise SandboxError(f"sandbox: could not be started: {type(error).__name__}: {error}") from error
     finally:
         for each in jailed:
             each.end()
@@ -206,5 +206,5 @@ def _read_status(each: Jailed) -> None:
 def _at_deadline(jailed: Sequence[Jailed], data: bytearray) -> Output:
     late = _late(jailed)
     if late:
-        raise SandboxError(f"sandbox: does not start within {_START_S:g} s: {late[0].complaint()}")
+        raise SandboxError(f"sandbox: did not start within {_START_S:g} s: {late[0].complaint()}")
     return Output(bytes(data), "wall")

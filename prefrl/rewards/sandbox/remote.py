@@ -47,7 +47,7 @@ class RemoteSandbox:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url={self.url!r}: a remote sandbox needs a URL that starts with http:// or https://")
         if parts.username is not None or parts.password is not None:
-            raise ConfigError(f"url: a key does not belong into the URL; set {_KEY_VARIABLE} in the environment")
+            raise ConfigError(f"url: a key does not belong in the URL; set {_KEY_VARIABLE} in the environment")
 
     def setup(self) -> None:
         """Ask the server about a program that passes and about one that does not.

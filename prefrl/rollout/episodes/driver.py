@@ -161,7 +161,7 @@ class EpisodeSampler:
     def _note_failure(self, error: EnvironmentFailure) -> None:
         if self.limits.environment_error == "raise":
             raise EpisodeError(
-                f"{error}. Mend the environment, or set environment_error to 'retry' or 'drop'"
+                f"{error}. Fix the environment, or set environment_error to 'retry' or 'drop'"
             ) from error.__cause__
         if not self._has_warned:
             self._has_warned = True
@@ -234,8 +234,8 @@ class EpisodesPending:
             self.cancel()
         if self._num_failed and self._num_failed == sum(map(len, self._found)):
             raise EpisodeError(
-                f"the environments of all {self._num_failed} episodes failed, so that there is nothing to learn from. "
-                "The first failure is in the log"
+                f"the environments of all {self._num_failed} episodes failed, so there is nothing to learn from. The "
+                "first failure is in the log"
             )
 
     def cancel(self) -> None:

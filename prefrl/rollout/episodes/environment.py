@@ -164,5 +164,5 @@ def _made(worker: Worker, make: Callable[[], Any], where: str) -> Any:
         return worker.submit(make).result()
     except Exception as error:  # user code
         raise ConfigError(
-            f"{where}() raised {reason_of(error)}: must make an environment without arguments"
+            f"{where}() raised {reason_of(error)}: must create an environment without arguments"
         ) from error

@@ -117,8 +117,8 @@ class Player:
         start = len(token_ids)
         if self._room(start, start)[0] < 1:
             raise DataError(
-                f"a prompt has {start} tokens, of at most {self._task.context_limit} in a prompt and its completion. "
-                "Shorten the prompts (max_prompt_length)"
+                f"a prompt has {start} tokens, but a prompt and its completion may have at most "
+                f"{self._task.context_limit} together. Shorten the prompts (max_prompt_length)"
             )
         while True:
             room, at_limit = self._room(start, len(token_ids))
@@ -273,8 +273,8 @@ class Player:
         self.played.num_failed_calls += 1
         if failure is not None and self._limits.tool_error == "raise":
             raise EpisodeError(
-                f"tool {call.name!r} with arguments {dict(call.arguments)}: {problem}. Mend the tool, or set "
-                "tool_error='tell' to tell the model of it"
+                f"tool {call.name!r} with arguments {dict(call.arguments)}: {problem}. Fix the tool, or set "
+                "tool_error='tell' to tell the model about it"
             ) from failure
         return Observation(json.dumps({"error": problem}, ensure_ascii=False))
 

@@ -75,6 +75,6 @@ def _where(thread: int) -> str:
 def _error(seconds: float, where: str) -> EpisodeError:
     return EpisodeError(
         f"the event loop of the episodes has been blocked for {seconds:g} s ({where}): an async function of a tool or "
-        "an environment does not give it back, so that no time limit works. Use await in it, or make it a plain "
-        "function, which runs in a thread"
+        "an environment does not yield, so time limits have no effect. Use await in it, or make it a plain function, "
+        "which runs in a thread"
     )

@@ -48,16 +48,16 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
 
 @dataclass
 class RewardArguments(CommandArguments):
-    """For algorithms that learn from rewards."""
+    """Rewards, for the online algorithms."""
 
     reward_funcs: list[RewardEntry] | None = opt(
         None,
         "Rewards, in the order of reward_weights: built-in names, module.function or file.py:function for your own, "
-        "and graders. Parameters follow in parentheses, string_check(reference='{answer}'); or in a YAML file as a "
-        "mapping, {name: string_check, reference: '{answer}'}.",
+        "and graders. Parameters follow in parentheses, string_check(reference='{answer}'); a YAML file may use a "
+        "mapping instead, {name: string_check, reference: '{answer}'}.",
     )
     reward_model_name_or_path: str | None = opt(
-        None, "A sequence-classification model as one more reward, after those of reward_funcs."
+        None, "A sequence-classification model as an additional reward, after those of reward_funcs."
     )
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ _EXAMPLE = "Write {prompt: question}, the new name and then the dataset's own"
 
 @dataclass(kw_only=True)
 class ColumnArguments:
-    """What to make of the columns of a single dataset.
+    """How the columns of a single dataset become prompts and messages.
 
     Raises:
         ConfigError: An option cannot be read.
@@ -29,21 +29,21 @@ class ColumnArguments:
 
     columns: dict[str, str] | str | None = opt(
         None,
-        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The others stay as they are, "
+        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The other columns are kept, "
         "and rewards can read them. JSON on the command line.",
     )
     prompt_template: str | None = opt(
         None,
-        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Braces that are "
-        "text are doubled. In conversations it is the user's message.",
+        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Literal braces "
+        "are doubled. In conversations, this is the user's message.",
     )
     system_prompt: str | None = opt(
         None,
-        "System message of each conversation that does not begin with one. Prompts and answers that are texts become "
+        "System message for each conversation that does not begin with one. Plain-text prompts and answers become "
         "messages.",
     )
     conversational: bool = opt(
-        False, "Make messages of the user and the assistant of prompts and answers that are texts."
+        False, "Turn plain-text prompts and answers into messages of the user and the assistant."
     )
 
     def __post_init__(self) -> None:
@@ -122,14 +122,12 @@ def _check_template(template: str, where: str) -> None:
     try:
         fields = [(field, spec) for _, field, spec, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
-        raise ConfigError(
-            f"{where}: cannot be read: {error}. Double each brace that is text: {{{{ and }}}}"
-        ) from error
+        raise ConfigError(f"{where}: cannot be read: {error}. Double literal braces: {{{{ and }}}}") from error
     for field, spec in fields:
         if not field or field.isdigit() or set(field) & set(".[]") or "{" in (spec or ""):
             raise ConfigError(
-                f"{where}: {{{field}}} is no name of a column. Write names such as {{question}}, and double each "
-                "brace that is text: {{ and }}"
+                f"{where}: {{{field}}} is not a column name. Write names such as {{question}}, and double "
+                "literal braces: {{ and }}"
             )
     if not fields:
         raise ConfigError(f"{where}: names no column. Write one in braces, such as {{question}}")

@@ -49,17 +49,17 @@ class ScriptArguments(ColumnArguments):
     """
 
     dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
-    dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
+    dataset_config: str | None = opt(None, "Name of the dataset's configuration, if it has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
     dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
     dataset_test_split: str = opt("test", "Split to evaluate on; read only if eval_strategy is not no.")
     dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
-    ignore_bias_buffers: bool = opt(False, "Must stay False: ddp_broadcast_buffers=False is the option for this.")
+    ignore_bias_buffers: bool = opt(False, "Must stay False: use ddp_broadcast_buffers=False instead.")
 
     def __post_init__(self) -> None:
         if self.ignore_bias_buffers:
             raise ConfigError(
-                "ignore_bias_buffers=True: is not there. Set ddp_broadcast_buffers=False, with which DDP sends no "
+                "ignore_bias_buffers=True: is not supported. Set ddp_broadcast_buffers=False, with which DDP sends no "
                 "buffers."
             )
         super().__post_init__()
@@ -120,7 +120,7 @@ class DatasetMixtureConfig:
     )
     streaming: bool = opt(False, "Read datasets as streams. Needs max_steps.")
     test_split_size: Annotated[float, Gt(0)] | None = opt(
-        None, "Evaluate on this share of the rows of datasets, or on this number of them, and train on the others."
+        None, "Evaluate on this fraction or number of the rows of datasets, and train on the rest."
     )
 
     def __post_init__(self) -> None:
@@ -138,11 +138,13 @@ class DatasetMixtureConfig:
                 raise ConfigError(f"datasets: some have a {name} and others do not. Give it to all, or to none.")
         has_fraction, has_weight = (any(getattr(p, n) for p in self.datasets) for n in ("fraction", "weight"))
         if has_fraction and has_weight:
-            raise ConfigError("datasets: fraction and weight are given. Remove one of them.")
+            raise ConfigError("datasets: both fraction and weight are given. Remove one of them.")
         if self.streaming and (has_fraction or self.test_split_size is not None):
             name = "fraction" if has_fraction else "test_split_size"
             remedy = "Give weight instead." if has_fraction else "Name a split for evaluation."
-            raise ConfigError(f"streaming=True and {name}: a stream has no length to take a share of. {remedy}")
+            raise ConfigError(
+                f"streaming=True and {name}: a stream has no length, so there is no fraction of it. {remedy}"
+            )
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig, *, seed: int = 42) -> DatasetDict | IterableDatasetDict:
@@ -270,7 +272,7 @@ def _source(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
     path = Path(part.path)
     is_here = path.exists()
     if part.revision is not None and is_here:
-        raise ConfigError(f"{where} is on this machine: revision={part.revision!r} is of the Hub")
+        raise ConfigError(f"{where} is on this machine, but revision={part.revision!r} is for the Hub")
     file_format = next((form for ending, form in _FORMATS.items() if path.name.lower().endswith(ending)), None)
     if file_format is None and not path.is_file():
         return part.path, {"data_dir": part.data_dir, "data_files": part.data_files}

@@ -33,15 +33,17 @@ class ProcessArguments:
 
     num_processes: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Start this many training processes, on all machines together, through accelerate. None: this process trains; "
-        "with other options of the launch, a process for each training GPU, or one on a CPU.",
+        "Start this many training processes, on all machines together, through accelerate. None: the command trains "
+        "in its own process; with other launch options, one process per training GPU, or a single one on a CPU.",
     )
     accelerate_config: str | None = opt(
         None,
-        "single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2, or an accelerate config file of your own. "
-        "None: single for one process, ddp for several.",
+        "single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2, or your own accelerate config file. None: single "
+        "for one process, ddp for several.",
     )
-    num_machines: Annotated[int, Ge(1)] | None = opt(None, "Machines that train; run the command on each. None: 1.")
+    num_machines: Annotated[int, Ge(1)] | None = opt(
+        None, "Number of machines for training; run the command on each. None: 1."
+    )
     machine_rank: Annotated[int, Ge(0)] | None = opt(None, "Number of this machine, starting at 0.")
     main_process_ip: str | None = opt(None, "Address or host name of machine 0 that all machines can reach.")
     main_process_port: Annotated[int, Ge(1), Le(65535)] | None = opt(
@@ -56,7 +58,7 @@ class LaunchArguments(ProcessArguments):
     vllm: str | None = opt(
         None,
         "Start a vLLM server for this run and sample on it. auto: on the last GPU, or on the CPU with use_cpu; 6,7: "
-        "on these GPUs; cpu: with a vLLM that was built for CPUs. The other GPUs train.",
+        "on these GPUs; cpu: with a build of vLLM for CPUs. Training uses the other GPUs.",
     )
     vllm_python: str | None = opt(
         None, "Python of the environment with vLLM; None: PREFRL_VLLM_PYTHON if set, else the current Python."
@@ -125,7 +127,7 @@ class LaunchArguments(ProcessArguments):
         python = self.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
         if not os.access(python, os.X_OK):
             raise ConfigError(
-                f"vllm_python={python!r}: is not a program. Give the Python of the environment with vLLM."
+                f"vllm_python={python!r}: is not a program. Set it to the Python of the environment with vLLM."
             )
         return python
 
@@ -167,8 +169,8 @@ def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArgume
     if "LOCAL_RANK" in environment:
         name, value = next(iter(asked.items()))
         raise ConfigError(
-            f"{name}={value!r}: starts the run, but torchrun or accelerate started this process already. Remove it, "
-            "or start the command by itself."
+            f"{name}={value!r}: would start processes, but torchrun or accelerate has already started this one. "
+            "Remove it, or start the command directly."
         )
     try:
         options = LaunchArguments(**asked)
@@ -186,5 +188,5 @@ def _check_address(vllm: str, given: Given) -> None:
         value = given.values.get(name, own)
         if value != own:
             raise ConfigError(
-                f"vllm={vllm!r}: starts a server, but {name}={value!r} names another one. Remove one of them."
+                f"vllm={vllm!r}: would start a server, but {name}={value!r} names another one. Remove one of them."
             )

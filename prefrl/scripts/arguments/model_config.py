@@ -46,7 +46,7 @@ _PEFT_NAMES = {
 
 @dataclass
 class ModelConfig:
-    """Options of the model. An option without effect is refused.
+    """Options of the model. An option that would have no effect is refused.
 
     Raises:
         ConfigError: A value is not allowed, or an option of adapters or quantization has no effect.
@@ -56,21 +56,24 @@ class ModelConfig:
     model_revision: str = opt("main", "Branch, tag or commit of the model on the Hub.")
     dtype: DType = opt("float32", "Type of the weights; auto: that of the files.")
     attn_implementation: str | None = opt(
-        None, "Attention of transformers, such as sdpa or flash_attention_2; None: its choice."
+        None,
+        "Attention implementation of transformers, such as sdpa or flash_attention_2; None: transformers chooses.",
     )
     use_peft: bool = opt(False, "Train LoRA adapters instead of the model's own weights.")
     lora_r: Annotated[int, Ge(1)] = opt(16, "LoRA: rank.")
     lora_alpha: Annotated[int, Gt(0)] = opt(32, "LoRA: the update is scaled by lora_alpha / lora_r.")
     lora_dropout: Annotated[float, Ge(0), Le(1)] = opt(0.05, "LoRA: dropout on the adapter's input.")
     lora_target_modules: list[str] | None = opt(
-        None, "LoRA: names of the layers that get adapters, or all-linear; None: peft's choice for the architecture."
+        None, "LoRA: names of the layers that get adapters, or all-linear; None: peft's default for the architecture."
     )
     lora_target_parameters: list[str] | None = opt(
-        None, "LoRA: names of parameters that get adapters, for experts that are not layers. Needs lora_dropout=0."
+        None,
+        "LoRA: names of parameters that get adapters, for experts that are stored as parameters instead of "
+        "layers. Needs lora_dropout=0.",
     )
     lora_modules_to_save: list[str] | None = opt(None, "LoRA: names of layers that are trained in full.")
     lora_task_type: Literal["CAUSAL_LM", "SEQ_CLS"] = opt(
-        "CAUSAL_LM", "LoRA: what the model does; SEQ_CLS for reward models. prefrl reward sets it itself."
+        "CAUSAL_LM", "LoRA: type of the task; SEQ_CLS for reward models. prefrl reward sets it automatically."
     )
     use_rslora: bool = opt(False, "LoRA: scale the update by lora_alpha / sqrt(lora_r).")
     use_dora: bool = opt(False, "LoRA: also train the magnitude of each weight vector (DoRA).")
@@ -79,13 +82,16 @@ class ModelConfig:
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt("nf4", "load_in_4bit: data type of the weights.")
     use_bnb_nested_quant: bool = opt(False, "load_in_4bit: also quantize the scales of the weights.")
     bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] | None = opt(
-        None, "load_in_4bit: type of the tensors that hold the weights; None: that of matrix products, as FSDP2 needs."
+        None,
+        "load_in_4bit: type of the tensors that store the weights; None: the type of the matrix products, which "
+        "FSDP2 needs.",
     )
     lora_rank_pattern: dict[str, int] | str | None = opt(
-        None, "LoRA: ranks of single layers, by a regular expression for their names; JSON on the command line."
+        None, "LoRA: ranks of individual layers, by regular expressions for their names; JSON on the command line."
     )
     lora_alpha_pattern: dict[str, int] | str | None = opt(
-        None, "LoRA: lora_alpha of single layers, by a regular expression for their names; JSON on the command line."
+        None,
+        "LoRA: lora_alpha of individual layers, by regular expressions for their names; JSON on the command line.",
     )
     lora_init: Literal["gaussian", "pissa", "olora", "orthogonal"] | None = opt(
         None, "LoRA: initialization, see init_lora_weights of peft.LoraConfig. None: as in the LoRA paper."

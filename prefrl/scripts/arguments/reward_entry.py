@@ -34,7 +34,7 @@ class RewardEntry(str):
         parameters = {key: value for key, value in entry.items() if key != "name"}
         for key in parameters:
             if not str(key).isidentifier():
-                raise ConfigError(f"{where}={entry!r}: {key!r} is no name of a parameter")
+                raise ConfigError(f"{where}={entry!r}: {key!r} is not the name of a parameter")
         text = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
         return super().__new__(cls, f"{name}({text})" if parameters else name)
 

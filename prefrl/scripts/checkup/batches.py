@@ -37,7 +37,7 @@ class Batches:
         config = subject.config
         per_device = config.rows_per_micro_batch
         if not isinstance(per_device, int):  # auto
-            return cls(("sizes that are auto are found when the run begins",), 1, 1, None)
+            return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, None)
         accumulation, ranks = int(config.gradient_accumulation_steps), num_ranks(config)
         rows = per_device * accumulation * ranks
         who = "processes" if ranks == config.world_size else f"teams of {config.world_size // ranks} processes"

@@ -53,9 +53,9 @@ def _read(argv: Sequence[str]) -> tuple[Algorithm, list[str]]:
     parser = CommandParser(
         "doctor",
         (),
-        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. Options are those "
-        f"of the algorithm. {_USAGE}. Without ALGORITHM, the file has to say it in a comment, such as "
-        "'# prefrl grpo run.yaml'.",
+        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. Options are "
+        f"those of the algorithm. {_USAGE}. Without ALGORITHM, the file has to name it in a comment, such as '# "
+        "prefrl grpo run.yaml'.",
         takes_config=False,
     )
     start = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))

@@ -63,7 +63,7 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
         footprint = estimated_footprint(subject, rows, batches)
     except Exception as error:  # a model's own code that needs data, such as the routing of experts
         name = type(subject.model).__name__
-        section.note(f"memory was not estimated: {name} cannot be run on shapes alone ({type(error).__name__})")
+        section.note(f"memory was not estimated: {name} cannot run on shapes without data ({type(error).__name__})")
     else:
         _show_memory(section, subject, footprint)
     section.note(f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens")

@@ -45,7 +45,7 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
     started = time.perf_counter()
     scores = [_scored(subject, runner, rows, completions) for completions in (own, [""] * len(rows))]
     each = (time.perf_counter() - started) / (2 * len(rows))
-    source = f"the row's {column}" if column else "the prompt itself, for want of an answer"
+    source = f"the row's {column}" if column else "the prompt itself, because there is no answer"
     section.ok(f"{', '.join(runner.names)}: {1000 * each:.3g} ms for a completion")
     table = Table("reward", f"completion: {source}", "empty completion", box=None, header_style="dim")
     for name in runner.names:
@@ -53,8 +53,8 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
         table.add_row(name, _shown(first), _shown(second))
         if column and first == second:
             section.warn(
-                f"{name} gives {_shown(first)} for {source} and for an empty completion alike. If an answer "
-                "should earn more than nothing, look at how the reward reads completions."
+                f"{name} gives {_shown(first)} both for {source} and for an empty completion. If an answer should "
+                "earn more, check how the reward reads completions."
             )
     section.shown.append(table)
 

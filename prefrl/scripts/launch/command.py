@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
         takes_config=False,
         prog="prefrl launch",
         usage=f"prefrl launch {{{','.join(REGISTRY)}}} [FILE.yaml] [--option value ...]",
-        description="Start an algorithm on several GPUs or nodes, through accelerate: a process for each GPU,\n"
-        "if the options below do not say otherwise. They are also options of prefrl ALGORITHM.",
+        description="Start an algorithm on several GPUs or nodes, through accelerate: one process per GPU,\nunless "
+        "the options below say otherwise. They are also options of prefrl ALGORITHM.",
         epilog=option_list(option for option in options_of("grpo") if option["name"] in _NAMES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -209,7 +209,9 @@ def _config_file(name: str | None) -> Path | None:
     if name is None or name in known:
         return None if name is None else known[name]
     if not Path(name).is_file():
-        raise ConfigError(f"accelerate_config={name!r}: is neither a file nor a name. {nearest(name, known)}")
+        raise ConfigError(
+            f"accelerate_config={name!r}: is neither a file nor the name of a config. {nearest(name, known)}"
+        )
     return Path(name)
 
 
@@ -223,8 +225,8 @@ def _completed(options: LaunchArguments, config: Path) -> LaunchArguments:
         raise ConfigError(f"{where}: DeepSpeed is not installed. pip install 'prefrl[deepspeed]'")
     if content.get("gpu_ids", "all") != "all":
         raise ConfigError(
-            f"{where}: has gpu_ids={content['gpu_ids']!r}, but GPUs are those of CUDA_VISIBLE_DEVICES without those "
-            "of the server. Remove gpu_ids."
+            f"{where}: has gpu_ids={content['gpu_ids']!r}, but prefrl uses the GPUs of CUDA_VISIBLE_DEVICES, except "
+            "those of the server. Remove gpu_ids."
         )
     said: dict[str, Any] = {name: content.get(name) for name in _IN_CONFIG if getattr(options, name) is None}
     if said.get("num_processes") == -1:  # accelerate's value for "see the command line"

@@ -62,7 +62,7 @@ _ONE_SERVER = "trainers must reach all replicas through one address. Start one s
 _TOKENIZER = "trainers compare the server's tokenizer with their own"
 # Flags of vLLM that are refused, and why.
 REFUSED = {
-    "api-key": f"everybody on the machine can read a command line. Set {KEY_VARIABLE} in the environment",
+    "api-key": f"everyone on the machine can read a command line. Set {KEY_VARIABLE} in the environment",
     "logprobs-mode": _IS_SET,
     "max-logprobs": _IS_SET,
     "weight-transfer-config": _IS_SET,
@@ -144,8 +144,9 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(
         "vllm-serve",
         (ServeArguments,),
-        f"Serve a model for trainers, with vLLM. Options that are not listed go on to `vllm serve`. {KEY_VARIABLE} in "
-        "the environment is the key that clients must send; by default it is in a file that only you can read.",
+        "Serve a model to trainers, with vLLM. Options that are not listed here are passed on to `vllm serve`. "
+        f"Clients must send the key in the environment variable {KEY_VARIABLE}; if it is not set, a random key is "
+        "stored in a file that only you can read.",
     )
     (options,), forwarded = parser.parse_known(argv)
     command = serve_command(options, [*_flags_of_build(), *forwarded])
@@ -276,7 +277,9 @@ def _version_of_vllm() -> str | None:
 
 
 def _check_vllm() -> None:
-    remedy = "In an environment of the server's own: pip install 'prefrl[vllm]', with the prefrl that trains."
+    remedy = (
+        "Install it in the server's environment, with the trainer's version of prefrl: pip install 'prefrl[vllm]'."
+    )
     found = _version_of_vllm()
     if found is None:
         raise ConfigError(f"vLLM is not installed for {sys.executable}. {remedy}")

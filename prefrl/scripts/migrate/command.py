@@ -29,7 +29,10 @@ class MigrateArguments:
 
     source: Library | None = field(
         default=None,
-        metadata={"aliases": ["--from"], "help": "What they were written for; None: as the file looks like."},
+        metadata={
+            "aliases": ["--from"],
+            "help": "Library that the files were written for; None: detected from each file.",
+        },
     )
     diff: bool = opt(False, "Only print the changes.")
     in_place: bool = opt(False, "Rewrite the files, and keep the old ones as FILE.orig.")

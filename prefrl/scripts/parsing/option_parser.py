@@ -58,8 +58,14 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(**{**about, **kwargs, "add_help": False})
         self._takes_config = takes_config
         if takes_config:
-            self.add_argument("--config", metavar="FILE.yaml", help="Options by name; those of the command line win.")
-        text = "Show prefrl's own options and the common others; with a word, the options that it occurs in."
+            self.add_argument(
+                "--config",
+                metavar="FILE.yaml",
+                help="YAML file with options; options on the command line override it.",
+            )
+        text = (
+            "Show prefrl's own options and common options of transformers; with a word, the options that contain it."
+        )
         self.add_argument("-h", "--help", nargs="?", const="", metavar="[WORD]", help=text)
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         self._own = {action.dest for action in self._actions}
@@ -191,7 +197,7 @@ class OptionParser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise ConfigError(
-                f"unexpected argument {word!r}: options are written as --name value, and a file of options comes first"
+                f"unexpected argument {word!r}: options are written as --name value, and a YAML file comes first"
             )
         options = {option for action in self._actions for option in action.option_strings}
         raise ConfigError(f"unknown option {word!r}. {self.remedy(word, options)}")
@@ -332,7 +338,7 @@ def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
     lines: dict[str, int] = {}
     for name, line, _, _ in entries:
         if name in lines:
-            raise ConfigError(f"{path}:{line}: {name} was set in line {lines[name]} already. Remove one of them.")
+            raise ConfigError(f"{path}:{line}: {name} was already set in line {lines[name]}. Remove one of them.")
         lines[name] = line
     return entries
 

@@ -32,11 +32,11 @@ def main(argv: Sequence[str]) -> int:
     identity = read_identity(options.run)
     if identity is None:
         raise ConfigError(
-            f"run={str(options.run)!r}: has no run.json. Give the output_dir of a run, or a folder nan-step-N in it."
+            f"run={str(options.run)!r}: has no run.json. Pass the output_dir of a run, or a folder nan-step-N in it."
         )
     if any(options.run.glob("step_*_of_*.safetensors")):
         if options.step is not None:
-            raise ConfigError(f"step={options.step} has no effect: {options.run} holds one step. Leave it out.")
+            raise ConfigError(f"step={options.step} has no effect: {options.run} holds a single step. Leave it out.")
         from prefrl.scripts.replay.dump import replay_dump  # imports torch, as the other below does
 
         replay_dump(options.run, identity)

@@ -73,7 +73,7 @@ class Replay:
         if not isinstance(self.config, OnlineConfig):
             raise ConfigError(
                 f"run={str(folder)!r}: {self.algorithm} learns from a dataset, which the folder does not hold. Only "
-                "its folder nan-step-N can be computed again, if there is one."
+                "its folder nan-step-N can be recomputed, if there is one."
             )
         _check_steps(folder, identity)
         if step > self.config.max_steps > 0:
@@ -82,7 +82,7 @@ class Replay:
             if step != (next_step := 1 + (step_of(self.checkpoint.name) or 0)):
                 raise ConfigError(
                     f"step={step}: {self.checkpoint} holds no optimizer state (from save_optimizer=False), so only "
-                    f"step {next_step} can be computed again from it."
+                    f"step {next_step} can be recomputed from it."
                 )
             self.config.checkpoint_kwargs = {"load_optimizer": False}
         self.first = (step - 1) // self.config.steps_of_a_generation * self.config.steps_of_a_generation
@@ -92,13 +92,13 @@ class Replay:
         found = find_last(self.folder, run=self.identity.run, before=self.step).folder
         if found is None:
             raise ConfigError(
-                f"step={self.step}: {self.folder} has no whole checkpoint of an earlier step to start from. Choose a "
-                "later step, or save more often: save_steps, save_total_limit."
+                f"step={self.step}: {self.folder} has no complete checkpoint of an earlier step to start from. Choose "
+                "a later step, or save more often: save_steps, save_total_limit."
             )
         processes = distributed.writer_of(found).num_processes
         if processes != 1:
             raise ConfigError(
-                f"run={str(self.folder)!r}: {processes} processes trained it, and a replay is one process"
+                f"run={str(self.folder)!r}: {processes} processes trained it, but a replay uses a single process"
             )
         return found
 
@@ -187,9 +187,9 @@ class Replay:
             return {"model": str(self.checkpoint)}
         if not self.identity.model:
             raise ConfigError(
-                f"run={str(self.folder)!r}: the run compares with the model that it began with, or trains an adapter "
-                "of it, and that model was given as an instance without a name. A run whose model is given by name or "
-                "path can be computed again."
+                f"run={str(self.folder)!r}: the run uses the model that it started from as its reference, or trains "
+                "an adapter on it, but that model was passed as an instance without a name. Only runs whose model is "
+                "given by name or path can be recomputed."
             )
         if not adapter.exists():
             return {"model": self.identity.model}
@@ -213,8 +213,8 @@ def _check_steps(folder: Path, identity: Identity) -> None:
     if found or watches_evaluations(options):
         what = found[0] if found else "a learning rate that is reduced by a metric of evaluations (reduce_on_plateau)"
         raise ConfigError(
-            f"run={str(folder)!r}: with {what}, the journal does not say what each step learned from, or at which "
-            "rate. Only its folder nan-step-N can be computed again, if there is one."
+            f"run={str(folder)!r}: with {what}, the journal does not record what each step learned from, or at which "
+            "rate. Only its folder nan-step-N can be recomputed, if there is one."
         )
 
 

@@ -19,12 +19,12 @@ __all__ = ["RunArguments", "main"]
 class RunArguments:
     """One run, or two that are compared."""
 
-    run: str | None = opt(None, "output_dir of a training.")
-    other: str | None = opt(None, "output_dir of another one, to compare them.")
+    run: str | None = opt(None, "output_dir of a run.")
+    other: str | None = opt(None, "output_dir of another run to compare it with.")
 
     def __post_init__(self) -> None:
         if self.run is None:
-            raise ConfigError("run: not given. Write the output_dir of a training, such as runs/a.")
+            raise ConfigError("run: not given. Write the output_dir of a run, such as runs/a.")
 
     def folders(self) -> list[Path]:
         """The folders of the runs."""
@@ -35,7 +35,7 @@ class RunArguments:
 class ReportArguments(RunArguments):
     """The runs, and where the page goes."""
 
-    output: str | None = opt(None, "The file; None: report.html in the folder of the first run.")
+    output: str | None = opt(None, "File to write; None: report.html in the folder of the first run.")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -30,10 +30,10 @@ _RULES: tuple[tuple[str, Callable[[float], bool], bool, str], ...] = (
     ("health/signal_fraction", lambda v: v == 0, True, "No completion had a learning signal."),
     ("frac_reward_zero_std", lambda v: v >= 0.9, False, "At least 90 % of the groups had equal rewards."),
     ("completions/clipped_ratio", lambda v: v >= 0.5, False, "At least half of the completions were cut off."),
-    ("frac_unscored", lambda v: v > 0, False, "Completions were scored by no reward."),
+    ("frac_unscored", lambda v: v > 0, False, "Some completions were not scored by any reward."),
     ("none", lambda v: v > 0, False, "A reward returned None."),
     ("server/retries", lambda v: v > 0, False, "Requests to the server were repeated."),
-    ("server/restarts", lambda v: v > 0, False, "The server had been started again."),
+    ("server/restarts", lambda v: v > 0, False, "The server was restarted."),
 )
 # Counts since the run began: each increase is an event.
 _COUNTS = (
@@ -50,7 +50,7 @@ def events_of(run: RunRecord) -> list[Event]:
         number = path.name.removeprefix("nan-step-")
         if number.isdecimal():
             step = int(number)
-            events.append(Event(step, step, True, f"The state before a step that failed is in {path.name}."))
+            events.append(Event(step, step, True, f"The state before a failed step is in {path.name}."))
     return sorted(events, key=lambda event: (event.first, event.text))
 
 

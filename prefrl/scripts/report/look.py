@@ -33,11 +33,13 @@ class LookArguments:
     """Which completions of which run."""
 
     run_dir: str | None = opt(None, "Folder of the run, or of its completions.")
-    worst: Annotated[int, Ge(0)] | None = opt(None, "Show so many completions with the lowest reward; None: 3.")
-    best: Annotated[int, Ge(0)] = opt(0, "Show so many completions with the highest reward.")
-    step: int | None = opt(None, "Of the generation batch that this optimizer step learned from; None: the last one.")
-    all_steps: bool = opt(False, "Of all generation batches that the run kept.")
-    reward: str = opt("reward", "Column to sort by: reward is the total; others are single rewards, or advantage.")
+    worst: Annotated[int, Ge(0)] | None = opt(None, "Number of completions with the lowest reward to show; None: 3.")
+    best: Annotated[int, Ge(0)] = opt(0, "Number of completions with the highest reward to show.")
+    step: int | None = opt(
+        None, "Show completions of the generation batch that this optimizer step learned from; None: the last one."
+    )
+    all_steps: bool = opt(False, "Search all generation batches that the run kept.")
+    reward: str = opt("reward", "Column to sort by: reward for the total, the name of a single reward, or advantage.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -52,7 +54,7 @@ class LookArguments:
 def command_parser() -> CommandParser:
     """The parser of `prefrl look`."""
     return CommandParser(
-        "look", (LookArguments,), "Show completions of a run: its worst, its best.", positional=("run_dir",)
+        "look", (LookArguments,), "Show the worst and the best completions of a run.", positional=("run_dir",)
     )
 
 
@@ -120,7 +122,7 @@ def _last_turns(paths: Iterable[Path], reward: str) -> list[dict[str, Any]]:
     for path in paths:
         table = pq.read_table(path)
         if reward not in table.column_names:
-            raise ConfigError(f"reward={reward!r}: is no column. {nearest(reward, table.column_names)}")
+            raise ConfigError(f"reward={reward!r}: is not a column. {nearest(reward, table.column_names)}")
         ids = ("prompt_ids", "completion_ids", "logprobs", "trainable", "policy_versions", "images")
         kept = [name for name in table.column_names if name not in ids]
         lengths = [len(ids or ()) for ids in table["completion_ids"].to_pylist()]

@@ -76,8 +76,8 @@ def read_run(folder: Path) -> RunRecord:
     identity = read_identity(folder) or (read_identity(checkpoint) if checkpoint else None)
     if identity is None and checkpoint is None and not (folder / METRICS_FILE).is_file():
         raise ConfigError(
-            f"{str(folder)!r} is not the folder of a run: it has no {IDENTITY}, {METRICS_FILE} or checkpoint-N. Give "
-            "the output_dir of a training."
+            f"{str(folder)!r} is not the folder of a run: it has no {IDENTITY}, {METRICS_FILE} or checkpoint-N. Pass "
+            "the output_dir of a run."
         )
     state = _json(checkpoint / "trainer_state.json") if checkpoint else {}
     rows = read_metrics(folder) if (folder / METRICS_FILE).is_file() else state.get("log_history", [])

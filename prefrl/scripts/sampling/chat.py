@@ -27,7 +27,9 @@ class ChatArguments(SamplingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_unset(self, "num_generations", because="a chat has one answer to each question", remedy="Remove it.")
+        check_unset(
+            self, "num_generations", because="a chat has only one answer to each question", remedy="Remove it."
+        )
 
 
 def command_parser() -> CommandParser:

@@ -42,23 +42,30 @@ class EvalArguments(SamplingArguments, ColumnArguments):
     dataset_name: str | None = opt(None, f"A dataset on the Hub, a folder, or {FILES}.")
     dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
     prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
-    response_column: str = opt(RESPONSES, "Without a model: column with the responses, one or a list for each prompt.")
-    data_source_column: str = opt("data_source", "Column that says where a prompt comes from, if there is one.")
+    response_column: str = opt(
+        RESPONSES, "If no model is given: the column with the responses, one text or a list of texts per prompt."
+    )
+    data_source_column: str = opt("data_source", "Column with the data source of each prompt, if there is one.")
     reference_column: str | None = opt(
         None,
         "Column with the correct answer, for rewards that read it in the columns answer, solution or ground_truth; "
-        "reward_model.ground_truth is an entry of a column. None: the columns as they are.",
+        "a dot selects an entry of a column, as in reward_model.ground_truth. None: the columns are used as they "
+        "are.",
     )
     reward_funcs: list[RewardEntry] | None = opt(
         None, "Rewards, as for training: built-in names, module.function, file.py:function, or graders."
     )
-    reward_model_name_or_path: str | None = opt(None, "A sequence-classification model as one more reward.")
-    reward_weights: list[float] | None = opt(None, "A weight for each reward; None: 1 each.")
-    k: list[int] | None = opt(None, "Sizes k of pass@k, maj@k and best@k; None: 1, 2, 4, ... up to the responses.")
-    correct_reward: str | None = opt(None, "Name of the reward that says what is correct; None: the total.")
+    reward_model_name_or_path: str | None = opt(None, "A sequence-classification model as an additional reward.")
+    reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
+    k: list[int] | None = opt(
+        None, "Values of k for pass@k, maj@k and best@k; None: 1, 2, 4, ... up to the number of responses."
+    )
+    correct_reward: str | None = opt(None, "Name of the reward that decides what is correct; None: the total.")
     threshold: float = opt(1.0, "A response is correct if that reward is at least this.")
     answer_column: str | None = opt(
-        None, "Column of answers that a reward logs, for maj@k; None: answer_parsed or pred, if a reward logs it."
+        None,
+        "Column of the answers that maj@k compares, logged by a reward; None: answer_parsed or pred, if a reward "
+        "logs one of them.",
     )
     output_dir: str | None = opt(None, "Folder for metrics.json and completions.parquet; None: nothing is written.")
 
@@ -81,7 +88,7 @@ class EvalArguments(SamplingArguments, ColumnArguments):
         else:
             names = [name for name in _SAMPLING if name not in ("model_name_or_path", "server")]
             remedy = "Set model_name_or_path or server."
-            check_unset(self, *names, because="the responses are those of the file", remedy=remedy)
+            check_unset(self, *names, because="the responses are read from the file", remedy=remedy)
         if any(size < 1 for size in self.k or ()):
             raise ConfigError(f"k={self.k}: must be at least 1 each")
         if self.samples:
@@ -147,8 +154,8 @@ def main(argv: Sequence[str]) -> int:
         check_writable(Path(options.output_dir))
     if (options.server is not None or not options.samples) and "completion_ids" in rewards.required:
         raise ConfigError(
-            "reward_funcs: one needs completion_ids, and files and servers have texts only. Remove it, or give "
-            "model_name_or_path without server."
+            "reward_funcs: one of them needs completion_ids, but files and servers provide only texts. Remove it, or "
+            "give model_name_or_path without server."
         )
     responses = _responses(rows, options)
     options.check_sizes(max(map(len, responses)))

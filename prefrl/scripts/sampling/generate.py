@@ -26,13 +26,15 @@ __all__ = ["GenerateArguments", "command_parser", "main"]
 class GenerateArguments(SamplingArguments, ColumnArguments):
     """The prompts, and where the completions go."""
 
-    prompt: str | None = opt(None, "A prompt. Set this or dataset_name.")
-    system: str | None = opt(None, "A system prompt, for prompt.")
-    raw: bool = opt(False, "Continue the text of prompt as it is, without the chat template.")
+    prompt: str | None = opt(None, "The prompt. Set this or dataset_name.")
+    system: str | None = opt(None, "System prompt to use with prompt.")
+    raw: bool = opt(False, "Continue the text of prompt directly, without the chat template.")
     dataset_name: str | None = opt(None, f"Prompts: a dataset on the Hub, a folder, or {FILES}.")
     dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
     prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
-    output_file: str | None = opt(None, f"A .jsonl or .parquet file for the rows, with a column {RESPONSES}.")
+    output_file: str | None = opt(
+        None, f"A .jsonl or .parquet file to which the rows are written, with a column {RESPONSES}."
+    )
 
     def __post_init__(self) -> None:
         for part in (SamplingArguments, ColumnArguments):

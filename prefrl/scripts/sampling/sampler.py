@@ -37,22 +37,28 @@ class SamplingArguments:
     """The model, and how completions are sampled."""
 
     model_name_or_path: str | None = opt(
-        None, "Model or adapter: a folder or a name on the Hub. With server, the name there; None: the first one."
+        None,
+        "Model or adapter: a folder or a name on the Hub. With a server, the model's name on it; None: its first "
+        "model.",
     )
     server: str | None = opt(
         None,
         "Sample from this server instead: the URL of an OpenAI-compatible API, such as http://localhost:8000/v1. "
-        "The key is that of VLLM_API_KEY, and on this machine that of prefrl vllm-serve.",
+        "The key is read from VLLM_API_KEY or, for a server on this machine, from the key file of prefrl vllm-serve.",
     )
-    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions of each prompt.")
-    max_completion_length: Annotated[int, Ge(1)] = opt(512, "The most tokens of a completion.")
+    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt.")
+    max_completion_length: Annotated[int, Ge(1)] = opt(512, "Maximum length of a completion in tokens.")
     temperature: Annotated[float, Ge(0)] | None = opt(
-        None, "0 is greedy decoding. None: 0 for one completion of each prompt, 1 for several."
+        None, "Sampling temperature; 0 decodes greedily. None: 0 for one completion per prompt, 1 for several."
     )
-    top_p: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Sample from the most likely tokens with this probability.")
+    top_p: Annotated[float, Gt(0), Le(1)] = opt(
+        1.0, "Sample from the smallest set of most likely tokens with this total probability."
+    )
     top_k: Annotated[int, Ge(0)] = opt(0, "Sample from this many of the most likely tokens; 0: from all.")
-    seed: Annotated[int, Ge(0)] = opt(0, "Of the samples: the same seed gives the same completions.")
-    batch_size: Annotated[int, Ge(1)] = opt(64, "Completions that this process decodes together; the least memory: 1.")
+    seed: Annotated[int, Ge(0)] = opt(0, "Seed for sampling: the same seed gives the same completions.")
+    batch_size: Annotated[int, Ge(1)] = opt(
+        64, "Number of completions that are decoded together in this process; 1 needs the least memory."
+    )
     dtype: DType = opt("auto", "Type of the weights; auto: that of the files.")
 
     def __post_init__(self) -> None:
@@ -114,9 +120,7 @@ def make_sampler(options: SamplingArguments, *, needs_template: bool) -> Sampler
     if options.server is not None:
         return _Server(options)
     if options.model_name_or_path is None:
-        raise ConfigError(
-            "model_name_or_path: not given. Give a model, or server, the URL of one that serves a model."
-        )
+        raise ConfigError("model_name_or_path: not given. Set it to a model, or set server to the URL of a server.")
     return _Local(options, options.model_name_or_path, needs_template=needs_template)
 
 

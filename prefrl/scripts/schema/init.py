@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         raise ConfigError(f"{len(argv)} arguments: give one, the algorithm. {_USAGE}")
     if argv[0] not in REGISTRY:
-        raise ConfigError(f"{argv[0]!r} is no algorithm. {nearest(argv[0], REGISTRY)}")
+        raise ConfigError(f"{argv[0]!r} is not an algorithm. {nearest(argv[0], REGISTRY)}")
     print(_text(argv[0]))
     return 0
 
@@ -52,9 +52,8 @@ def main(argv: Sequence[str]) -> int:
 def _text(algorithm: str) -> str:
     by_name = {option["name"]: option for option in options_of(algorithm)}
     blocks = [
-        f"# prefrl {algorithm} run.yaml\n"
-        f"# Dataset: {REGISTRY[algorithm].dataset}.\n"
-        f"# An option of the command line takes precedence; prefrl {algorithm} --help WORD searches all of them."
+        f"# prefrl {algorithm} run.yaml\n# Dataset: {REGISTRY[algorithm].dataset}.\n# Options on the command line "
+        f"take precedence; prefrl {algorithm} --help WORD searches all of them."
     ]
     filled = {**_FILLED, "output_dir": f"runs/{algorithm}"}
     for group, names in GROUPS.items():

@@ -124,7 +124,7 @@ class SchemaParser(OptionParser):
         plain = name.lstrip("-").replace("-", "_")
         others = [other for other in REGISTRY if any(option["name"] == plain for option in options_of(other))]
         if others:
-            return f"It is an option of {', '.join(others)}; {self._algorithm} has none of this name."
+            return f"It is an option of {', '.join(others)}; {self._algorithm} has no option with this name."
         return super().remedy(name, known)
 
     def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:

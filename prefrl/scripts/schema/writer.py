@@ -33,10 +33,10 @@ _KINDS = {
     "DatasetConfig": "dataset",
     "RewardEntry": "reward",
 }
-# What transformers says of its options where prefrl does something else.
+# Help for options of transformers with which prefrl does something else.
 _HELP = {
-    "resume_from_checkpoint": "Checkpoint to go on from: a folder, a URL, or true for the last whole one in "
-    "output_dir; if it has none, training starts at step 0.",
+    "resume_from_checkpoint": "Checkpoint to resume from: a folder, a URL, or true for the last complete one in "
+    "output_dir; if there is none, training starts at step 0.",
     "disable_tqdm": "Show one line for each log instead of the live view.",
 }
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}

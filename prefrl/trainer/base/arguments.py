@@ -157,7 +157,7 @@ def check_has_data(arguments: Mapping[str, Any]) -> None:
         ConfigError: There is no dataset, and no environment that gives prompts.
     """
     if all(arguments.get(name) is None for name in ("train_dataset", "eval_dataset", "environment_factory")):
-        raise ConfigError("train_dataset=None: training needs a dataset. For evaluation alone, give eval_dataset.")
+        raise ConfigError("train_dataset=None: training needs a dataset. For evaluation alone, pass eval_dataset.")
 
 
 def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
         )
     elif dataset is not None and not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         raise DataError(
-            f"{name} is a {type(dataset).__name__}: must be a datasets.Dataset or IterableDataset"
-            f"{', or several by name' if takes_several else ''}. Make one of a list of rows by "
+            f"{name} is a {type(dataset).__name__}: must be a datasets.Dataset or "
+            f"IterableDataset{', or several by name' if takes_several else ''}. To convert a list of rows, use "
             "datasets.Dataset.from_list(rows)"
         )
     elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
@@ -248,8 +248,8 @@ def own_config(trainer: type[_Algorithm], args: Any, *, output_dir: str) -> Any:
     lost = [name for name in given if name not in known and given[name] != defaults[name]]
     if lost:
         raise ConfigError(
-            f"args={type(args).__name__}: {lost[0]}={given[lost[0]]!r} is no option of {config_class.__name__}. Give "
-            f"args={config_class.__name__}(...)"
+            f"args={type(args).__name__}: {lost[0]}={given[lost[0]]!r} is not an option of {config_class.__name__}. "
+            f"Pass args={config_class.__name__}(...)"
         )
     del given["remove_unused_columns"]
     return config_class(**{name: value for name, value in given.items() if name in known})

@@ -123,7 +123,7 @@ class AutomaticSizes(StatefulCallback):
         args.per_device_train_batch_size, uneven = divmod(of_rank, int(args.gradient_accumulation_steps))
         if rest or uneven:
             raise ConfigError(
-                f"{_ROWS}='auto': the run that resumes has found {self.found['rows_per_step']} rows for a step, which "
+                f"{_ROWS}='auto': the resumed run had found {self.found['rows_per_step']} rows per step, which "
                 f"{ranks} processes with {_STEPS}={args.gradient_accumulation_steps} cannot share evenly. Change one "
                 "of them."
             )

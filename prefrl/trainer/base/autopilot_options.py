@@ -33,13 +33,15 @@ class GrowthParams(Params):
         5, "Consecutive values of the metric without an improvement after which the batch grows."
     )
     rate: Annotated[float, Gt(1)] = opt(
-        2.0, "Factor by which a step's rows grow each time, rounded up to a multiple of the rows that it began with."
+        2.0, "Factor by which the rows of a step grow each time, rounded up to a multiple of the initial number."
     )
     eval_metric: str = opt(
-        "loss", "Metric that has to improve, as it is logged; lower is better if its name ends with loss."
+        "loss", "Name of the logged metric that has to improve; lower is better if it ends with loss."
     )
     eval_split: Literal["training", "validation"] = opt(
-        "training", "Whether the metric is that of training, at each log, or of evaluations, without eval_."
+        "training",
+        "training: the metric is read from each training log. validation: it is read from evaluations, and is named "
+        "without the prefix eval_.",
     )
 
 
@@ -47,14 +49,14 @@ class GrowthParams(Params):
 class EarlyStoppingParams(Params):
     """What counts as an improvement."""
 
-    threshold: Annotated[float, Ge(0)] = opt(0.0, "How much the metric has to improve to count.")
+    threshold: Annotated[float, Ge(0)] = opt(0.0, "Minimum improvement of the metric that counts.")
 
 
 @dataclass(frozen=True)
 class SoupParams(Params):
     """What goes into a soup."""
 
-    top_k: Annotated[int, Ge(2)] = opt(5, "How many checkpoints are averaged or tried: those with the best metric.")
+    top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
 
 
 def _check_watched(params: Any) -> None:
@@ -74,14 +76,14 @@ class SpikeParams(Params):
     )
     metrics: list[str] | None = opt(
         None,
-        "What is watched: loss, grad_norm, kl where there is one. None: all of them; of the online trainers not the "
-        "loss, which is 0 up to rounding in a step on-policy.",
+        "Metrics to watch: loss, grad_norm, and kl if there is one. None: all of them, but in online trainers not "
+        "the loss, which is 0 up to rounding in an on-policy step.",
     )
     learning_rate_factor: Annotated[float, Gt(0), Le(1)] = opt(
-        0.5, "Factor by which the learning rate falls at each rollback."
+        0.5, "Factor by which the learning rate is multiplied at each rollback."
     )
     max_rollbacks: Annotated[int, Ge(1)] = opt(
-        3, "Rollbacks to the same checkpoint, after which a step that spikes is left out instead."
+        3, "Maximum number of rollbacks to the same checkpoint; after that, steps with a spike are skipped."
     )
 
     rules = (_check_watched,)
@@ -92,7 +94,7 @@ GROWTH: KwargsOption[GrowthParams] = KwargsOption(
     "When the batch grows, and by how much.",
     switch="_grows",
     choices={True: GrowthParams},
-    off="increase_batch_size_on_plateau=0: the batch does not grow. Set how many times it may.",
+    off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
 )
 EARLY_STOPPING: KwargsOption[EarlyStoppingParams] = KwargsOption(
     "early_stopping_kwargs",
@@ -118,7 +120,7 @@ AUTOPILOT: tuple[KwargsOption[Any], ...] = (GROWTH, EARLY_STOPPING, SOUP, SPIKE)
 
 @dataclass
 class AutopilotOptions:
-    """What a run does by itself. Everything is off by default; see docs/autopilot.md."""
+    """Early stopping, averaging and other automatic actions. All are off by default; see docs/autopilot.md."""
 
     # They do not decide the updates.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -141,25 +143,25 @@ class AutopilotOptions:
     early_stopping_kwargs: KwargsValue = opt(None, EARLY_STOPPING.help)
     increase_batch_size_on_plateau: Annotated[int, Ge(0)] = opt(
         0,
-        "How many times the batch may grow when a metric has stopped improving. The schedule of the learning rate and "
-        "the number of epochs stay as they are, so fewer steps are made. 0: it does not grow.",
+        "How many times the batch may grow when a metric has stopped improving. The learning rate schedule and the "
+        "number of epochs do not change, so there are fewer steps. 0: the batch does not grow.",
     )
     increase_batch_size_kwargs: KwargsValue = opt(None, GROWTH.help)
     model_soup: Literal["uniform", "greedy"] | None = opt(
         None,
-        "Average the run's best checkpoints by metric_for_best_model when training ends, and go on with the average: "
-        "all of them, or greedily those that do not make the metric worse. None: no average.",
+        "Average the run's best checkpoints by metric_for_best_model when training ends, and use the average as the "
+        "model. uniform: all of them. greedy: only those that do not make the metric worse. None: no average.",
     )
     model_soup_kwargs: KwargsValue = opt(None, SOUP.help)
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
         None,
-        "Keep an exponential moving average of the weights with this decay for each step, evaluate it, too, as "
-        "eval_ema_..., and save it beside the model, in the folder ema. None: no average.",
+        "Keep an exponential moving average of the weights with this decay per step, also evaluate it, as "
+        "eval_ema_..., and save it in the folder ema of the model's folder. None: no average.",
     )
     on_spike: Literal["ignore", "rollback"] = opt(
         "ignore",
-        "What to do if loss, gradient norm or KL of a step is far above what it was. rollback: leave the step out, "
-        "and go on from the last checkpoint with a smaller learning rate.",
+        "What to do if the loss, gradient norm or KL of a step is far above its usual values. rollback: skip the "
+        "step, and continue from the last checkpoint with a smaller learning rate.",
     )
     spike_kwargs: KwargsValue = opt(None, SPIKE.help)
 
@@ -217,7 +219,7 @@ def _check_soup(config: Any) -> None:
     if saves not in (evaluates, "best"):
         raise ConfigError(
             f"{name} with save_strategy={saves!r} and eval_strategy={evaluates!r}: each checkpoint needs an "
-            "evaluation. Set both alike."
+            "evaluation. Set both to the same value."
         )
     ratio = _interval(config, "save") / _interval(config, "eval")
     if saves == evaluates and abs(ratio - round(ratio)) > 1e-6:
@@ -236,8 +238,8 @@ def _check_metric_of_average(config: Any) -> None:
     ):
         if config.ema_decay is not None and chooses and metric.removeprefix("eval_").startswith("ema_"):
             raise ConfigError(
-                f"{name}={chooses!r} with metric_for_best_model={metric!r}: checkpoints are chosen for the weights "
-                f"that are trained, not for their average. Set metric_for_best_model={metric.replace('ema_', '')!r}."
+                f"{name}={chooses!r} with metric_for_best_model={metric!r}: checkpoints are chosen by the trained "
+                f"weights, not by their average. Set metric_for_best_model={metric.replace('ema_', '')!r}."
             )
 
 
@@ -267,7 +269,7 @@ def check_autopilot(config: Any) -> None:
         _check_soup(config)
     if config.on_spike == "rollback" and config.save_only_model:
         raise ConfigError(
-            "on_spike='rollback' with save_only_model=True: training cannot go on from a model alone. Set "
+            "on_spike='rollback' with save_only_model=True: training cannot continue from a model alone. Set "
             "save_only_model=False."
         )
     if config._grows and GROWTH.of(config).eval_split == "validation" and not evaluates:

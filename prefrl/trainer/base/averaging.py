@@ -58,8 +58,8 @@ class AveragingTrainer(EvaluatingTrainer):
         if self.ema is not None:
             if isinstance(self.eval_dataset, Mapping) and _EMA in self.eval_dataset:
                 raise ConfigError(
-                    f"ema_decay={args.ema_decay} with an eval_dataset that is called 'ema': both are eval_ema_... in "
-                    "the logs. Give it another name, or leave ema_decay None."
+                    f"ema_decay={args.ema_decay} with an eval_dataset named 'ema': both would be logged as "
+                    "eval_ema_... Give it another name, or leave ema_decay None."
                 )
             self.add_callback(self.ema)
 

@@ -23,15 +23,16 @@ class CheckpointParams(Params):
     """What checkpoints hold besides the model, and what is read of them."""
 
     save_optimizer: bool = opt(
-        True, "Save the optimizer's state; with Adam, two thirds of a checkpoint. False: resuming is not exact."
+        True,
+        "Save the optimizer's state, which with Adam is two thirds of a checkpoint. False: resuming is not exact.",
     )
     load_optimizer: bool = opt(
-        True, "Resume with the optimizer's state. False: moments begin at 0; schedule, data and steps go on."
+        True, "Resume with the optimizer's state. False: moments begin at 0, while schedule, data and steps continue."
     )
     export_weights: bool = opt(
         False,
-        "Write whole weights, which from_pretrained loads, beside those that ZeRO-3 or FSDP2 keep partitioned. Other "
-        "backends always write whole weights.",
+        "Also write complete weights, which from_pretrained can load, if ZeRO-3 or FSDP2 saves partitioned ones. "
+        "Other backends always write complete weights.",
     )
 
 
@@ -43,13 +44,15 @@ class UploadParams(Params):
         "all", "all: every checkpoint, the last first. final: the last one, when training is complete."
     )
     timeout: Annotated[float, Gt(0)] = opt(
-        600.0, "Seconds that the end of training waits for uploads; other processes wait for ddp_timeout at most."
+        600.0,
+        "Maximum time to wait for uploads at the end of training, in seconds; other processes wait at most "
+        "ddp_timeout.",
     )
 
 
 _CHECKPOINT: KwargsOption[CheckpointParams] = KwargsOption(
     "checkpoint_kwargs",
-    "What checkpoints hold, and what is read of them.",
+    "What checkpoints hold, and which parts a resumed run reads.",
     switch=None,
     choices={None: CheckpointParams},
 )
@@ -65,7 +68,7 @@ CHECKPOINT_OPTIONS: tuple[KwargsOption[Any], ...] = (_CHECKPOINT, _UPLOAD)
 
 @dataclass
 class CheckpointOptions:
-    """What checkpoints hold, and where they are uploaded to."""
+    """Contents of checkpoints, and where they are uploaded."""
 
     changeable: ClassVar[tuple[str, ...]] = ("checkpoint_kwargs", "upload_to", "upload_kwargs")
 
@@ -109,8 +112,8 @@ def check_checkpoints(config: Any) -> None:
         )
     if config.on_spike == "rollback" and not _CHECKPOINT.of(config).save_optimizer:
         raise ConfigError(
-            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to one "
-            "without the optimizer's state. Set one of them otherwise."
+            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to a "
+            "checkpoint without the optimizer's state. Change one of them."
         )
     if config.upload_to is None:
         return

@@ -115,7 +115,7 @@ class BaseConfig(
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
     remove_unused_columns: bool = opt(False, "Must stay False: rewards may read any column of the dataset.")
     no_remove_unused_columns: bool = opt(
-        False, "Changes nothing: no columns are removed. Commands for TRL's scripts have this switch."
+        False, "Accepted for commands written for TRL; it changes nothing, because no columns are removed."
     )
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
@@ -127,8 +127,8 @@ class BaseConfig(
     )
     router_aux_loss_coef: Annotated[float, Ge(0)] | None = opt(
         None,
-        "Weight of the load-balancing loss of a mixture of experts, see docs/moe.md; None: that of the model's "
-        "config. Other models have no such loss.",
+        "Weight of the load-balancing loss of a mixture of experts, see docs/moe.md; None: the weight in the "
+        "model's config. Other models have no such loss.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
@@ -138,8 +138,8 @@ class BaseConfig(
     # transformers has these two from 5.23; before, it knows them by their old names only.
     activation_checkpointing: bool = opt(
         None,  # until __post_init__ knows whether the old name is set
-        "Keep only the inputs of the layers for the backward pass, which computes the layers once more. Saves memory, "
-        "costs about a third more time, never changes the update.",
+        "Keep only the inputs of the layers and recompute the layers in the backward pass. Saves memory, takes "
+        "about a third more time, never changes the update.",
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None,
@@ -174,13 +174,13 @@ class BaseConfig(
 
     allow_resume_changes: list[str] | None = opt(
         None,
-        "What may differ from the checkpoint that training resumes from, although it changes the updates: names of "
-        "options, or model, data, rewards. Without it, a difference is an error that lists the names.",
+        "Differences from the checkpoint to allow when training resumes, although they change the updates: names of "
+        "options, or model, data, rewards. Other differences raise an error that lists their names.",
     )
     save_in_background: bool = opt(
         False,
-        "Go on with training while the files of a checkpoint are written to the disk and sealed. Copying the weights "
-        "into the memory of the operating system still takes place in the step.",
+        "Continue training while the files of a checkpoint are written to disk and sealed. Copying the weights into "
+        "the operating system's memory is still part of the step.",
     )
 
     max_train_time: Annotated[float, Gt(0)] | None = opt(
@@ -190,8 +190,8 @@ class BaseConfig(
     )
     on_nan: Literal["stop", "skip"] = opt(
         "stop",
-        "What to do if the loss or the gradient norm of a step is NaN or infinite. The step is never applied; stop: "
-        "training ends with an error, skip: it goes on with the next step.",
+        "What to do if the loss or the gradient norm of a step is NaN or infinite. The step is never applied. stop: "
+        "training ends with an error. skip: it continues with the next step.",
     )
     nan_patience: Annotated[int, Ge(1)] = opt(
         3, "With on_nan='skip': training ends with an error after this many skipped steps in a row."

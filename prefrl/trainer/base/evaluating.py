@@ -112,8 +112,8 @@ class EvaluatingTrainer(SizedTrainer):
             raise ConfigError("evaluate_training_set=True: there is no train_dataset. Set it to False.")
         if isinstance(self.eval_dataset, Mapping) and "train" in self.eval_dataset:
             raise ConfigError(
-                "evaluate_training_set=True with an eval_dataset that is called 'train': both are eval_train_... in "
-                "the logs. Give it another name, or set evaluate_training_set=False."
+                "evaluate_training_set=True with an eval_dataset named 'train': both would be logged as "
+                "eval_train_... Give it another name, or set evaluate_training_set=False."
             )
         if isinstance(self.train_dataset, IterableDataset) and self.args.max_eval_samples is None:
             raise ConfigError("evaluate_training_set=True with a stream: it may have no end. Set max_eval_samples.")

@@ -18,7 +18,7 @@ _Epochs = Annotated[float, Gt(0), Lt(math.inf)]
 
 @dataclass
 class EvaluationOptions:
-    """When evaluations take place and checkpoints are saved, counted in epochs, and what is evaluated."""
+    """Intervals of evaluations and checkpoints in epochs, and the rows that are evaluated."""
 
     changeable: ClassVar[tuple[str, ...]] = (
         *("eval_epochs", "save_epochs", "max_eval_samples", "evaluate_training_set"),
@@ -26,7 +26,8 @@ class EvaluationOptions:
 
     eval_epochs: _Epochs = opt(
         1.0,
-        "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 one every two epochs.",
+        "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 means one every two "
+        "epochs.",
     )
     save_epochs: _Epochs = opt(
         1.0, "With save_strategy='epoch': epochs between checkpoints; 0.25 means four per epoch."

@@ -44,8 +44,8 @@ class GuardedTrainer(ResumableTrainer):
         super().__init__(args=args, **arguments)
         if args.on_spike == "rollback" and distributed.updates_in_backward(self.accelerator):
             raise ConfigError(
-                "on_spike='rollback' with DeepSpeed: its engine has updated the weights before a step can be judged, "
-                "and can train only once. Use DDP or FSDP2, or set on_spike='ignore'."
+                "on_spike='rollback' with DeepSpeed: its engine updates the weights before a step can be checked for "
+                "a spike, and can train only once. Use DDP or FSDP2, or set on_spike='ignore'."
             )
         self.guard = self._new_guard()
         self._rollback = Rollback()
@@ -111,11 +111,13 @@ class GuardedTrainer(ResumableTrainer):
         found = distributed.on_main(lambda: find_last(self.run_folder.path, run=self.run_folder.run)).folder
         what = f"step {self.state.global_step + 1}: {', '.join(over)}. The step is not applied"
         if self._rollback.num_to(found) == params.max_rollbacks:
-            self._say(f"{what}; training has gone back to {found} {params.max_rollbacks} times, so it goes on.")
+            self._say(f"{what}; training has gone back to {found} {params.max_rollbacks} times, so it continues.")
             return True
         if found is None:
             scale_learning_rates(params.learning_rate_factor, self.optimizer, self.lr_scheduler)
-            self._say(f"{what}. There is no checkpoint yet: the learning rate falls to {self._get_learning_rate():g}.")
+            self._say(
+                f"{what}. There is no checkpoint yet: the learning rate is lowered to {self._get_learning_rate():g}."
+            )
             return True
         self._rollback = self._rollback.again(found)
         self._say(
@@ -140,7 +142,7 @@ class GuardedTrainer(ResumableTrainer):
             return
         skips = self.args.on_nan == "skip"
         patience = f" It was the last of nan_patience={guard.patience} in a row." if skips else ""
-        remedy = "" if skips else " on_nan='skip' leaves such steps out."
+        remedy = "" if skips else " on_nan='skip' skips such steps."
         self._stop_reason = (
             f"step {step}: {problem}. The step was not applied.{patience} {kept} Lower learning_rate, or set "
             f"max_grad_norm, or remove the rows that cause it, then resume from the last checkpoint with "
@@ -169,7 +171,7 @@ class GuardedTrainer(ResumableTrainer):
             )
         except OSError as error:
             return f"{before}It could not be kept in {output_dir}: {error}."
-        return f"{before}It is kept in {folder}; prefrl replay {folder} computes it again."
+        return f"{before}It is kept in {folder}; prefrl replay {folder} recomputes it."
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """HuggingFace's hook, called after the step and all its callbacks."""

@@ -127,7 +127,7 @@ class Hub:
         def end(upload: Future[Any]) -> None:
             error = upload.exception()
             if error is not None:
-                told = "%r could not be pushed to %s; training goes on, and the next push tries again: %s"
+                told = "%r could not be pushed to %s; training continues, and the next push tries again: %s"
                 _log.warning(told, message, repository, reason_of(error))
             if is_last:
                 _remove(_links(checkpoint))
@@ -177,8 +177,8 @@ def tell_not_created(repository: str, error: Exception) -> None:
             "hub_model_id, and log in (hf auth login) or set hub_token; or set push_to_hub=False."
         ) from error
     _log.warning(
-        "push_to_hub=True: the repository %r cannot be created now; training goes on, and the next push tries again: "
-        "%s",
+        "push_to_hub=True: the repository %r cannot be created now; training continues, and the next push tries "
+        "again: %s",
         repository,
         reason_of(error),
     )

@@ -21,9 +21,9 @@ class _Ignored:
 
 
 _PRECISION = "evaluation runs in the precision of training"
-_NO_LOGITS = "evaluation computes metrics on the way and keeps no logits or labels"
-_OWN_BATCHES = "batches are laid out and shared out by prefrl, not by accelerate"
-_OWN_COLUMNS = "columns are chosen by the data layer"
+_NO_LOGITS = "evaluation computes metrics as it goes and keeps no logits or labels"
+_OWN_BATCHES = "prefrl, not accelerate, lays out and distributes batches"
+_OWN_COLUMNS = "the data layer chooses the columns"
 
 _OPTIONS = {
     "average_tokens_across_devices": _Ignored(
@@ -31,11 +31,11 @@ _OPTIONS = {
     ),
     "label_smoothing_factor": _Ignored(0.0, "the losses here are computed from token log-probs", "Leave it at 0."),
     "include_num_input_tokens_seen": _Ignored(
-        "no", "the metric num_tokens counts every token that was run", "Read num_tokens."
+        "no", "the metric num_tokens counts every token that was processed", "Read num_tokens."
     ),
     "bf16_full_eval": _Ignored(False, _PRECISION, "Set bf16=True, or load the model with a dtype of bfloat16."),
     "fp16_full_eval": _Ignored(False, _PRECISION, "Set fp16=True, or load the model with a dtype of float16."),
-    "prediction_loss_only": _Ignored(False, _NO_LOGITS, "Leave it False: evaluate() returns metrics alone."),
+    "prediction_loss_only": _Ignored(False, _NO_LOGITS, "Leave it False: evaluate() returns only metrics."),
     "eval_accumulation_steps": _Ignored(
         None, _NO_LOGITS, "Leave it None; per_device_eval_batch_size decides the memory of evaluation."
     ),
@@ -51,7 +51,7 @@ _OPTIONS = {
 _ACCELERATOR = {
     "split_batches": _Ignored(False, _OWN_BATCHES, "Set per_device_train_batch_size."),
     "dispatch_batches": _Ignored(None, _OWN_BATCHES, "Leave it out."),
-    "even_batches": _Ignored(True, _OWN_BATCHES, "Leave it out; dataloader_drop_last leaves uneven steps out."),
+    "even_batches": _Ignored(True, _OWN_BATCHES, "Leave it out; dataloader_drop_last skips uneven steps."),
     "use_seedable_sampler": _Ignored(True, "the order of rows depends on the seed alone", "Set data_seed."),
 }
 

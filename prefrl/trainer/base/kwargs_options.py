@@ -108,7 +108,7 @@ class KwargsOption(Generic[P]):
             if key in known:
                 continue
             if key in self._own(config):
-                raise ConfigError(f"{self.name}: {key}={value!r} is an option of its own. Set {key}={value!r}.")
+                raise ConfigError(f"{self.name}: {key}={value!r} is a separate option. Set {key}={value!r}.")
             where = f" with {self._where(config)}" if self.switch is not None else ""
             if others := self._choices_with(key):
                 remedy = self._remedy(others)

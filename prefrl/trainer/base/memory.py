@@ -89,7 +89,7 @@ def _remedies(args: TrainingArguments, names: Sequence[str]) -> str:
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     found = [_remedy(name, value) for name, value in given.items() if not (is_on_host and name in _ON_GPUS)]
     words = "; ".join([remedy for remedy in found if remedy][:_MOST])
-    return f" To need less there: {words}." if words else ""
+    return f" To reduce it: {words}." if words else ""
 
 
 def _remedy(name: str, value: Any) -> str:

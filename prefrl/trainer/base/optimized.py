@@ -156,7 +156,7 @@ def _rates(rates: Mapping[str, float], model: nn.Module) -> dict[int, float]:
     for pattern in rates:
         if not any(re.search(pattern, name) for name in named):
             raise ConfigError(
-                f"learning_rates: {pattern!r} is found in no name of a trained parameter. Such names are "
+                f"learning_rates: {pattern!r} matches no name of a trained parameter. The names look like "
                 f"{', '.join(list(named)[:3])}."
             )
     first = {name: next((p for p in rates if re.search(p, name)), None) for name in named}

@@ -29,7 +29,7 @@ KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
 
 @dataclass
 class OptimizerOptions:
-    """Options of the update that HuggingFace does not have."""
+    """Optimizer options in addition to HuggingFace's."""
 
     optim: str = opt(
         "adamw_torch_fused",
@@ -37,13 +37,12 @@ class OptimizerOptions:
     )
     learning_rates: dict[str, float] | str | None = opt(
         None,
-        "Learning rates of some parameters: a mapping from regular expressions to rates, all with the same schedule. "
-        "The first expression that matches part of a parameter's name decides; all others have learning_rate. JSON on "
-        "the command "
-        "line.",
+        "Learning rates of some parameters: a mapping from regular expressions to rates, all with the same "
+        "schedule. The first expression that matches part of a parameter's name applies; parameters that none "
+        "matches use learning_rate. JSON on the command line.",
     )
     max_grad_value: Annotated[float, Gt(0)] | None = opt(
-        None, "Clip each number of the gradients to this absolute value, after max_grad_norm. None: no clipping."
+        None, "Clip each element of the gradients to this absolute value, after max_grad_norm. None: no clipping."
     )
     regularization_type: Literal["l1", "l2", "l1_l2"] | None = opt(
         None,

@@ -126,13 +126,13 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
 }
 
 _NO_TRUST_RATIO = (
-    "bitsandbytes has no 8-bit kernel of it for GPUs, and its kernel for CPUs leaves out the trust ratio. Set "
+    "bitsandbytes has no 8-bit kernel for it on GPUs, and its CPU kernel leaves out the trust ratio. Set "
 )
 # Names that users of other libraries try, and what to do.
 REFUSED: dict[str, str] = {
-    "lbfgs": "it computes the loss several times in a step, through a closure; transformers' loop calls the optimizer "
-    "with gradients alone. Set optim='soap' or optim='muon', which use more than a rate for each weight, too.",
-    "lamb_8bit": f"{_NO_TRUST_RATIO}optim='lamb', or 'adamw_8bit' for states of 8 bits.",
+    "lbfgs": "it computes the loss several times in a step, through a closure; transformers' loop passes only "
+    "gradients to the optimizer. Set optim='soap' or optim='muon', which use more than a rate for each weight, too.",
+    "lamb_8bit": f"{_NO_TRUST_RATIO}optim='lamb', or 'adamw_8bit' for 8-bit states.",
     "lars_8bit": f"{_NO_TRUST_RATIO}optim='lars', or 'sgd_8bit' for states of 8 bits.",
     "ftrl": "it is for sparse linear models. Set optim='adagrad'.",
     "adamw": "transformers calls it 'adamw_torch_fused', or 'adamw_torch'.",
@@ -176,7 +176,7 @@ def check_named(config: Any) -> None:
     for key, value in given_arguments(config.optim_args).items():
         if key not in row.keys:
             remedy = nearest(key, row.keys) if row.keys else "It has none."
-            raise ConfigError(f"optim_args: {key}={value!r} is no argument of optim={name!r}. {remedy}")
+            raise ConfigError(f"optim_args: {key}={value!r} is not an argument of optim={name!r}. {remedy}")
 
 
 def check_decay(name: str, option: str, value: float | None) -> None:
@@ -205,7 +205,7 @@ def check_rates(config: Any) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"learning_rates: {pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(f"learning_rates: {pattern!r} is not a valid regular expression: {error}") from error
         check_bounds(f"learning_rates[{pattern!r}]", rate, _RATE)
     if rates and any(word in name for word in _WITHOUT_GROUPS):
         raise ConfigError(

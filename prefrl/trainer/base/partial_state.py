@@ -34,19 +34,19 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
         if not value and not distributed.keeps_optimizer_apart(accelerator):
             raise ConfigError(
                 f"checkpoint_kwargs: {name}=False is not supported with ZeRO and FSDP2, which save weights and "
-                "optimizer state together. Leave it out; save_only_model=True saves the model alone."
+                "optimizer state together. Leave it out; save_only_model=True saves only the model."
             )
     if params.export_weights and not distributed.keeps_checkpoints_partitioned(accelerator):
         raise ConfigError(
-            "checkpoint_kwargs: export_weights=True has no effect because this backend, as it is set, writes whole "
-            "weights into every checkpoint. Leave it out."
+            "checkpoint_kwargs: export_weights=True has no effect because this backend, with its current settings, "
+            "writes complete weights to every checkpoint. Leave it out."
         )
     if checkpoint is None or not params.load_optimizer or not distributed.keeps_optimizer_apart(accelerator):
         return
     if not (checkpoint / OPTIMIZER_NAME).exists():
         raise ConfigError(
             f"resume_from_checkpoint: {checkpoint} holds no optimizer state (from save_optimizer=False): resuming is "
-            "not exact. Set checkpoint_kwargs={'load_optimizer': False} to begin with new moments."
+            "not exact. Set checkpoint_kwargs={'load_optimizer': False} to begin with new optimizer states."
         )
 
 

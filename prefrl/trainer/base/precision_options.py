@@ -27,7 +27,8 @@ class PrecisionOptions:
 
     fp8: bool = opt(
         False,
-        "Matrix products of the layers in 8-bit floating point, by torchao; with bf16=True, on GPUs that have it.",
+        "Compute the matrix products of the layers in 8-bit floating point, with torchao. Needs bf16=True and a GPU "
+        "that supports it.",
     )
 
 
@@ -44,8 +45,8 @@ def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
     check_device(config)
     if config.mixed_precision == "fp8":
         raise ConfigError(
-            "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: is an option of the run "
-            "here. Remove it, and set fp8=True with bf16=True."
+            "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: in prefrl, fp8 is an "
+            "option of the run. Remove it, and set fp8=True with bf16=True."
         )
     if fp8:
         _check_fp8(config)
@@ -58,11 +59,14 @@ def _check_fp8(config: TrainingArguments) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_SINCE:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
         raise ConfigError(
-            f"fp8=True on {name}: products in 8 bits need a GPU of compute capability 8.9 or higher (Ada, Hopper, "
+            f"fp8=True on {name}: 8-bit products need a GPU of compute capability 8.9 or higher (Ada, Hopper, "
             "Blackwell). Set bf16=True alone."
         )
     if not config.bf16:
-        raise ConfigError("fp8=True with bf16=False: what is not in 8 bits is in bfloat16. Set bf16=True.")
+        raise ConfigError(
+            "fp8=True with bf16=False: everything that is not computed in 8 bits is computed in bfloat16. Set "
+            "bf16=True."
+        )
     if not is_installed("torchao"):
         raise MissingPackageError("fp8=True needs torchao: pip install 'prefrl[fp8]'")
 

@@ -37,16 +37,16 @@ class ProfileParams(Params):
     traced. Source: `torch.profiler.schedule`.
     """
 
-    wait: Annotated[int, Ge(0)] = opt(1, "Steps of a cycle without profiling.")
+    wait: Annotated[int, Ge(0)] = opt(1, "Steps at the start of each cycle without profiling.")
     warmup: Annotated[int, Ge(0)] = opt(
         1, "Steps that are profiled but not kept, because starting the profiler distorts them."
     )
     active: Annotated[int, Ge(1)] = opt(3, "Steps in a trace.")
-    repeat: Annotated[int, Ge(0)] = opt(1, "Number of cycles, each with a trace of its own; 0: until training ends.")
+    repeat: Annotated[int, Ge(0)] = opt(1, "Number of cycles, each with its own trace; 0: until training ends.")
     skip_first: Annotated[int, Ge(0)] = opt(0, "Steps before the first cycle.")
     ranks: list[int] | None = opt([0], "Processes that write traces; None: all.")
     record_shapes: bool = opt(False, "Record the shapes of the inputs of operations.")
-    profile_memory: bool = opt(False, "Record what operations allocate and free.")
+    profile_memory: bool = opt(False, "Record the memory that operations allocate and free.")
     with_stack: bool = opt(False, "Record the lines of Python that called operations.")
     memory_snapshot: bool = opt(False, "Also write the history of the GPU's memory in these steps.")
 
@@ -61,11 +61,13 @@ PROFILE = KwargsOption(
 
 @dataclass
 class ProfileOptions:
-    """Which steps are traced; see docs/profiling.md."""
+    """Tracing of steps; see docs/profiling.md."""
 
     changeable: ClassVar[tuple[str, ...]] = ("profile", "profile_kwargs")
 
-    profile: bool = opt(False, "Trace some steps for a timeline viewer, into the folder profile of output_dir.")
+    profile: bool = opt(
+        False, "Trace some steps for a timeline viewer; the traces are written to the folder profile of output_dir."
+    )
     profile_kwargs: KwargsValue = opt(None, PROFILE.help)
 
 
@@ -84,8 +86,8 @@ def check_profile(config: TrainingArguments) -> None:
         return
     if params.memory_snapshot and config.device.type != "cuda":
         raise ConfigError(
-            f"profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on "
-            f"the {config.device.type.upper()}. Set profile_memory=True, which traces allocations everywhere."
+            "profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on "
+            f"the {config.device.type.upper()}. Set profile_memory=True, which traces allocations on every device."
         )
     absent = [rank for rank in params.ranks or () if not 0 <= rank < config.world_size]
     if params.ranks == [] or absent:

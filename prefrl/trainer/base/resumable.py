@@ -175,8 +175,8 @@ class ResumableTrainer(OptimizedTrainer):
         if not is_complete:
             if distributed.is_main():
                 sys.stderr.write(
-                    f"stopped after step {self.state.global_step} of {self.state.max_steps}. To go on, start the same "
-                    f"training with resume_from_checkpoint=True; output_dir is {self.args.output_dir}\n"
+                    f"stopped after step {self.state.global_step} of {self.state.max_steps}. To continue, start the "
+                    f"same training with resume_from_checkpoint=True; output_dir is {self.args.output_dir}\n"
                 )
             leave(code)
         return output
@@ -422,7 +422,7 @@ class ResumableTrainer(OptimizedTrainer):
             self._hub.push_noted(self._repository())
         except Exception as error:
             name = self._hub.noted[0].name if self._hub.noted else "a checkpoint"
-            _log.warning("%s could not be pushed to the Hub; training goes on: %s", name, reason_of(error))
+            _log.warning("%s could not be pushed to the Hub; training continues: %s", name, reason_of(error))
 
     def _finish_current_push(self) -> None:
         """HuggingFace's hook, called at the end of training: what is not uploaded yet is tried once more."""

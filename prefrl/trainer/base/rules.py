@@ -53,8 +53,8 @@ _LAYERWISE = ("galore", "apollo")
 _RECORDING = ("reduce-overhead", "max-autotune")
 # Option that a resumed run cannot change -> why.
 _FIXED = {
-    "learning_rates": "its expressions decide in which order checkpoints hold the state of the optimizer",
-    "optim_args": "checkpoints hold these arguments with the state of the optimizer",
+    "learning_rates": "its expressions determine the order of the optimizer's state in checkpoints",
+    "optim_args": "checkpoints hold these arguments together with the optimizer's state",
 }
 
 
@@ -96,7 +96,7 @@ def check_common(config: Any) -> None:
         )
     if config.auto_find_batch_size:
         raise ConfigError(
-            "auto_find_batch_size=True is not supported: it learns what fits from crashes. Set "
+            "auto_find_batch_size=True is not supported: it finds out what fits by running out of memory. Set "
             "max_tokens_per_micro_batch='auto'."
         )
     if config.neftune_noise_alpha is not None:
@@ -126,14 +126,14 @@ def check_warmup_evaluations(config: Any) -> None:
     strategy = plain_value(config.eval_strategy)
     if strategy != "steps" or config.eval_steps < 1:
         raise ConfigError(
-            f"warmup_evaluations={config.warmup_evaluations} with eval_strategy={strategy!r}, eval_steps="
-            f"{config.eval_steps}: needs evaluations at a distance in steps. Set eval_strategy='steps' and eval_steps "
-            "of at least 1, or set warmup_steps instead."
+            f"warmup_evaluations={config.warmup_evaluations} with eval_strategy={strategy!r}, "
+            f"eval_steps={config.eval_steps}: needs evaluations at an interval in steps. Set eval_strategy='steps' "
+            "and eval_steps of at least 1, or set warmup_steps instead."
         )
     if config.warmup_steps not in (0, config.warmup_evaluations * config.eval_steps):
         raise ConfigError(
             f"warmup_evaluations={config.warmup_evaluations} with warmup_steps={config.warmup_steps}: both set the "
-            "length of the warm-up. Set one of them."
+            "length of the warm-up. Set only one of them."
         )
 
 
@@ -160,8 +160,8 @@ def check_schedule(config: Any) -> None:
         )
     if name == "one_cycle" and config.warmup_steps:
         raise ConfigError(
-            f"warmup_steps={config.warmup_steps} with lr_scheduler_type='one_cycle', which begins with a warm-up of "
-            "its own. Set lr_scheduler_kwargs={'pct_start': ...} instead."
+            f"warmup_steps={config.warmup_steps} with lr_scheduler_type='one_cycle', which has its own warm-up. Set "
+            "lr_scheduler_kwargs={'pct_start': ...} instead."
         )
     if config.weight_decay_schedule != "constant" and config.weight_decay == 0:
         raise ConfigError(
@@ -181,13 +181,17 @@ def check_update(config: Any) -> None:
     """
     name = str(plain_value(config.optim))
     if not any(word in name for word in _LAYERWISE):
-        because, remedy = f"optim={name!r} treats all weights alike", "Leave it None; freeze leaves weights out."
+        because, remedy = (
+            f"optim={name!r} treats all weights in the same way",
+            "Leave it None; freeze leaves weights out.",
+        )
         check_unset(config, "optim_target_modules", because=because, remedy=remedy)
     is_on = config.regularization_type is not None
     if is_on != (config.regularization_lambda > 0):
         raise ConfigError(
-            f"regularization_type={config.regularization_type!r} with regularization_lambda="
-            f"{config.regularization_lambda}: neither acts without the other. Set both, or neither."
+            f"regularization_type={config.regularization_type!r} with "
+            f"regularization_lambda={config.regularization_lambda}: neither has an effect without the other. Set "
+            "both, or neither."
         )
     for option, reason in _FIXED.items():
         if option in (config.allow_resume_changes or ()):
@@ -213,7 +217,7 @@ def check_device(config: Any) -> None:
         name="activation_offloading",
         value=config.activation_offloading,
         unset=False,
-        because="this run is on the CPU, whose memory activations would be moved to",
+        because="this run is on the CPU, where activations are already in host memory",
         remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
     )
 
@@ -239,6 +243,6 @@ def check_compilation(config: Any) -> None:
     """
     if config.torch_compile_mode in _RECORDING:
         raise ConfigError(
-            f"torch_compile_mode={config.torch_compile_mode!r}: records CUDA graphs, each for one length of rows, and "
-            "rows have other lengths in every step. Leave it out, or set 'max-autotune-no-cudagraphs'."
+            f"torch_compile_mode={config.torch_compile_mode!r}: records CUDA graphs, each for fixed lengths of rows, "
+            "but the lengths differ in every step. Leave it out, or set 'max-autotune-no-cudagraphs'."
         )

@@ -163,7 +163,7 @@ class RunFolder:
                 f"weights of a checkpoint, pass its folder as model={str(self.path / 'checkpoint-...')!r}."
             )
         for reason in [*found.unusable, *(f"{name}: it belongs to another run" for name in found.foreign)]:
-            _log.warning("resume_from_checkpoint=True passes over %s", reason)
+            _log.warning("resume_from_checkpoint=True skips %s", reason)
         if found.folder is None:
             _log.warning("resume_from_checkpoint=True: %s has no checkpoint yet; training starts at step 0", self.path)
         return found.folder
@@ -172,8 +172,8 @@ class RunFolder:
         found = fetch("resume_from_checkpoint", url, self.path)
         if found is None:
             raise ConfigError(
-                f"resume_from_checkpoint={without_secrets(url)!r}: there is no checkpoint to resume from. Give "
-                "the folder that upload_to named, or a checkpoint in it."
+                f"resume_from_checkpoint={without_secrets(url)!r}: there is no checkpoint to resume from. Pass the "
+                "folder of upload_to, or a checkpoint in it."
             )
         return found
 
@@ -181,9 +181,9 @@ class RunFolder:
         found: Found = find_last(self.path, run=None)
         if found.folder is not None:
             _log.warning(
-                "%s holds checkpoints of an earlier run, the last of them %s. This is a new run: it replaces those of "
-                "the same step and leaves the others alone. Set resume_from_checkpoint=True to continue the earlier "
-                "one.",
+                "%s holds checkpoints of an earlier run, the last of them %s. This is a new run: it replaces "
+                "checkpoints of the same steps and does not touch the others. Set resume_from_checkpoint=True to "
+                "continue the earlier one.",
                 self.path,
                 found.folder.name,
             )
@@ -286,7 +286,7 @@ class RunFolder:
         shutil.rmtree(staged, ignore_errors=True)
         free = shutil.disk_usage(run_folder).free
         last = find_last(run_folder, run=None).folder
-        kept = "There is no other." if last is None else f"The last whole one is {last}."
+        kept = "There is no other complete one." if last is None else f"The last complete one is {last}."
         return CheckpointError(
             f"{checkpoint_name(step)} could not be written to {run_folder}: {error}. {written / 1e6:,.0f} MB of it "
             f"were written, and {free / 1e6:,.0f} MB are free now that they are removed. {kept} Free space, or lower "

@@ -52,14 +52,18 @@ _SCALINGS = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
 class PlateauParams(Params):
     """Of `reduce_on_plateau`."""
 
-    metric: str = opt("eval_loss", "A logged metric; eval_... is one of evaluations, others are of training.")
-    mode: Literal["min", "max"] | None = opt(
-        None, "Whether the metric should fall or rise; None: fall, for a name that ends in loss."
+    metric: str = opt(
+        "eval_loss", "Name of a logged metric; names that start with eval_ are from evaluations, others from training."
     )
-    patience: Annotated[int, Ge(0)] = opt(10, "Values in a row without improvement that change nothing.")
+    mode: Literal["min", "max"] | None = opt(
+        None, "Whether the metric is minimized or maximized; None: minimized if its name ends in loss."
+    )
+    patience: Annotated[int, Ge(0)] = opt(
+        10, "Number of consecutive values without an improvement that are tolerated."
+    )
     factor: Annotated[float, Gt(0), Lt(1)] = opt(0.1, "Factor by which a reduction multiplies the learning rate.")
-    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Share of the best value by which it must be surpassed.")
-    window: Annotated[int, Ge(1)] = opt(1, "Logged values whose mean is one value.")
+    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Minimum improvement that counts, as a fraction of the best value.")
+    window: Annotated[int, Ge(1)] = opt(1, "Number of logged values that are averaged into one.")
 
 
 SCHEDULE: KwargsOption[Params] = KwargsOption(
@@ -75,7 +79,7 @@ PLATEAU: KwargsOption[PlateauParams] = KwargsOption(
     switch="reduces_on_plateau",
     choices={True: PlateauParams},
     label="reduce_on_plateau",
-    off="reduce_on_plateau=0. Set it to how often the learning rate may be reduced.",
+    off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
 )
 WEIGHT_DECAY: KwargsOption[WeightDecayParams] = KwargsOption(
     "weight_decay_schedule_kwargs",
@@ -88,7 +92,7 @@ SCHEDULE_KWARGS: tuple[KwargsOption[Any], ...] = (SCHEDULE, PLATEAU, WEIGHT_DECA
 
 @dataclass
 class ScheduleOptions(TrainingArguments):
-    """How the learning rate and the weight decay change during training; see docs/schedules.md."""
+    """Schedules of the learning rate and the weight decay; see docs/schedules.md."""
 
     lr_scheduler_type: str = opt(
         "linear",
@@ -96,13 +100,15 @@ class ScheduleOptions(TrainingArguments):
     )
     lr_scheduler_kwargs: KwargsValue = opt(None, SCHEDULE.help)
     warmup_steps: float = opt(
-        0, "Steps in which the learning rate rises to its full height; below 1: a share of all steps."
+        0, "Steps in which the learning rate rises to its full value; a value below 1 is a fraction of all steps."
     )
     lr_decay_steps: Annotated[int, Ge(1)] | None = opt(
-        None, "Step at which the schedule ends; after it, the learning rate stays. None: the last step of training."
+        None,
+        "Step at which the schedule ends; after it, the learning rate is constant. None: the last step of training.",
     )
     warmup_start_factor: Annotated[float, Ge(0), Le(1)] | None = opt(
-        None, "Share of learning_rate with which the warm-up begins; None: 0, unless the schedule says otherwise."
+        None,
+        "Fraction of learning_rate at which the warm-up begins; None: 0, unless the schedule has another default.",
     )
     warmup_evaluations: Annotated[int, Ge(0)] = opt(
         0, "Set warmup_steps to this multiple of eval_steps; needs eval_strategy='steps'. 0: off."
@@ -111,11 +117,13 @@ class ScheduleOptions(TrainingArguments):
         "constant", "Multiply learning rates by 1, the square root of the number of processes, or this number."
     )
     reduce_on_plateau: Annotated[int, Ge(0)] = opt(
-        0, "How often the learning rate is reduced, on top of its schedule, when a metric stops improving; 0: never."
+        0,
+        "Maximum number of times that the learning rate is reduced, on top of its schedule, when a metric stops "
+        "improving; 0: never.",
     )
     reduce_on_plateau_kwargs: KwargsValue = opt(None, PLATEAU.help)
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "How the weight decay changes: not at all, linearly, or along half a cosine."
+        "constant", "How the weight decay changes during training: not at all, linearly, or along half a cosine."
     )
     weight_decay_schedule_kwargs: KwargsValue = opt(None, WEIGHT_DECAY.help)
 
@@ -231,9 +239,9 @@ class ScheduleOptions(TrainingArguments):
         try:
             check_arguments(name, arguments)
         except (TypeError, ValueError) as error:
-            remedy = "what transformers.optimization says of this schedule"
+            remedy = "the arguments of this schedule in transformers.optimization"
             if name == "warmup_stable_decay":
-                remedy += "; lr_scheduler_type='wsd' takes shares of all steps instead"
+                remedy += "; lr_scheduler_type='wsd' takes fractions of all steps instead"
             raise ConfigError(
                 f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={arguments!r}: {error}. Set lr_scheduler_kwargs "
                 f"to {remedy}."
@@ -245,7 +253,7 @@ class ScheduleOptions(TrainingArguments):
         check_schedule_of_metric(self)
         if "layerwise" in optim:
             raise ConfigError(
-                f"optim={optim!r} updates in the backward pass and takes schedules of transformers alone. Leave "
+                f"optim={optim!r} updates in the backward pass and supports only schedules of transformers. Leave "
                 f"{', '.join(own_options(self)) or 'lr_scheduler_type'} at the default, or choose another optimizer."
             )
         self.learning_rate_factor(self.max_steps if self.max_steps > 0 else _SOME_STEPS)

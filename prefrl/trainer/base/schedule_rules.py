@@ -46,8 +46,8 @@ def check_schedule_of_metric(config: Any) -> None:
     name, options = plain_value(config.lr_scheduler_type), own_options(config)
     if options and name in _OF_METRICS:
         raise ConfigError(
-            f"{options[0]}={getattr(config, options[0])!r} with lr_scheduler_type={name!r}, which follows a metric "
-            "alone. Choose a schedule, such as 'constant_with_warmup', and set reduce_on_plateau."
+            f"{options[0]}={getattr(config, options[0])!r} with lr_scheduler_type={name!r}, which only follows a "
+            "metric. Choose a schedule, such as 'constant_with_warmup', and set reduce_on_plateau."
         )
 
 
@@ -61,8 +61,8 @@ def check_warmup(config: Any) -> None:
     fraction = kwargs.get("warmup_fraction") if name == "wsd" else None
     if config.warmup_steps and fraction is not None:
         raise ConfigError(
-            f"warmup_steps={config.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction sets the "
-            "length of the warm-up, too. Set one of them."
+            f"warmup_steps={config.warmup_steps} with lr_scheduler_kwargs={kwargs!r}: warmup_fraction also sets the "
+            "length of the warm-up. Set only one of them."
         )
     has_one = config.warmup_steps > 0 or (name == "wsd" and fraction != 0)
     if not (takes_warmup(name) and has_one):

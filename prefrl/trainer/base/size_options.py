@@ -41,16 +41,17 @@ class AutoSizeParams(Params):
     """How sizes are found by trial."""
 
     memory_share: Annotated[float, Gt(0), Le(1)] = opt(
-        0.9, "The most that training may need of the memory that is free when the search begins."
+        0.9, "Maximum fraction of the memory that is free at the start of the search that training may need."
     )
     max_batch_size: Annotated[int, Ge(1)] | None = opt(
-        None, "The largest per_device_train_batch_size that is tried; None: on a CPU 128, on a GPU what fits."
+        None,
+        "Largest per_device_train_batch_size that is tried; None: 128 on a CPU, and no limit but memory on a GPU.",
     )
 
 
 AUTO_SIZE = KwargsOption(
     name="auto_size_kwargs",
-    description="How sizes that are 'auto' are found.",
+    description="How sizes that are 'auto' are determined.",
     switch=None,
     choices={None: AutoSizeParams},
 )
@@ -58,7 +59,7 @@ AUTO_SIZE = KwargsOption(
 
 @dataclass
 class SizeOptions:
-    """Sizes in addition to HuggingFace's."""
+    """Batch sizes in addition to HuggingFace's."""
 
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -68,8 +69,8 @@ class SizeOptions:
     )
     effective_batch_size: Annotated[int, Ge(1)] | None = opt(
         None,
-        "per_device_train_batch_size * gradient_accumulation_steps * processes: what an optimizer step learns from. "
-        "Those of the two that are 'auto' follow from it. None: it follows from them.",
+        "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
+        "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
     )
     auto_size_kwargs: KwargsValue = opt(None, AUTO_SIZE.help)
 
@@ -117,8 +118,8 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
     if _ROWS in automatic and _TOKENS in automatic | _set_tokens(config):
         if config.effective_batch_size is None:
             raise ConfigError(
-                f"{_ROWS}='auto' with {_TOKENS}: the budget decides what fits, and nothing how many rows a step has. "
-                "Set effective_batch_size."
+                f"{_ROWS}='auto' with {_TOKENS}: the budget decides what fits, but nothing decides how many rows a "
+                "step has. Set effective_batch_size."
             )
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
     if not automatic and mapping_of(config, AUTO_SIZE.name):
@@ -176,7 +177,7 @@ def check_rate(config: Any, automatic: frozenset[str]) -> None:
     is_like = any(word in name for word in _LIKE_ADAM) and not any(word in name for word in _UNLIKE_ADAM)
     if "learning_rate" in automatic and not is_like:
         raise ConfigError(
-            f"learning_rate='auto' with optim={name!r}: it is a rate for Adam, and steps of this optimizer have "
+            f"learning_rate='auto' with optim={name!r}: it is a rate for Adam, but the steps of this optimizer have "
             "another size. Set a number."
         )
 

@@ -16,7 +16,7 @@ __all__ = ["TokenizerOptions"]
 
 @dataclass
 class TokenizerOptions:
-    """What is changed in the tokenizer, also in one that is given to the trainer."""
+    """Changes to the tokenizer, including one that is passed to the trainer."""
 
     # Whether tokens that a chat format needs are added. Reference models and servers would not have them.
     adds_tokens: ClassVar[bool] = False
@@ -24,14 +24,16 @@ class TokenizerOptions:
     chat_template_path: str | None = opt(
         None,
         "Chat template: a file with a Jinja template; chatml, llama-3, gemma, mistral or zephyr; or a model whose "
-        "template to take. The last two also set eos_token, and add tokens in SFT and reward models. None: the "
-        "tokenizer's own.",
+        "template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. None: "
+        "the tokenizer's own.",
     )
     eos_token: str | None = opt(
-        None, "Token of the vocabulary that ends texts; None: that of chat_template_path, or the tokenizer's own."
+        None, "Token of the vocabulary that ends texts; None: the one of chat_template_path, or the tokenizer's own."
     )
     pad_token: str | None = opt(
-        None, "Padding token, for users of the saved tokenizer; None: the tokenizer's own, or its eos_token."
+        None,
+        "Padding token of the saved tokenizer; training itself needs none. None: the tokenizer's own, or its "
+        "eos_token.",
     )
 
     @property

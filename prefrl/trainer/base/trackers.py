@@ -36,9 +36,7 @@ def _tell(tracker: TrainerCallback, tell: Callable[..., Any], *args: Any, **kwar
     try:
         return tell(*args, **kwargs)
     except Exception as error:
-        _log.warning(
-            "%s failed, and is left out for the rest of the run: %s", type(tracker).__name__, reason_of(error)
-        )
+        _log.warning("%s failed and is disabled for the rest of the run: %s", type(tracker).__name__, reason_of(error))
         for event in _EVENTS:
             setattr(tracker, event, _ignore)
         return None

@@ -174,8 +174,8 @@ class BEMACallback(StatefulCallback):
         path = folder / _STATE_FILE
         if not path.exists():
             raise ConfigError(
-                f"{folder} has no {_STATE_FILE}: it was saved without BEMACallback, so the average cannot go on. "
-                "Leave the callback out, or start anew with it."
+                f"{folder} has no {_STATE_FILE}: it was saved without BEMACallback, so the average cannot continue. "
+                "Leave the callback out, or start a new run with it."
             )
         self._copies = {}
         if distributed.is_main():

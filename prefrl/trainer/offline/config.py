@@ -45,7 +45,7 @@ class OfflineConfig(BaseConfig):
 
 @dataclass
 class SampleOptions:
-    """An option of those trainers whose evaluations can show completions."""
+    """An option of the offline trainers that can sample completions in evaluations."""
 
     changeable: ClassVar[tuple[str, ...]] = ("generate_during_eval",)
 

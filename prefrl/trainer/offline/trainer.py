@@ -181,8 +181,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             return prepared
         if self._late_reference is None and not self._policy_is_reference:
             raise ConfigError(
-                "precompute_ref_log_probs=True: the reference model was not kept, so a dataset given to evaluate() "
-                "cannot be scored. Give it to the constructor as eval_dataset, give ref_model as an instance, or set "
+                "precompute_ref_log_probs=True: the reference model was not kept, so a dataset passed to evaluate() "
+                "cannot be scored. Pass it to the constructor as eval_dataset, pass ref_model as an instance, or set "
                 "precompute_ref_log_probs=False."
             )
         self.scorer.reference = self._late_reference

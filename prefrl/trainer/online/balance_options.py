@@ -22,7 +22,7 @@ BALANCE: KwargsOption[Params] = KwargsOption(
 
 @dataclass
 class BalanceOptions:
-    """How several rewards are balanced; see docs/losses.md."""
+    """Balancing of several rewards; see docs/losses.md."""
 
     reward_balance: Literal["fixed", "log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = (
         opt(

@@ -49,7 +49,7 @@ class SamplingOptions:
         None, "Completions per prompt in evaluation; None: same as num_generations."
     )
     max_completion_length: Annotated[int, Ge(1)] | None = opt(
-        256, "Maximum completion length in tokens; None: what the model's context leaves after max_prompt_length."
+        256, "Maximum completion length in tokens; None: the rest of the model's context after max_prompt_length."
     )
     temperature: Annotated[float, Gt(0)] = opt(
         0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
@@ -72,7 +72,9 @@ class SamplingOptions:
     def longest_completion(self) -> int:
         """`max_completion_length`, which is a number once a trainer has loaded the model."""
         if self.max_completion_length is None:
-            raise ConfigError("max_completion_length=None: a trainer sets it when it has loaded the model. Set it.")
+            raise ConfigError(
+                "max_completion_length=None: a trainer sets it only after it has loaded the model. Set it."
+            )
         return self.max_completion_length
 
     def sampling_params(self) -> SamplingParams:
@@ -98,13 +100,13 @@ class RewardOptions:
     )
     on_reward_error: Literal["raise", "skip"] = opt(
         "raise",
-        "What an error of a reward function does. raise: it ends the run. skip: the function's rewards are None for "
-        "that batch; ten such batches in a row end the run.",
+        "What happens on an error in a reward function. raise: the run ends. skip: the function's rewards are None "
+        "for that batch; ten such batches in a row end the run.",
     )
     stop_without_signal: Annotated[int, Ge(1)] | None = opt(
         None,
-        "End the run with an error after this many consecutive optimizer steps in which the rewards do not say which "
-        "completions are better; None: only warn.",
+        "End the run with an error after this many consecutive optimizer steps in which the rewards give no signal; "
+        "None: only warn.",
     )
     mask_truncated_completions: bool = opt(
         False, "Exclude completions that were cut off at max_completion_length from the loss (DAPO)."
@@ -156,8 +158,9 @@ class OnlineConfig(
     )
     steps_per_generation: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps; None, or a number "
-        "that divides it: one generation batch for each optimizer step, during which the weights stay the same.",
+        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
+        "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
+        "same weights.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
@@ -171,13 +174,13 @@ class OnlineConfig(
     )
     journal_keep: Annotated[int, Ge(0)] = opt(
         100,
-        "Scored generation batches that are kept in the folder completions, besides those that a resumed run needs "
-        "after its checkpoint; 0: none are written, and a resumed run generates them again.",
+        "Number of scored generation batches to keep in the folder completions, in addition to those that a resumed "
+        "run needs; 0: none are written, and a resumed run generates them again.",
     )
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
         4, "log_completions prints the best and the worst completion of each prompt, up to this number; None: all."
     )
-    log_unique_prompts: bool = opt(False, "log_completions prints one completion of each prompt.")
+    log_unique_prompts: bool = opt(False, "Let log_completions print only one completion per prompt.")
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""

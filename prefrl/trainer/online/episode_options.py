@@ -23,7 +23,7 @@ class EpisodeOptions:
         None, "Maximum number of the model's turns in an episode; None: no limit."
     )
     max_tool_calling_iterations: Annotated[int, Ge(0)] | None = opt(
-        None, "Maximum number of turns of an episode whose tool calls are run; None: no limit."
+        None, "Maximum number of turns per episode whose tool calls are run; None: no limit."
     )
     tool_timeout: Annotated[float, Gt(0)] = opt(
         60.0, "Time limit of each call of a tool or of a method of an environment, in seconds."
@@ -32,27 +32,27 @@ class EpisodeOptions:
         None, "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit."
     )
     max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(
-        None, "Maximum number of episodes that each process plays at the same time; None: all."
+        None, "Maximum number of episodes that each process runs at the same time; None: all."
     )
     tool_error: ToolErrorMode = opt(
-        "tell", "What an error or a timeout of a tool does. tell: the model is told of it. raise: it ends the run."
+        "tell", "What happens on an error or timeout of a tool. tell: the model is told. raise: the run ends."
     )
     environment_error: EnvironmentErrorMode = opt(
         "retry",
-        "What an error or a timeout of an environment's own methods does. retry: the episode begins again with the "
-        "same seed, at most twice, and is then dropped. drop: nothing is learned from the episode, and no baseline "
-        "counts it. raise: it ends the run.",
+        "What happens on an error or timeout of an environment's own methods. retry: the episode begins again with "
+        "the same seed, at most twice, and is then dropped. drop: the episode is neither trained on nor part of a "
+        "baseline. raise: the run ends.",
     )
     reasoning_in_history: ReasoningInHistory = opt(
         "template",
-        "What later turns see of the thinking in earlier ones: what the chat template prints (template), all of it "
-        "(keep), or nothing (strip).",
+        "How much of the reasoning in earlier turns later turns see: what the chat template renders (template), all "
+        "of it (keep), or nothing (strip).",
     )
     tool_parser: dict[str, Any] | str | None = opt(
         None,
-        "How tool calls are read: the name of a format, a response template of transformers (JSON on the command "
-        "line), or, in Python, a function of the sampled text. None: the first known format that reads back what the "
-        "chat template renders.",
+        "How tool calls are parsed: the name of a format, a response template of transformers (JSON on the command "
+        "line), or, in Python, a function of the sampled text. None: the first known format that correctly parses a "
+        "call rendered by the chat template.",
     )
 
     def forget_episodes(self) -> None:
@@ -80,14 +80,14 @@ class EpisodeOptions:
 
 @dataclass
 class CreditOptions:
-    """Which rewards a turn of an episode is credited with."""
+    """Credit assignment for the turns of an episode."""
 
     turn_credit: Literal["episode", "return"] = opt(
         "episode",
-        "Which rewards a turn is credited with. episode: the total, like all other turns. return: those from this "
-        "turn on, compared with the same of the other episodes of the prompt, of which those that are over count 0; "
-        "with advantages of tokens (PPO, REINFORCE++), each reward belongs to the last token of its turn.",
+        "Which rewards a turn is credited with. episode: the total, the same for all turns. return: those from this "
+        "turn on, compared with the same sum of the prompt's other episodes, where episodes that are over count as "
+        "0. With token-level advantages (PPO, REINFORCE++), each reward belongs to the last token of its turn.",
     )
     turn_discount: Annotated[float, Ge(0), Le(1)] = opt(
-        1.0, "Discount factor of rewards, per turn, with turn_credit='return' and advantages of completions."
+        1.0, "Discount factor of rewards, per turn. Needs turn_credit='return' and completion-level advantages."
     )

@@ -67,8 +67,8 @@ class Episodes:
         if isinstance(args, PolicyGradientConfig) and args.loss_params.min_filter_prefix_tokens is not None:
             raise ConfigError(
                 f"loss_kwargs: min_filter_prefix_tokens={args.loss_params.min_filter_prefix_tokens} with tools or "
-                "environment_factory: it compares what completions begin with, but what a model is told differs "
-                "between episodes, too. Leave it out."
+                "environment_factory: it compares the prefixes of completions, but the replies of tools and "
+                "environments differ between episodes, too. Leave it out."
             )
 
     @property
@@ -105,8 +105,8 @@ class Episodes:
             return self.with_prompts(dataset)
         if None not in self.kinds:
             raise ConfigError(
-                "train_dataset=None with several environments: the column 'environment' of a dataset says which one "
-                "an episode is played in. Give train_dataset, or one environment."
+                "train_dataset=None with several environments: the column 'environment' of a dataset names the "
+                "environment of each episode. Pass train_dataset, or a single environment."
             )
         return datasets.Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_rows})
 

@@ -48,7 +48,7 @@ AT_K: KwargsOption[AtKParams] = KwargsOption(
 
 @dataclass
 class SampledEvaluationOptions:
-    """How completions are sampled in evaluations, what they are measured by, and which are kept."""
+    """Sampling in evaluations, its metrics, and which completions are kept."""
 
     changeable: ClassVar[tuple[str, ...]] = ("eval_sampling_kwargs", "pass_at_k_kwargs", "log_val_generations")
 
@@ -56,8 +56,8 @@ class SampledEvaluationOptions:
     pass_at_k_kwargs: KwargsValue = opt(None, AT_K.help)
     log_val_generations: Annotated[int, Ge(0)] = opt(
         0,
-        "Completions of each evaluation that are printed as a table and written to the folder evaluations, of the "
-        "same prompts each time; 0: none.",
+        "Number of completions of each evaluation that are printed as a table and written to the folder "
+        "evaluations. The prompts are the same each time. 0: none.",
     )
 
     @property

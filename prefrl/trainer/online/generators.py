@@ -112,7 +112,7 @@ def sync_method(args: VLLMOptions, *, has_adapter: bool, reads_images: bool = Fa
         )
     if args.weight_sync == "adapter" and reads_images:
         raise ConfigError(
-            "weight_sync='adapter': the adapter is also in layers that read images, where vLLM ignores it. Restrict "
+            "weight_sync='adapter': the adapter is also in the vision tower, where vLLM ignores it. Restrict "
             "target_modules (lora_target_modules) to the language model, or leave weight_sync None: the adapter is "
             "then merged into the weights that are sent."
         )

@@ -142,9 +142,9 @@ class SignalHealth:
             option = f"max_completion_length={args.max_completion_length}"
             reasons.append(f"{counts.cut_off / counts.all:.0%} were cut off{masked}: raise {option}")
         if counts.without_reward < counts.all:
-            reasons.append("those that are compared have equal rewards: check the rewards, or raise temperature")
+            reasons.append("completions that are compared have equal rewards: check the rewards, or raise temperature")
         return (
-            f"no learning signal in {self._num_steps} optimizer steps one after another. Of {counts.all} completions, "
+            f"no learning signal in {self._num_steps} consecutive optimizer steps. Of {counts.all} completions, "
             f"{'; '.join(reasons)}."
         )
 

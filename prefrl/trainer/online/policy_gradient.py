@@ -98,7 +98,7 @@ class PolicyGradient:
         if args.reward_balance is not None:
             if len(rewards.weights) < 2:
                 raise ConfigError(
-                    f"reward_balance={args.reward_balance!r} has no effect with one reward. Give several reward_funcs."
+                    f"reward_balance={args.reward_balance!r} has no effect with one reward. Use several reward_funcs."
                 )
             self.balancer = RewardBalancer(args.reward_balance, args.balance_params, reward_weights=rewards.weights)
 

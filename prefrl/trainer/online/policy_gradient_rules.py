@@ -137,7 +137,7 @@ class PolicyGradientRules(GenerationRules):
         if options.reward_balance is not None:
             raise ConfigError(
                 f"multi_objective_aggregation='normalize_then_sum' with reward_balance={options.reward_balance!r}: "
-                "both say how rewards are combined. Remove one of them."
+                "both determine how rewards are combined. Remove one of them."
             )
 
     def _validate_selection(self) -> None:

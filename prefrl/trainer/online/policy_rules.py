@@ -167,8 +167,8 @@ def _check_critic(config: Any) -> None:
         )
     if config.critic_warmup and optim == "asgd":
         raise ConfigError(
-            f"critic_warmup={config.critic_warmup} with optim='asgd', which shrinks weights without gradients, the "
-            "policy's too. Set critic_warmup=0, or choose another optimizer."
+            f"critic_warmup={config.critic_warmup} with optim='asgd', which also shrinks weights without gradients, "
+            "such as the policy's. Set critic_warmup=0, or choose another optimizer."
         )
 
 

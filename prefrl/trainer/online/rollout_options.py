@@ -48,7 +48,7 @@ SELECTION: KwargsOption[Params] = KwargsOption(
 
 @dataclass
 class ShapingOptions:
-    """How total rewards are shaped before advantages are computed."""
+    """Shaping of total rewards before advantages are computed."""
 
     reward_shaping_kwargs: KwargsValue = opt(None, SHAPING.help)
 
@@ -60,7 +60,7 @@ class ShapingOptions:
 
 @dataclass
 class PromptOptions:
-    """Which prompts are sampled from."""
+    """Selection of prompts."""
 
     dynamic_sampling: bool = opt(
         False,
@@ -88,14 +88,14 @@ class PromptOptions:
 
 @dataclass
 class SelectionOptions:
-    """Which completions are trained on."""
+    """Selection of the completions to train on."""
 
     rollout_selection: RowSelection | None = opt(
         None,
-        "Train on some completions. num_selected of each prompt: those whose rewards have the largest variance "
-        "(max_variance; PODS), those with the best rewards (best), or a random subset (random). Or draw as many as "
-        "before with replacement (PF-PPO): in proportion to abs(reward)^power (pow), the best and the worst of the "
-        "batch (max_min), or mostly the best (max_random). None: all.",
+        "Train only on some completions. Either select num_selected per prompt: those whose rewards have the "
+        "largest variance (max_variance; PODS), those with the best rewards (best), or a random subset (random). Or "
+        "resample the same number with replacement (PF-PPO): in proportion to abs(reward)^power (pow), the best and "
+        "the worst of the batch (max_min), or mostly the best (max_random). None: all.",
     )
     selection_kwargs: KwargsValue = opt(None, SELECTION.help)
 

@@ -128,7 +128,8 @@ class GenerationRules:
             if options.steps_per_generation is not None:
                 raise ConfigError(
                     f"generation_batch_size={options.generation_batch_size} and "
-                    f"steps_per_generation={options.steps_per_generation}: set one of them; the other follows"
+                    f"steps_per_generation={options.steps_per_generation}: set only one of them; the other is derived "
+                    "from it"
                 )
             if options.generation_batch_size % per_step:
                 raise ConfigError(

@@ -24,13 +24,13 @@ def cuts_of(options: Any) -> dict[str, Any]:
 
 @dataclass
 class TruncationOptions:
-    """Log-probs of tokens that were sampled with `top_k`, `top_p`, `min_p` or `repetition_penalty`."""
+    """Log-probs of completions that were sampled with `top_k`, `top_p`, `min_p` or `repetition_penalty`."""
 
     truncated_logprobs: Literal["exact", "softmax"] = opt(
         "exact",
-        "Log-probs of tokens that were sampled with top_k, top_p, min_p or repetition_penalty. exact: of the "
-        "distribution that was sampled from, in which the kept tokens are renormalized. softmax: of the whole "
-        "softmax, as in TRL; policy gradients are then biased, and sampling is not corrected.",
+        "How log-probs are computed with top_k, top_p, min_p or repetition_penalty. exact: under the distribution "
+        "that was sampled from, in which the kept tokens are renormalized. softmax: under the whole softmax, as in "
+        "TRL; policy gradients are then biased, and sampling is not corrected.",
     )
 
     @property

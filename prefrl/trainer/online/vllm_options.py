@@ -58,7 +58,7 @@ CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
 
 @dataclass
 class VLLMOptions:
-    """Generation on servers that `prefrl vllm-serve` started; see the security model for their key."""
+    """Generation on servers that `prefrl vllm-serve` starts; the security model describes their key."""
 
     changeable: ClassVar[tuple[str, ...]] = (
         "use_vllm",
@@ -84,8 +84,9 @@ class VLLMOptions:
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
-        "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated sampling "
-        "with truncated_logprobs='softmax', makes the trainer score another distribution than the sampler's.",
+        "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated "
+        "sampling with truncated_logprobs='softmax', makes the trainer score a different distribution from the "
+        "sampler's.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -104,9 +105,9 @@ class VLLMOptions:
     )
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
-        "sync: generate, then train. overlap: train on finished groups while others of the same step are still being "
-        "generated; the update is the same. async: generate for later steps during training, at most max_staleness "
-        "steps ahead.",
+        "sync: generate, then train. overlap: train on finished groups while other groups of the same step are "
+        "still being generated; the update is the same. async: generate for later steps during training, at most "
+        "max_staleness steps ahead.",
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
         4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."
@@ -182,7 +183,7 @@ class VLLMOptions:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"vllm_server_base_url={url!r}: must be like http://host:8000")
         if len(set(self.server_urls)) < len(self.server_urls):
-            raise ConfigError(f"vllm_server_base_url={self.server_urls}: names a server twice. Remove one.")
+            raise ConfigError(f"vllm_server_base_url={self.server_urls}: contains a server twice. Remove one.")
 
     def _validate_weight_sync(self) -> None:
         if self.weight_sync in ("nccl", "gloo"):
@@ -196,7 +197,7 @@ class VLLMOptions:
         if self.weight_sync in ("shm", "adapter") and self.shared_folder is None:
             raise ConfigError(
                 f"weight_sync={self.weight_sync!r} with servers on other hosts ({', '.join(self.server_urls)}): set "
-                "sync_folder of vllm_kwargs to a folder that they see too, or use weight_sync='nccl'."
+                "sync_folder of vllm_kwargs to a folder that they can also access, or use weight_sync='nccl'."
             )
         is_on_cpu = cast("Any", self).device.type == "cpu"
         if self.weight_sync == "nccl" and is_on_cpu:

@@ -61,4 +61,4 @@ class Recorder(TrainerCallback):
             append_metrics(Path(args.output_dir), about | logs)
         except OSError as error:
             self._is_writing = False
-            _log.warning("%s cannot be written, and ends here: %s", METRICS_FILE, reason_of(error))
+            _log.warning("%s cannot be written, so it ends here: %s", METRICS_FILE, reason_of(error))

@@ -36,7 +36,7 @@ def test_what_was_seen_is_said(seen: Seen, text: str) -> None:
     ("whole", "resumed", "text"),
     [
         (DONE, DONE, "exact"),
-        (DONE, Seen(weights="a", messages=["passes over"]), "exact; warns: `passes over`"),
+        (DONE, Seen(weights="a", messages=["skips"]), "exact; warns: `skips`"),
         (DONE, Seen(weights="b"), "other weights; nothing said"),
         (DONE, Seen(phase="before step 1", error="ValueError: x"), "error before step 1: `ValueError: x`"),
         (Seen(ended="ended by signal 11"), DONE, "the undisturbed run: ended by signal 11"),

@@ -46,6 +46,6 @@ def test_end_at_which_generation_goes_on_is_warned_of_once(
 def test_trainer_knows_where_its_model_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given: dict[str, Any] = {"train_dataset": Dataset.from_list([CHAT]), "processing_class": TOKENIZER}
     make_trainer("dpo", tmp_path, model=tiny_model(eos_token_id=[END, TURN]), **given)
-    assert "generation does not stop" not in caplog.text
+    assert "but generation stops only at" not in caplog.text
     make_trainer("dpo", tmp_path, model=tiny_model(eos_token_id=END), **given)
-    assert caplog.text.count("generation does not stop") == 1
+    assert caplog.text.count("but generation stops only at") == 1

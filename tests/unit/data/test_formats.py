@@ -182,8 +182,14 @@ def test_cell_that_a_row_of_a_stream_lacks_is_refused(read):
         ([{"role": "user", "content": ""}], ["message 0", "empty content"]),
         ([{"role": "user", "content": 5}], ["message 0", "content 5"]),
         ([*ASK, {"from": "gpt", "value": "4"}], ["message 1", "from/value", '"role"']),
-        ([{"role": "tool", "content": "4"}, *ASK], ["message 0 (role 'tool')", "answers no call", "first message"]),
-        ([*ASK, {"role": "tool", "content": "4"}], ["message 1 (role 'tool')", "answers no call", "role 'user'"]),
+        (
+            [{"role": "tool", "content": "4"}, *ASK],
+            ["message 0 (role 'tool')", "does not answer a call", "first message"],
+        ),
+        (
+            [*ASK, {"role": "tool", "content": "4"}],
+            ["message 1 (role 'tool')", "does not answer a call", "role 'user'"],
+        ),
     ],
 )
 def test_bad_messages_are_refused_with_their_place(value, parts):

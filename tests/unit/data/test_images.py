@@ -113,7 +113,7 @@ def test_rows_that_cannot_be_read_say_why(llava, row, message):
 
 def test_images_belong_to_conversations(llava):
     with pytest.raises(
-        DataError, match="column 'images' holds images, which stand in messages, but the dataset holds text"
+        DataError, match="column 'images' holds images, which belong in messages, but the dataset holds text"
     ):
         prompt_ids(llava, {"prompt": "What color?", "images": [image()]})
 
@@ -132,7 +132,7 @@ def test_a_column_of_another_name_holds_the_images():
     assert with_named_images(dataset, "photo").column_names == ["prompt", "images"]
     assert with_named_images(dataset, None) is dataset
     with pytest.raises(
-        DataError, match=r"image_key='photos': the dataset has no such column, but \['prompt', 'photo'\]"
+        DataError, match=r"image_key='photos': the dataset has no such column, only \['prompt', 'photo'\]"
     ):
         with_named_images(dataset, "photos")
     with pytest.raises(DataError, match="image_key='photo': the dataset also has a column 'images'"):
@@ -146,7 +146,7 @@ def test_two_columns_of_images_are_one_too_many(llava):
 
 def test_completions_hold_no_images(llava):
     row = {"prompt": [USER], "completion": [{"role": "assistant", "content": [IMAGE]}], "images": [image()]}
-    with pytest.raises(DataError, match="column 'completion' holds images: they may stand in column 'prompt'"):
+    with pytest.raises(DataError, match="column 'completion' holds images: they are allowed in column 'prompt'"):
         prepare_sft_dataset(rows(row), llava, **OPTIONS)
 
 
@@ -170,7 +170,7 @@ def test_sft_rows_lose_only_tokens_behind_their_images(llava):
 
 def test_preference_prompts_with_images_are_not_cut(llava):
     row = {"prompt": [USER], "chosen": [RED], "rejected": [BLUE], "images": [image()]}
-    with pytest.raises(DataError, match="a prompt with images, which is never cut"):
+    with pytest.raises(DataError, match="a prompt with images, which is never truncated"):
         prepare_preference_dataset(rows(row), llava, **{**OPTIONS, "max_length": 22, "truncation": "left"})
 
 
@@ -233,7 +233,7 @@ def test_packed_rows_keep_the_images_of_each_sequence(llava):
         assert together.select([row]).prompt_ids.tolist().count(3) + together.select(
             [row]
         ).response_ids.tolist().count(3) == (4 if one is not None else 0)
-    with pytest.raises(ConfigError, match="packing_strategy='wrapped' cuts sequences anywhere"):
+    with pytest.raises(ConfigError, match="packing_strategy='wrapped' may cut sequences anywhere"):
         pack_dataset(dataset, max_length=120, strategy="wrapped")
 
 

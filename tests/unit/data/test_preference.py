@@ -146,7 +146,7 @@ def test_what_the_template_writes_differently_for_each_side_is_not_the_prompt():
     row = {**CHAT, "rejected": [bot("no"), user("b"), bot("c")]}
     rows = pairs([row], tiny_tokenizer(chat_template="a{{ messages|length }}" + CHAT_TEMPLATE))
     assert texts(rows[0])[:2] == ["a", "2" + HI + "yo<|end|>"]
-    with pytest.raises(DataError, match="the prompt has no token of its own"):
+    with pytest.raises(DataError, match="the prompt has no tokens of its own"):
         pairs([row], tiny_tokenizer(chat_template="{{ messages|length }}" + CHAT_TEMPLATE))
 
 

@@ -190,7 +190,7 @@ def setter(number: int, **fields: Any) -> Callable[[Any], None]:
         ),
         (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=False), "token 1 is False: must be a"),
         (lambda a: a.update(request_id="generate-tokens-r8"), "to another request, 'generate-tokens-r8'"),
-        (lambda a: a.update(choices=7), "has another form"),
+        (lambda a: a.update(choices=7), "malformed"),
     ],
 )
 def test_a_wrong_answer_is_not_believed(edit: Callable[[Any], None], words: str) -> None:

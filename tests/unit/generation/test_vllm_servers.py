@@ -54,8 +54,8 @@ def test_what_is_no_base_url_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     ("urls", "changes", "words"),
     [
-        ([], {}, "must be at least one URL, and none of them twice"),
-        (["http://a:1", "http://a:1/"], {}, "must be at least one URL, and none of them twice"),
+        ([], {}, "must be at least one URL, without duplicates"),
+        (["http://a:1", "http://a:1/"], {}, "must be at least one URL, without duplicates"),
         (["http://a:1"], {"server_timeout": 0.0}, r"server_timeout=0\.0: must be above 0"),
         (["http://a:1"], {"request_timeout": -1.0}, r"request_timeout=-1\.0: must be above 0"),
         (["http://a:1"], {"max_concurrency": 0}, "max_concurrency=0: must be above 0"),

@@ -253,7 +253,9 @@ def test_a_server_that_may_have_paused_is_resumed_and_the_others_get_the_weights
 def test_a_server_that_keeps_its_prefix_cache_has_old_weights(tmp_path: Path) -> None:
     http = ScriptedHttp(lambda _, path, __: {"success": False} if path == "/reset_prefix_cache" else None)
     sync = WeightSync(http, method="shm", folder=tmp_path, timeout=30.0)
-    with pytest.raises(WeightSyncError, match=r"clearing the prefix cache: .*its cache is of the old weights"):
+    with pytest.raises(
+        WeightSyncError, match=r"clearing the prefix cache: .*its cache still belongs to the old weights"
+    ):
         sync.send({A: info()}, Weights(), version="r:1")
     assert http.paths(A)[-2:] == ["/reset_prefix_cache", "/resume"]
     sync.close()

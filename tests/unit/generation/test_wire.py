@@ -215,7 +215,7 @@ def test_a_silent_sender_is_waited_for_no_longer_than_the_timeout() -> None:
     worker = members.workers[0]
     worker.invitation = replace(worker.invitation, timeout_s=1.0)
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match="nothing was sent or received for 1 s"):
+    with pytest.raises(TimeoutError, match="no data was sent or received for 1 s"):
         wire.receive(worker, KEY)
     assert 1.0 <= time.monotonic() - started < PATIENCE / 2
     members.close()

@@ -326,7 +326,7 @@ def test_what_is_not_quantized_is_float32_and_only_the_adapter_is_trained(saved:
 
 def test_a_quantized_model_without_an_adapter_is_an_error(saved: Path) -> None:
     config = BitsAndBytesConfig(**NF4)
-    message = "the model is quantized and peft_config=None: quantized weights cannot be trained. Give a peft_config"
+    message = "the model is quantized and peft_config=None: quantized weights cannot be trained. Pass a peft_config"
     with pytest.raises(ConfigError, match=message):
         load_model(saved, quantization_config=config)
     with pytest.raises(ConfigError, match=message):
@@ -337,7 +337,7 @@ def test_quantization_is_said_once_and_where_it_has_an_effect(saved: Path) -> No
     config = BitsAndBytesConfig(**NF4)
     with pytest.raises(ConfigError, match="quantization_config is given twice"):
         load_model(saved, model_init_kwargs={"quantization_config": config}, quantization_config=config)
-    with pytest.raises(ConfigError, match="quantization_config has no effect, because the model is loaded already"):
+    with pytest.raises(ConfigError, match="quantization_config has no effect, because the model is already loaded"):
         load_model(tiny_model(), quantization_config=config)
 
 

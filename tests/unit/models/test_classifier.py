@@ -230,9 +230,7 @@ def assert_falls_back(model, batch, caplog, reason):
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_an_encoder_runs_its_own_forward_on_padded_rows(num_labels, caplog):
     model = tiny_classifier("bert", num_labels=num_labels)
-    assert_falls_back(
-        model, ragged_pairs(), caplog, "not a base model and a score head alone, but has classifier, dropout"
-    )
+    assert_falls_back(model, ragged_pairs(), caplog, "besides its base model, it has classifier, dropout")
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -256,7 +254,7 @@ def test_dropout_before_the_head_is_kept_by_way_of_the_models_own_forward(pad_to
     plain = tiny_classifier(pad_token_id=pad_token_id)
     model, batch = WithDropout(plain.config), ragged_pairs()
     model.load_state_dict(plain.state_dict())
-    assert_falls_back(model.eval(), batch, caplog, "not a base model and a score head alone, but has dropout, score")
+    assert_falls_back(model.eval(), batch, caplog, "besides its base model, it has dropout, score")
     assert_same(sequence_scores(model, batch), plain_scores(plain, batch))
     assert torch.count_nonzero(sequence_scores(model.train(), batch)) == 0
 

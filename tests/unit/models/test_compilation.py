@@ -128,7 +128,7 @@ def test_a_compiler_that_fails_is_named() -> None:
 def test_a_model_without_known_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     monkeypatch.setattr(model, "get_decoder", nn.Module)
-    with pytest.raises(ConfigError, match="torch_compile=True: Qwen2ForCausalLM has no layers that are known"):
+    with pytest.raises(ConfigError, match="torch_compile=True: Qwen2ForCausalLM has no known layers"):
         compile_layers(model, backend="eager", mode=None)
 
 

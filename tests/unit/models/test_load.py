@@ -253,7 +253,7 @@ def test_the_template_of_another_model_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (TokenizerChanges(eos_token="<end>"), "eos_token='<end>': is no token of the tokenizer's vocabulary"),
+        (TokenizerChanges(eos_token="<end>"), "eos_token='<end>': is not in the tokenizer's vocabulary"),
         (TokenizerChanges(chat_template_path="no/such"), "chat_template_path='no/such': is neither a file"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_tokenizer_cannot_be_changed_to_what_there_is_not(changes: TokenizerCh
 def test_code_that_comes_with_a_model_may_be_allowed_for_an_instance_whose_tokenizer_is_loaded() -> None:
     model = tiny_model()
     assert load_model(model, model_init_kwargs={"trust_remote_code": True}) is model
-    with pytest.raises(ConfigError, match="has no effect, because the model is loaded already"):
+    with pytest.raises(ConfigError, match="has no effect, because the model is already loaded"):
         load_model(model, model_init_kwargs={"trust_remote_code": True, "revision": "v2"})
 
 
@@ -379,6 +379,6 @@ def test_an_encoder_with_a_decoder_is_refused(load: Any, tmp_path: Path) -> None
         model.save_pretrained(tmp_path / name)
         for given in (model, tmp_path / name):
             with pytest.raises(
-                ConfigError, match="ForConditionalGeneration, an encoder with a decoder: prefrl trains"
+                ConfigError, match="ForConditionalGeneration, an encoder-decoder model, but prefrl trains"
             ):
                 load(given)

@@ -238,7 +238,7 @@ def test_folders_that_are_no_checkpoints_are_refused(save: Callable[..., Path], 
         uniform_soup([folder, tmp_path / "nowhere"], tmp_path / "soup")
     with pytest.raises(ConfigError, match=r"empty': has no model\.safetensors"):
         uniform_soup([folder, tmp_path / "empty"], tmp_path / "soup")
-    with pytest.raises(ConfigError, match="holds a model already"):
+    with pytest.raises(ConfigError, match="already holds a model"):
         uniform_soup([folder, folder], folder)
 
 

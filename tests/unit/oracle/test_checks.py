@@ -23,11 +23,11 @@ def failed(checks):
 
 EXTREMES = "is finite at ratios of e^100 and e^-100"
 SIGN = "raises tokens with a positive advantage, lowers the others"
-ORDER = "the order of rows changes nothing"
-CUT = "how rows are cut into batches changes nothing"
+ORDER = "the order of rows does not matter"
+CUT = "the split of rows into batches does not matter"
 UNTRAINABLE = "tokens that are not trainable are not read"
 GROUPS = "groups do not affect each other"
-NO_REWARD = "a row without a reward gets 0 and changes no other"
+NO_REWARD = "a row without a reward gets 0 and does not affect other rows"
 SPREAD = "is finite where all rewards are equal"
 
 

@@ -89,7 +89,7 @@ def test_a_formula_with_anything_else_is_refused(text: str) -> None:
 
 
 def test_a_name_that_is_no_grader_is_corrected() -> None:
-    with pytest.raises(ConfigError, match=r"'corect' is no grader\. Did you mean 'correct'"):
+    with pytest.raises(ConfigError, match=r"'corect' is not one of the graders\. Did you mean 'correct'"):
         Formula("corect", ["correct", "style"])
 
 
@@ -202,12 +202,12 @@ def test_errors_of_a_part_name_it() -> None:
     [
         ({"graders": {}}, "at least one"),
         ({"graders": {"a b": numeric_reward}}, "'a b': a name must be an identifier"),
-        ({"graders": {"a": "my/model"}}, "Give a reward model to the trainer"),
-        ({"graders": {"a": torch.nn.Linear(1, 1)}}, "Give a reward model to the trainer"),
+        ({"graders": {"a": "my/model"}}, "Pass a reward model to the trainer"),
+        ({"graders": {"a": torch.nn.Linear(1, 1)}}, "Pass a reward model to the trainer"),
         ({"formula": "a", "weights": {"a": 1, "b": 1}}, "formula and weights are both given"),
         ({"formula": "a"}, "does not use ['b']"),
         ({"weights": {"a": 1}}, "give one for each of ['a', 'b']"),
-        ({"weights": {"a": 1, "c": 1}}, "weights: 'c' is no grader"),
+        ({"weights": {"a": 1, "c": 1}}, "weights: 'c' is not one of the graders"),
         ({"weights": {"a": 1, "b": math.nan}}, "weights['b']=nan"),
         ({"gates": {"a": None}}, "gates['a']=None"),
         ({"gates": {"b": 1.0}}, "'b' is the last reward"),
@@ -269,18 +269,18 @@ def test_the_graders_of_the_docs_can_be_made() -> None:
     [
         ("string_check", "the grader string_check needs its parameters"),
         ("string_chekc(reference='a')", "is neither a built-in reward nor module:function"),
-        ("string_check('a')", "parameters of string_check are given by name"),
-        ("string_check(**{'reference': 'a'})", "are given by name"),
+        ("string_check('a')", "parameters of string_check must be given by name"),
+        ("string_check(**{'reference': 'a'})", "must be given by name"),
         ("string_check(reference='a'", "cannot be read"),
-        ("string_check(reference='a').setup()", "is no reward with parameters"),
-        ("string_check(reference=open('x'))", "parameters of open are given by name"),
+        ("string_check(reference='a').setup()", "is not a reward with parameters"),
+        ("string_check(reference=open('x'))", "parameters of open must be given by name"),
         ("string_check(reference=__name__)", "'__name__' is not allowed"),
         ("string_check(reference='a' * 9)", "\"'a' * 9\" is not allowed"),
         ("string_check(reference='a', level=1)", "unexpected keyword argument 'level'"),
         ("string_check()", "missing 1 required positional argument: 'reference'"),
         ("string_check(reference='a', operation='gt')", "operation='gt': is not one of"),
         ("combined(graders={'a': 'no_such_reward'})", "reward_funcs='no_such_reward'"),
-        ("(string_check)", "is no reward with parameters"),
+        ("(string_check)", "is not a reward with parameters"),
         (":", "is neither a built-in reward nor module:function"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_runner_asks_for_the_columns_that_templates_read() -> None:
         (lambda: StringCheck("a", input="{answer}"), "does not contain {completion}"),
         (lambda: StringCheck("a", operation="ilike"), "operation='like' and ignore_case=True"),
         (lambda: StringCheck("a", operation="equal"), "operation='equal': is not one of"),
-        (lambda: StringCheck("(", operation="regex"), "no regular expression"),
+        (lambda: StringCheck("(", operation="regex"), "not a valid regular expression"),
         (lambda: StringCheck("a", threshold=0.5), "threshold has no effect"),
         (lambda: StringCheck("a", name="a/b"), "name='a/b'"),
         (lambda: TextSimilarity("a", evaluation_metric="bleu"), "evaluation_metric='bleu'"),
@@ -165,7 +165,7 @@ async def later(completion: str) -> float:
     ("function", "message"),
     [
         (3, "must be a function"),
-        (later, "async function is no grader"),
+        (later, "async function cannot be a grader"),
         (lambda **columns: 0.0, "must name its parameters"),
         (lambda completions: 0.0, "Did you mean 'completion'"),
     ],

@@ -395,7 +395,9 @@ def test_tokenizer_without_a_model_has_no_effect_and_is_refused() -> None:
 
 
 def test_one_tokenizer_for_several_models_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one tokenizer for 2 models, .* give a list of 2"):
+    with pytest.raises(
+        ConfigError, match=r"one tokenizer for 2 models, .* Pass a list with one entry for each reward"
+    ):
         RewardRunner([reward_model(), reward_model()], processing_classes=tiny_tokenizer())
 
 

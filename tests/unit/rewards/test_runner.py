@@ -519,7 +519,7 @@ def test_function_within_its_time_runs_in_the_callers_context() -> None:
         (lambda completions, anwser: [], "needs 'anwser'.*Did you mean 'answer'.*Columns: .'question', 'answer'."),
         (lambda prompt: [], "needs 'prompt'.*Did you mean 'prompts'"),
         (lambda completion: [], "needs 'completion'.*Did you mean 'completions'"),
-        (lambda completions, zzz, **_: [], "needs 'zzz', which is no column of the dataset. Columns"),
+        (lambda completions, zzz, **_: [], "needs 'zzz', which is not a column of the dataset. Columns"),
         (Judge().__call__, None),
         (lambda completions, zzz=1: [], None),
         (functools.partial(lambda completions, zzz: [], zzz=1), None),
@@ -645,6 +645,6 @@ def test_functions_may_ask_for_the_environments() -> None:
     assert runner.score(["p"] * 3, TEXTS, [[1]] * 3, {}, episodes=EPISODES).by_name == {"score_of": [4.0] * 3}
     with pytest.raises(ConfigError, match=r"dataset columns \['environments'\]: these names are reserved"):
         runner.check_columns(["environments"])
-    with pytest.raises(ConfigError, match="reward 'score_of' needs 'environments', which is no column"):
+    with pytest.raises(ConfigError, match="reward 'score_of' needs 'environments', which is not a column"):
         RewardRunner(score_of, columns=["a"])
     RewardRunner(score_of, columns=["environments"])  # a column like any other where there are none

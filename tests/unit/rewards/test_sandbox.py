@@ -364,7 +364,7 @@ def test_a_verdict_without_the_nonce_counts_for_nothing() -> None:
             return Output(json.dumps({"nonce": nonce[::-1], "passed": True, "num_uses": 1}).encode(), "itself")
 
     verdict = local._asserted(Forged(), "", AssertionTest(""))  # type: ignore[arg-type]
-    assert verdict == Verdict(False, "the tests did not come to their end")
+    assert verdict == Verdict(False, "the tests did not finish")
 
 
 def test_the_completion_and_the_tests_share_no_process_and_no_file() -> None:
@@ -379,7 +379,7 @@ def test_the_completion_and_the_tests_share_no_process_and_no_file() -> None:
 @pytest.mark.parametrize(
     ("test", "defect"),
     [
-        ("def check(candidate): assert candidate(1) == 2", "uses nothing of the completion"),
+        ("def check(candidate): assert candidate(1) == 2", "uses nothing from the completion"),
         ("assert f(", "SyntaxError"),
         ("assert f(lambda: 1)", "gives the completion a function"),
     ],
@@ -439,5 +439,5 @@ def test_limits_are_positive_and_finite(value: float) -> None:
 
 def test_plain_processes_are_never_chosen_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "problem_of", lambda launcher, is_isolating: "closed" if is_isolating else None)
-    with pytest.raises(ConfigError, match="isolation='process' limits what a completion uses"):
+    with pytest.raises(ConfigError, match="isolation='process' limits the resources of a completion"):
         LocalSandbox(limits=SandboxLimits(wall_s=6.5)).setup()

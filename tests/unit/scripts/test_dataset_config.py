@@ -82,7 +82,7 @@ def test_a_revision_is_that_of_a_dataset_on_the_hub(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     mixed({"path": "owner/name", "revision": "v1"}, "b.jsonl")
     assert asked == [("owner/name", "v1"), ("json", None)]
-    with pytest.raises(ConfigError, match=r"datasets\[0\]\.path='b\.jsonl' is on this machine: revision='v1'"):
+    with pytest.raises(ConfigError, match=r"datasets\[0\]\.path='b\.jsonl' is on this machine, but revision='v1'"):
         mixed({"path": "b.jsonl", "revision": "v1"})
 
 
@@ -145,8 +145,8 @@ def test_each_part_of_a_mixture_has_its_own_columns_and_template() -> None:
         ({"columns": ["text", {"text": "id"}]}, "names the new column 'text' twice"),
         ({"prompt_template": "no column"}, "prompt_template='no column': names no column"),
         ({"prompt_template": "{a"}, "prompt_template='{a': cannot be read: expected '}'"),
-        ({"prompt_template": "{a.b}"}, "{a.b} is no name of a column"),
-        ({"prompt_template": r"\boxed{}"}, "{} is no name of a column. .* double each brace"),
+        ({"prompt_template": "{a.b}"}, "{a.b} is not a column name"),
+        ({"prompt_template": r"\boxed{}"}, "{} is not a column name. .* double literal braces"),
         ({"system_prompt": ""}, "system_prompt='': must be a text that is not empty"),
         ({"conversational": "yes"}, "conversational='yes': must be true or false"),
     ],

@@ -119,7 +119,7 @@ def test_a_config_of_the_user_says_what_the_options_leave_open(tmp_path: Path) -
         ("distributed_type: " + "[" * 3000, "must have at most 20 levels"),
         ("distributed_type: NO\n# " + "x" * 2**18, "accelerate_config='.*': has more than 262144 characters"),
         ("learning_rate: 1\n", "has no distributed_type"),
-        ("distributed_type: MULTI_GPU\ngpu_ids: 0,1\n", "has gpu_ids='0,1'. .*those of CUDA_VISIBLE_DEVICES"),
+        ("distributed_type: MULTI_GPU\ngpu_ids: 0,1\n", "has gpu_ids='0,1'. .*GPUs of CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -303,9 +303,17 @@ def test_a_run_with_a_server_of_its_own_uses_it(tmp_path: Path) -> None:
         ("num_processes: 0", {}, "run.yaml:1: num_processes=0: must be"),
         ("vllm_args: --dtype half", {}, "run.yaml:1: vllm_args='--dtype half' has no effect because"),
         ("use_vllm: no\nvllm: cpu", {}, "run.yaml:2: vllm='cpu' has no effect because use_vllm=False"),
-        ("vllm: 6,7\nvllm_server_host: h", {}, "run.yaml:1: vllm='6,7': starts a server, but vllm_server_host='h'"),
+        (
+            "vllm: 6,7\nvllm_server_host: h",
+            {},
+            "run.yaml:1: vllm='6,7': would start a server, but vllm_server_host='h'",
+        ),
         ("vllm: cpu\nvllm_server_base_url: [http://a:1]", {}, "run.yaml:1: vllm='cpu': .* vllm_server_base_url="),
-        ("num_processes: 2", {"LOCAL_RANK": "0"}, "num_processes=2: starts the run, but torchrun or accelerate"),
+        (
+            "num_processes: 2",
+            {"LOCAL_RANK": "0"},
+            "num_processes=2: would start processes, but torchrun or accelerate",
+        ),
     ],
 )
 def test_a_mistake_about_the_launch_is_told_with_its_line(
@@ -318,7 +326,7 @@ def test_a_mistake_about_the_launch_is_told_with_its_line(
 
 
 def test_an_algorithm_without_generation_has_no_server() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option '--vllm'\. It is an option of grpo, .*; sft has none"):
+    with pytest.raises(ConfigError, match=r"unknown option '--vllm'\. It is an option of grpo, .*; sft has no option"):
         read(REGISTRY["sft"], ["--model_name_or_path", "m", "--dataset_name", "d", "--vllm", "auto"])
 
 

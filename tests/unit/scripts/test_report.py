@@ -213,7 +213,7 @@ def test_events_are_ranges_of_steps(tmp_path: Path) -> None:
         (3, 3, "Steps were skipped"),
         (4, 4, "No completion had a learning signal."),
         (5, 5, "The loss was not finite."),
-        (5, 5, "The state before a step that failed is in nan-step-5."),
+        (5, 5, "The state before a failed step is in nan-step-5."),
     ]
 
 
@@ -259,8 +259,8 @@ def test_the_command_writes_a_file_for_this_user_only(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["."], "has no run.json, metrics.jsonl or checkpoint-N. Give the output_dir of a training."),
-        ([], "run: not given. Write the output_dir of a training"),
+        (["."], "has no run.json, metrics.jsonl or checkpoint-N. Pass the output_dir of a run."),
+        ([], "run: not given. Write the output_dir of a run"),
         ([".", "--outptu", "x"], "unknown option '--outptu'."),
     ],
 )

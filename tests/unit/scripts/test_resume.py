@@ -62,7 +62,7 @@ def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, 
         resume.command_to_resume(tmp_path / "missing")
     started(folder, "prefrl", *OPTIONS)
     (folder / "checkpoint-3/weights").write_text("damaged")
-    with pytest.raises(ConfigError, match=r"the run has no whole checkpoint \(checkpoint-3: .*\). Start it again"):
+    with pytest.raises(ConfigError, match=r"the run has no complete checkpoint \(checkpoint-3: .*\). Start it again"):
         resume.command_to_resume(folder)
 
 
@@ -73,7 +73,7 @@ def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, 
         (["prefrl", "demo"], "started by `prefrl demo`, not by"),
         (
             ["prefrl", *OPTIONS, "--hub_token", "***"],
-            r"without its secrets in the record\. Resume it by hand: add",
+            r"but its secrets were not recorded\. Resume it by hand: add",
         ),
         (["prefrl", *OPTIONS[:-1], "other"], r"writes to output_dir='other' from here\. Change to the folder"),
     ],

@@ -33,7 +33,7 @@ GRPO_RULES = [
     ),
     pytest.param({"num_completions_to_print": 3}, "num_completions_to_print=3 has no effect", id="print"),
     pytest.param(
-        {"generation_batch_size": 16, "steps_per_generation": 2}, "set one of them", id="both generation sizes"
+        {"generation_batch_size": 16, "steps_per_generation": 2}, "set only one of them", id="both generation sizes"
     ),
     pytest.param({"generation_batch_size": 12}, "generation_batch_size=12: must be a multiple of 8", id="gen size"),
     pytest.param(

@@ -30,11 +30,13 @@ def health(folder: Path, **options: object) -> SignalHealth:
 GOOD = [rollout(1.0, 0.5), rollout(0.0, -0.5)]
 WITHOUT_SIGNAL = [
     pytest.param(
-        [rollout(1.0, 0.0), rollout(0.0, 0.0)], "those that are compared have equal rewards", id="equal in a group"
+        [rollout(1.0, 0.0), rollout(0.0, 0.0)],
+        "completions that are compared have equal rewards",
+        id="equal in a group",
     ),
     pytest.param(
         [rollout(1.0, 0.3), rollout(1.0, -0.2)],
-        "those that are compared have equal rewards",
+        "completions that are compared have equal rewards",
         id="equal, with a critic",
     ),
     pytest.param([rollout(NAN, 0.0), rollout(NAN, NAN)], "100% got None from every reward", id="None"),
@@ -78,7 +80,7 @@ def test_steps_without_a_signal_are_warned_of_once(
             watching.check(rollouts)
         watching.end()
     (record,) = signal_warnings(caplog)
-    assert "no learning signal in 10 optimizer steps one after another. Of 20 completions, " in record.getMessage()
+    assert "no learning signal in 10 consecutive optimizer steps. Of 20 completions, " in record.getMessage()
     assert reason in record.getMessage()
 
 
@@ -99,7 +101,7 @@ def test_a_run_without_a_signal_can_be_stopped(tmp_path: Path) -> None:
     watching = health(tmp_path, stop_without_signal=8, num_iterations=4)
     for batch in (GOOD[:1], GOOD, GOOD[:1]):
         watching.check(batch)
-    with pytest.raises(RewardError, match=r"in 8 optimizer steps.*stop_without_signal=8 ends the run"):
+    with pytest.raises(RewardError, match=r"in 8 consecutive optimizer steps.*stop_without_signal=8 ends the run"):
         watching.check(GOOD[:1])
 
 

@@ -74,7 +74,7 @@ def test_training_goes_on_without_the_hub_and_only_the_push_at_the_end_is_an_err
 ) -> None:
     hub.is_there = False
     trainer = make_trainer("sft", tmp_path, max_steps=2, save_steps=1, **PUSHING)
-    assert "push_to_hub=True: the repository 'me/model' cannot be created now; training goes on" in caplog.text
+    assert "push_to_hub=True: the repository 'me/model' cannot be created now; training continues" in caplog.text
     caplog.clear()
     trainer.train()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -106,7 +106,7 @@ def test_an_upload_in_the_background_that_fails_is_a_warning(
     hub.is_there = False
     trainer.train()
     assert (
-        "'Training in progress, step 1' could not be pushed to me/model; training goes on, and the next push"
+        "'Training in progress, step 1' could not be pushed to me/model; training continues, and the next push"
         in caplog.text
     )
     assert SECRET not in caplog.text

@@ -72,8 +72,8 @@ def test_what_is_changed_before_the_trainer_reads_it_counts(tmp_path: Path) -> N
         ),
         pytest.param(
             {"loss_kwargs": {"epsilon": 0.1}},
-            "loss_kwargs: epsilon=0.1 is an option of its own. Set epsilon=0.1.",
-            id="option of its own",
+            "loss_kwargs: epsilon=0.1 is a separate option. Set epsilon=0.1.",
+            id="is a separate option",
         ),
         pytest.param(
             {"loss_type": "aipo", "epsilon": 0.1},

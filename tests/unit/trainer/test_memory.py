@@ -51,7 +51,7 @@ def test_of_a_training_pass(tmp_path: Path) -> None:
     assert message.startswith("out of memory in the training pass of a micro-batch with 8 rows and ")
     assert "DefaultCPUAllocator: can't allocate memory" in message
     options = ("set max_tokens_per_micro_batch (now None)", "set activation_checkpointing=True (now False)")
-    assert f"To need less there: {'; '.join(options)}; lower max_length (now 64). " in message
+    assert f"To reduce it: {'; '.join(options)}; lower max_length (now 64). " in message
     assert message.endswith(f"Resume from {tmp_path / 'checkpoint-1'}: resume_from_checkpoint=True.")
 
 
@@ -59,7 +59,7 @@ def test_of_generation(tmp_path: Path) -> None:
     trainer = make_trainer("grpo", tmp_path, gradient_accumulation_steps=2, **SAVING)
     message = message_of(trainer, trainer.generator, "_prefill", of_device, calls=0)
     assert message.startswith("out of memory in generation of 16 completions, 16 at a time, of up to ")
-    assert " + 12 tokens: CUDA out of memory. Tried to allocate 20.00 GiB. To need less there: " in message
+    assert " + 12 tokens: CUDA out of memory. Tried to allocate 20.00 GiB. To reduce it: " in message
     assert "lower max_completion_length (now 12); lower per_device_train_batch_size (now 8). " in message
     assert message.endswith("There is no checkpoint yet.")
 
@@ -97,7 +97,7 @@ class Updating(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("optim", "remedy"),
-    [("sgd", ""), ("adamw_torch", " To need less there: set optim='adafactor' (now adamw_torch).")],
+    [("sgd", ""), ("adamw_torch", " To reduce it: set optim='adafactor' (now adamw_torch).")],
 )
 def test_of_the_update_of_the_weights_and_training_goes_on_after_it(optim: str, remedy: str, tmp_path: Path) -> None:
     trainer = make_trainer("sft", tmp_path, callbacks=[Updating()], **SAVING, optim=optim)

@@ -207,7 +207,7 @@ def test_a_tracker_that_fails_keeps_no_other_from_its_tables(
         tables.send("completions", ["a"], [[1]], step=step)
     assert told == [{"completions": "table"}] * 2
     (warning,) = (record.getMessage() for record in caplog.records)
-    assert warning.startswith("mlflow gets no more tables, because it failed: AttributeError")
+    assert warning.startswith("mlflow gets no further tables, because it failed: AttributeError")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "comet_ml"])

@@ -125,17 +125,17 @@ def test_training_can_be_extended_if_no_step_depends_on_its_length(
 PLATEAU_OF = {"reduce_on_plateau": 1, "logging_steps": 1}
 REFUSED = [
     ({"lr_scheduler_type": "one_cycl"}, "lr_scheduler_type='one_cycl': unknown schedule. Did you mean 'one_cycle'?"),
-    ({"lr_scheduler_type": "one_cycle", "warmup_steps": 5}, "begins with a warm-up of its own. Set lr_scheduler_kw"),
+    ({"lr_scheduler_type": "one_cycle", "warmup_steps": 5}, "has its own warm-up. Set lr_scheduler_kw"),
     ({"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"pct_start": 1.0}}, "pct_start=1.0: must be a number"),
     (
         {"lr_scheduler_type": "one_cycle", "max_steps": 10, "lr_scheduler_kwargs": {"pct_start": 0.1}},
-        "pct_start=0.1 of 10 steps is one step",
+        "pct_start=0.1 of 10 steps is a single step",
     ),
     ({"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"t_0": 1}}, "t_0=1 is not known with lr_scheduler"),
     ({"lr_scheduler_type": "cosine_warm_restarts"}, "t_0=None with lr_scheduler_type='cosine_warm_restarts'. Set t_0"),
-    ({**WSD, "warmup_steps": 5, "lr_scheduler_kwargs": {"warmup_fraction": 0.2}}, "Set one of them"),
+    ({**WSD, "warmup_steps": 5, "lr_scheduler_kwargs": {"warmup_fraction": 0.2}}, "Set only one of them"),
     ({"lr_scheduler_type": "inverse_sqrt"}, "'inverse_sqrt' with warmup_steps=0: .*timescale of 10000"),
-    ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps.*lr_scheduler_type='wsd' takes shares"),
+    ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps.*lr_scheduler_type='wsd' takes fractions"),
     ({"lr_scheduler_type": "constant", "lr_decay_steps": 5}, "lr_decay_steps=5 has no effect"),
     ({"warmup_start_factor": 0.5}, "warmup_start_factor=0.5 has no effect because .*warmup_steps=0"),
     (
@@ -152,7 +152,7 @@ REFUSED = [
         "'warmup_type' describes another warm-up",
     ),
     ({"warmup_evaluations": 2}, "warmup_evaluations=2 with eval_strategy='no'"),
-    ({"warmup_evaluations": 2, "eval_strategy": "steps", "eval_steps": 3, "warmup_steps": 5}, "Set one of them"),
+    ({"warmup_evaluations": 2, "eval_strategy": "steps", "eval_steps": 3, "warmup_steps": 5}, "Set only one of them"),
     ({"warmup_evaluations": 2, "eval_strategy": "steps", "eval_steps": 0.2}, "eval_steps=0.2: needs evaluations at"),
     ({"weight_decay_schedule": "linear"}, "weight_decay_schedule='linear' has no effect because weight_decay=0"),
     ({"weight_decay_schedule_kwargs": {"end_factor": 2.0}}, "weight_decay_schedule_kwargs=.* has no effect"),
@@ -165,7 +165,7 @@ REFUSED = [
     ),
     (
         {**PLATEAU, "lr_scheduler_type": "reduce_lr_on_plateau"},
-        "reduce_on_plateau=2 with lr_scheduler_type='reduce_lr_on_plateau', which follows a metric alone",
+        "reduce_on_plateau=2 with lr_scheduler_type='reduce_lr_on_plateau', which only follows a metric",
     ),
     ({**WSD, "optim": "galore_adamw_layerwise", "optim_target_modules": ["q_proj"]}, "updates in the backward pass"),
 ]

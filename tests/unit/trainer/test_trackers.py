@@ -56,7 +56,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning(tmp_path: Path, caplo
     assert tracker.heard == ["log"]
     assert listener.heard == ["log"] * 4  # three steps, and the summary
     told = [record.getMessage() for record in caplog.records if "Tracker" in record.getMessage()]
-    assert told == ["Tracker failed, and is left out for the rest of the run: RuntimeError: mine"]
+    assert told == ["Tracker failed and is disabled for the rest of the run: RuntimeError: mine"]
 
 
 def test_a_tracker_may_fail_as_training_begins_and_tells_no_secret(

@@ -36,7 +36,7 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
         ({**UNCUT, "vllm_server_timeout": 0}, "vllm_server_timeout=0: must be a number > 0"),
         ({**UNCUT, "vllm_server_host": ""}, "vllm_server_host='': must be a host name"),
         ({**UNCUT, "vllm_server_base_url": "host:8000"}, "vllm_server_base_url='host:8000': must be like http"),
-        ({**UNCUT, "vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "names a server twice"),
+        ({**UNCUT, "vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "contains a server twice"),
         (
             {**UNCUT, "vllm_server_base_url": "http://a:1", "vllm_server_port": 2},
             "vllm_server_port=2 has no effect because vllm_server_base_url is set",
@@ -165,7 +165,7 @@ def test_weights_go_the_way_that_fits(tmp_path: Path) -> None:
 
 def test_an_adapter_that_servers_would_cut_is_merged(tmp_path: Path) -> None:
     assert sync_method(config(tmp_path, use_vllm=True), has_adapter=True, reads_images=True) == "gloo"
-    with pytest.raises(ConfigError, match=r"layers that read images, where vLLM ignores it\. Restrict"):
+    with pytest.raises(ConfigError, match=r"vision tower, where vLLM ignores it\. Restrict"):
         sync_method(config(tmp_path, use_vllm=True, weight_sync="adapter"), has_adapter=True, reads_images=True)
 
 

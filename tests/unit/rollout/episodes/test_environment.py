@@ -164,7 +164,7 @@ class NeedsPort(Plain):
         ([other("look")], Plain, r"two are named 'look'.*Rename"),
         (add, None, r"tools=<function add.*must be a list of functions, such as \[search\]"),
         ({"add": add}, None, "must be a list of functions"),
-        ([Plain()], None, "neither a function nor a method. Give one"),
+        ([Plain()], None, "neither a function nor a method. Pass one"),
         (None, {}, "environment_factory={}: needs at least one"),
         (None, Plain(), "environment_factory=<.*: must be a class, or a function that returns"),
         (None, {"a": "Plain"}, r"environment_factory\['a'\]='Plain': must be a class"),
@@ -172,7 +172,7 @@ class NeedsPort(Plain):
         (None, {"x": NoReset}, r"environment_factory\['x'\]: NoReset has no method reset"),
         (None, NoDocstring, "'jump': the docstring is missing.*Write"),
         (None, NoType, "'jump': argument 'height' has no type. Write"),
-        (None, NeedsPort, r"environment_factory\(\) raised TypeError: .*'port': must make an environment without"),
+        (None, NeedsPort, r"environment_factory\(\) raised TypeError: .*'port': must create an environment without"),
     ],
 )
 def test_errors_say_what_to_do(tools: Any, factory: Any, message: str) -> None:

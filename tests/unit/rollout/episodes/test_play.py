@@ -200,7 +200,9 @@ def test_a_prompt_without_room_is_an_error() -> None:
     assert Played(kind_of(add), "yes", context_limit=length + 1).episode.stop_reason == "context"
     played = Played(kind_of(add), "yes", context_limit=length)
     assert isinstance(played.error, DataError)
-    assert f"a prompt has {length} tokens, of at most {length}" in str(played.error)
+    assert f"a prompt has {length} tokens, but a prompt and its completion may have at most {length}" in str(
+        played.error
+    )
 
 
 def test_a_time_limit_keeps_the_turns_that_there_are() -> None:
@@ -265,7 +267,7 @@ def test_an_error_of_a_tool_is_told_or_raised() -> None:
     assert (played.episode.num_calls, played.episode.num_failed_calls) == (1, 1)
     played = Played(kind_of(Given(ValueError("bad")).tool), call("give", number=4), tool_error="raise")
     assert isinstance(played.error, EpisodeError)
-    assert "tool 'give' with arguments {'number': 4}: ValueError: bad. Mend the tool, or set" in str(played.error)
+    assert "tool 'give' with arguments {'number': 4}: ValueError: bad. Fix the tool, or set" in str(played.error)
     assert isinstance(played.error.__cause__, ValueError)
     # What the model did wrong is told in any case.
     assert Played(kind_of(add), call("add"), "oh", tool_error="raise").episode.num_failed_calls == 1
