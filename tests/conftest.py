@@ -56,18 +56,18 @@ _MANY = 100
 
 
 def pytest_collection_finish() -> None:
-    gc.enable()
     _freeze_modules()
 
 
 def pytest_runtest_logfinish() -> None:
-    """The first training of a process imports hundreds of modules."""
+    """The first training imports hundreds of modules. xdist's own process, which collects no tests, comes here too."""
     if len(sys.modules) > _num_frozen + _MANY:
         _freeze_modules()
 
 
 def _freeze_modules() -> None:
     global _num_frozen
+    gc.enable()
     leave_modules_uncollected()
     _num_frozen = len(sys.modules)
 

@@ -82,7 +82,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_sampling(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (eval, generate):
-        monkeypatch.setattr(module, "make_sampler", lambda options: pytest.fail("samples"))
+        monkeypatch.setattr(module, "make_sampler", lambda *_, **__: pytest.fail("samples"))
     scoring = ["--reward_funcs", "my_rewards:short", "--output_dir", "prompts.jsonl"]
     with pytest.raises(ConfigError, match=r"output_dir='prompts\.jsonl' cannot be written to"):
         eval.main(["m", "prompts.jsonl", *scoring])

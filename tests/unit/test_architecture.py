@@ -100,7 +100,7 @@ OPTIONAL = {
     "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers.py"),
     "pytorch_optimizer": ("prefrl/trainer/base/optimizers.py",),
     "deepspeed": ("prefrl/distributed/",),
-    "torchao": ("prefrl/models/fp8.py",),
+    "torchao": ("prefrl/models/fp8.py", "prefrl/trainer/base/precision_options.py"),
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from prefrl.data.formats import column_names
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, DataError
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.checkup.batches import Batches
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
@@ -62,7 +62,8 @@ def check_before(
             RewardRunner(functions).check_columns(column_names(dataset))
     for rows in (first_rows(dataset, _FEW_ROWS), first_rows(eval_dataset, _FEW_ROWS)):
         if rows is not None and len(rows):
-            with logged_into(Section("Rows")):  # the trainer warns of the whole dataset
+            # The trainer warns of the whole dataset.
+            with logged_into(Section("Rows")), subject.naming_dataset(DataError):
                 subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)

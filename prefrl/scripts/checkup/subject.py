@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prefrl.data.images import tokenizer_of, with_named_images
-from prefrl.errors import DataError, PrefrlError
+from prefrl.errors import PrefrlError
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.outline import outline_of
 from prefrl.models.positions import position_limit
@@ -107,8 +107,16 @@ class Subject:
             DataError: Rows cannot be used.
         """
         config, processing_class = _changed(self.config, changes), self.processing_class
-        with self.naming_dataset(DataError):
-            return _tokenized(with_named_images(dataset, config.image_key), processing_class, config)
+        dataset = with_named_images(dataset, config.image_key)
+        if isinstance(config, OnlineConfig):
+            return tokenized_prompts(dataset, processing_class, config)
+        if isinstance(config, SFTConfig):
+            return tokenized_texts(dataset, processing_class, config)
+        if isinstance(config, RewardConfig):
+            return tokenized_pairs(dataset, processing_class, config)
+        if isinstance(config, KTOConfig | BCOConfig):
+            return prepare_unpaired(dataset, processing_class, config, with_mismatched=False)
+        return PAIRS.prepare(dataset, processing_class, config)
 
     @contextmanager
     def naming_dataset(self, *kinds: type[PrefrlError]) -> Iterator[None]:
@@ -118,18 +126,6 @@ class Subject:
         except kinds as error:
             name = self.script.dataset_name
             raise type(error)(f"{'datasets' if name is None else f'dataset_name={name!r}'}: {error}") from error
-
-
-def _tokenized(dataset: Any, processing_class: ProcessingClass, config: Any) -> Any:
-    if isinstance(config, OnlineConfig):
-        return tokenized_prompts(dataset, processing_class, config)
-    if isinstance(config, SFTConfig):
-        return tokenized_texts(dataset, processing_class, config)
-    if isinstance(config, RewardConfig):
-        return tokenized_pairs(dataset, processing_class, config)
-    if isinstance(config, KTOConfig | BCOConfig):
-        return prepare_unpaired(dataset, processing_class, config, with_mismatched=False)
-    return PAIRS.prepare(dataset, processing_class, config)
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:

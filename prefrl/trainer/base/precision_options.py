@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.optional import require
+from prefrl.optional import MissingPackageError, is_installed
 from prefrl.options.fields import opt
 from prefrl.options.suggest import nearest
 from prefrl.trainer.base.rules import check_compilation, check_device
@@ -63,11 +63,9 @@ def _check_fp8(config: TrainingArguments) -> None:
             "Blackwell). Set bf16=True alone."
         )
     if not config.bf16:
-        raise ConfigError(
-            "fp8=True with bf16=False: everything that is not computed in 8 bits is computed in bfloat16. Set "
-            "bf16=True."
-        )
-    require("torchao", extra="fp8", feature="fp8=True")
+        raise ConfigError("fp8=True with bf16=False: what is not in 8 bits is in bfloat16. Set bf16=True.")
+    if not is_installed("torchao"):
+        raise MissingPackageError("fp8=True needs torchao: pip install 'prefrl[fp8]'")
 
 
 def _check_compilation(config: TrainingArguments) -> None:
