@@ -97,8 +97,8 @@ REPLACED = {"init_hf_repo", "push_to_hub"}
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
-    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers.py"),
-    "pytorch_optimizer": ("prefrl/trainer/base/optimizers.py",),
+    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers/by_name.py"),
+    "pytorch_optimizer": ("prefrl/trainer/base/optimizers/by_name.py",),
     "deepspeed": ("prefrl/distributed/",),
     "torchao": ("prefrl/models/fp8.py",),
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),

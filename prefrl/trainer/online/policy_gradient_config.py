@@ -9,7 +9,7 @@ from prefrl.errors import ConfigError
 from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams, GrpoParams, ScaleParams
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions

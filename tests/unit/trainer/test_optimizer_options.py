@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.optimized import OptimizedTrainer
-from prefrl.trainer.base.optimizers import OPTIMIZERS, REFUSED, works_under
+from prefrl.trainer.base.optimizers.by_name import OPTIMIZERS, REFUSED, works_under
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers.optimization import Adafactor
 from prefrl.errors import ConfigError
 from prefrl.optional import require
 from prefrl.options.suggest import nearest
-from prefrl.trainer.base.muon import MuonWithAdamW
+from prefrl.trainer.base.optimizers.muon import MuonWithAdamW
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -14,9 +14,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, mapping_of, opt
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
-from prefrl.trainer.base.rules import check_schedule, check_warmup_evaluations
-from prefrl.trainer.base.schedules import (
+from prefrl.trainer.base.optimizers.schedules import (
     SCHEDULES,
     Span,
     WeightDecayParams,
@@ -27,6 +25,8 @@ from prefrl.trainer.base.schedules import (
     weight_decay_factor,
     with_warmup,
 )
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.rules import check_schedule, check_warmup_evaluations
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ from transformers.training_args import OptimizerNames
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_bounds, check_unset, mapping_of, opt
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.optimizers import OPTIMIZERS, REFUSED, added_keys, check_made
-from prefrl.trainer.base.rules import check_update
+from prefrl.trainer.base.optimizers.by_name import OPTIMIZERS, REFUSED, added_keys, check_made
+from prefrl.trainer.base.options.rules import check_update
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -31,7 +31,7 @@ from prefrl.run.place import Place, fetch, is_url
 from prefrl.run.seal import problem_of
 from prefrl.run.starts import record_start
 from prefrl.run.uploads import Uploads
-from prefrl.trainer.base.checkpoint_options import UploadParams
+from prefrl.trainer.base.options.checkpoint import UploadParams
 
 __all__ = ["RunFolder", "Start"]
 
