@@ -24,8 +24,8 @@ from prefrl import SFTConfig, SFTTrainer, distributed
 from prefrl.errors import ConfigError
 from prefrl.scripts.demo.tiny import make_model, make_questions, make_tokenizer
 from prefrl.trainer.base import optimized
-from prefrl.trainer.base.optimizer_table import OPTIMIZERS
-from prefrl.trainer.base.optimizers import works_under
+from prefrl.trainer.base.optimizers.by_name import works_under
+from prefrl.trainer.base.optimizers.table import OPTIMIZERS
 from tests.distributed.backends import enter
 from tests.distributed.cases import Case
 from tests.distributed.worker import make, weights_of

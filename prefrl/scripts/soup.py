@@ -19,7 +19,7 @@ from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

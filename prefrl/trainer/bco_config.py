@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from prefrl.options.fields import opt
-from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
 from prefrl.trainer.offline.rules import check_density_ratios
 

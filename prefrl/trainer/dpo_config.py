@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Divergence, LabelSmoothing
 from prefrl.options.fields import opt
-from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
 from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses
 from prefrl.trainer.offline.rules import check_divergence

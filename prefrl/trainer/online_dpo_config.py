@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from prefrl.options.fields import opt
-from prefrl.trainer.base.reference_options import ReferenceOptions
+from prefrl.trainer.base.options.reference import ReferenceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.policy_rules import check_pairs
 

@@ -17,7 +17,7 @@ from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
-from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
 

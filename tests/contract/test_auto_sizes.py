@@ -12,8 +12,8 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.trainer.base.auto_sizes import AutomaticSizes
-from prefrl.trainer.base.size_search import Trial
+from prefrl.trainer.base.sizes.auto import AutomaticSizes
+from prefrl.trainer.base.sizes.search import Trial
 from prefrl.trainer.base.trainer import BaseTrainer
 from tests.contract.cases import (
     ONLINE,
@@ -51,7 +51,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefrl.trainer.base.auto_sizes._SECONDS", 0.0)
+    monkeypatch.setattr("prefrl.trainer.base.sizes.auto._SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers import EvalPrediction
 
 from prefrl import ConfigError, GRPOConfig, RewardError, SFTConfig, SFTTrainer
 from prefrl.rollout.collect import Collected
-from prefrl.trainer.base.ignored_options import _ACCELERATOR, _OPTIONS
+from prefrl.trainer.base.options.ignored import _ACCELERATOR, _OPTIONS
 from prefrl.trainer.online.learner import state_of
 from prefrl.types import Rollout
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, ragged_reward, stopping_model

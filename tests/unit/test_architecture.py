@@ -97,10 +97,10 @@ REPLACED = {"init_hf_repo", "push_to_hub"}
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
-    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers.py"),
-    "pytorch_optimizer": ("prefrl/trainer/base/optimizers.py",),
+    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers/by_name.py"),
+    "pytorch_optimizer": ("prefrl/trainer/base/optimizers/by_name.py",),
     "deepspeed": ("prefrl/distributed/",),
-    "torchao": ("prefrl/models/fp8.py", "prefrl/trainer/base/precision_options.py"),
+    "torchao": ("prefrl/models/fp8.py", "prefrl/trainer/base/options/precision.py"),
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),

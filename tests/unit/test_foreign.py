@@ -16,7 +16,7 @@ from prefrl.options.foreign.trl import DEFAULTS, TRL, VALUES
 from prefrl.options.foreign.verl import VERL
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import every_option, options_of
-from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.options.kwargs import KwargsOption
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "trl_1_16_names.json").read_text(encoding="utf-8"))
 VERL_KEYS = (Path(__file__).parents[1] / "data" / "verl_ppo_trainer_keys.txt").read_text(encoding="utf-8").split()

@@ -18,7 +18,7 @@ import prefrl.rewards
 import prefrl.trainer
 from prefrl.options.fields import default_of
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.flat_names import flat_parameters
+from prefrl.trainer.base.options.flat_names import flat_parameters
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"
 

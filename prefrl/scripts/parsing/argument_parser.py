@@ -13,8 +13,8 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, form_of
-from prefrl.trainer.base.flat_names import flat_parameters
-from prefrl.trainer.base.size_options import AUTO, AUTOMATIC
+from prefrl.trainer.base.options.flat_names import flat_parameters
+from prefrl.trainer.base.options.size import AUTO, AUTOMATIC
 
 __all__ = ["ArgumentParser", "TrlParser"]
 

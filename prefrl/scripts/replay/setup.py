@@ -12,7 +12,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.schedule_options import PlateauParams
+from prefrl.trainer.base.options.schedule import PlateauParams
 
 __all__ = ["config_of", "never", "processing_class_of", "watches_evaluations"]
 

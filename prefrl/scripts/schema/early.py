@@ -19,15 +19,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.options.fields import parse_json
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.autopilot_options import AutopilotOptions, check_autopilot, name_best_metric
-from prefrl.trainer.base.checkpoint_options import CheckpointOptions, check_checkpoints
-from prefrl.trainer.base.evaluation_options import check_evaluation
-from prefrl.trainer.base.flat_names import fill_place
-from prefrl.trainer.base.ignored_options import check_ignored_options
-from prefrl.trainer.base.kwargs_options import KwargsOption
-from prefrl.trainer.base.optimizer_table import check_named, check_not_refused, check_rates
-from prefrl.trainer.base.reference_options import OfflineReferenceOptions, ReferenceOptions
-from prefrl.trainer.base.rules import (
+from prefrl.trainer.base.optimizers.table import check_named, check_not_refused, check_rates
+from prefrl.trainer.base.options.autopilot import AutopilotOptions, check_autopilot, name_best_metric
+from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
+from prefrl.trainer.base.options.evaluation import check_evaluation
+from prefrl.trainer.base.options.flat_names import fill_place
+from prefrl.trainer.base.options.ignored import check_ignored_options
+from prefrl.trainer.base.options.kwargs import KwargsOption
+from prefrl.trainer.base.options.reference import OfflineReferenceOptions, ReferenceOptions
+from prefrl.trainer.base.options.rules import (
     check_common,
     check_compilation,
     check_device,
@@ -37,8 +37,8 @@ from prefrl.trainer.base.rules import (
     check_update,
     check_warmup_evaluations,
 )
-from prefrl.trainer.base.schedule_rules import check_plateau, check_schedule_of_metric, check_warmup
-from prefrl.trainer.base.size_options import check_rate, derive_sizes, take_automatic
+from prefrl.trainer.base.options.schedule_rules import check_plateau, check_schedule_of_metric, check_warmup
+from prefrl.trainer.base.options.size import check_rate, derive_sizes, take_automatic
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses
 from prefrl.trainer.offline.rules import (

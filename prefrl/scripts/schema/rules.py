@@ -20,9 +20,9 @@ from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import default_of
 from prefrl.options.params import Params
 from prefrl.registry import Algorithm
-from prefrl.trainer.base.kwargs_options import KwargsOption
-from prefrl.trainer.base.optimizer_options import KNOWN_OPTIMIZERS
-from prefrl.trainer.base.schedule_options import SCHEDULE_NAMES
+from prefrl.trainer.base.options.kwargs import KwargsOption
+from prefrl.trainer.base.options.optimizer import KNOWN_OPTIMIZERS
+from prefrl.trainer.base.options.schedule import SCHEDULE_NAMES
 
 __all__ = ["ParamsTable", "rules_of"]
 

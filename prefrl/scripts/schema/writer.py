@@ -21,7 +21,7 @@ from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
 from prefrl.scripts.schema.parser import SCHEMA_FILE
 from prefrl.scripts.schema.rules import ParamsTable, rules_of
-from prefrl.trainer.base.size_options import AUTOMATIC
+from prefrl.trainer.base.options.size import AUTOMATIC
 from prefrl.trainer.grpo_presets import PRESETS
 
 __all__ = ["parser_of", "schema_text"]

@@ -19,7 +19,7 @@ from prefrl.run.checkpoints import own_checkpoints
 from prefrl.trainer.base.early_stopping import EarlyStopping, best_metric
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.moving_average import MovingAverage
-from prefrl.trainer.base.schedule_free import averages_weights
+from prefrl.trainer.base.optimizers.schedule_free import averages_weights
 
 if TYPE_CHECKING:
     from datasets import Dataset

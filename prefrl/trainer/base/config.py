@@ -22,20 +22,20 @@ from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_types
 from prefrl.printable import masked, plain
-from prefrl.trainer.base.autopilot_options import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
-from prefrl.trainer.base.checkpoint_options import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
-from prefrl.trainer.base.evaluation_options import EvaluationOptions, check_evaluation
-from prefrl.trainer.base.flat_names import FlatName, fill_places
-from prefrl.trainer.base.ignored_options import check_ignored_options, check_ignored_parts
-from prefrl.trainer.base.kwargs_options import KwargsOption
-from prefrl.trainer.base.optimizer_options import OptimizerOptions, check_optimizer, named_for_huggingface
-from prefrl.trainer.base.optimizers import check_installed
-from prefrl.trainer.base.precision_options import PrecisionOptions, check_precision
+from prefrl.trainer.base.optimizers.by_name import check_installed
+from prefrl.trainer.base.options.autopilot import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
+from prefrl.trainer.base.options.checkpoint import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
+from prefrl.trainer.base.options.evaluation import EvaluationOptions, check_evaluation
+from prefrl.trainer.base.options.flat_names import FlatName, fill_places
+from prefrl.trainer.base.options.ignored import check_ignored_options, check_ignored_parts
+from prefrl.trainer.base.options.kwargs import KwargsOption
+from prefrl.trainer.base.options.optimizer import OptimizerOptions, check_optimizer, named_for_huggingface
+from prefrl.trainer.base.options.precision import PrecisionOptions, check_precision
+from prefrl.trainer.base.options.rules import check_common, check_liger_device, check_numbers
+from prefrl.trainer.base.options.schedule import SCHEDULE_KWARGS, ScheduleOptions
+from prefrl.trainer.base.options.size import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
+from prefrl.trainer.base.options.tokenizer import TokenizerOptions
 from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
-from prefrl.trainer.base.rules import check_common, check_liger_device, check_numbers
-from prefrl.trainer.base.schedule_options import SCHEDULE_KWARGS, ScheduleOptions
-from prefrl.trainer.base.size_options import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
-from prefrl.trainer.base.tokenizer_options import TokenizerOptions
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import EarlyStoppingCallback
 
 from prefrl import distributed
-from prefrl.trainer.base.stateful_callback import StatefulCallback
+from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

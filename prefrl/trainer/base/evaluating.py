@@ -15,8 +15,8 @@ from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.modes import eval_mode
 from prefrl.trainer.base.memory import EVALUATION, explained
+from prefrl.trainer.base.optimizers.schedule_free import use_averaged_weights
 from prefrl.trainer.base.predictions import PredictedRows, metrics_of
-from prefrl.trainer.base.schedule_free import use_averaged_weights
 from prefrl.trainer.base.sized import SizedTrainer
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.reference_options import ReferenceOptions
+    from prefrl.trainer.base.options.reference import ReferenceOptions
 
 __all__ = ["kept_reference", "loaded_reference"]
 

@@ -24,15 +24,15 @@ from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
 from prefrl.run.identity import Identity, write_identity
 from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
-from prefrl.trainer.base.changed_options import GroupOptions
+from prefrl.trainer.base.checkpoints.changed_options import GroupOptions
+from prefrl.trainer.base.checkpoints.partial_state import best_beside, check_parts, load_schedule, save_schedule
+from prefrl.trainer.base.checkpoints.saving import RunFolder
+from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
 from prefrl.trainer.base.hub import Hub, tell_not_created
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.base.model_card import RunFacts, write_model_card
 from prefrl.trainer.base.optimized import OptimizedTrainer
-from prefrl.trainer.base.partial_state import best_beside, check_parts, load_schedule, save_schedule
-from prefrl.trainer.base.saving import RunFolder
-from prefrl.trainer.base.schedule_free import use_averaged_weights
-from prefrl.trainer.base.stateful_callback import StatefulCallback
+from prefrl.trainer.base.optimizers.schedule_free import use_averaged_weights
 from prefrl.trainer.base.step_plan import StepPlan
 from prefrl.trainer.base.trackers import contain_trackers
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from prefrl.trainer.base.schedule_options import PlateauParams, ScheduleOptions
+    from prefrl.trainer.base.options.schedule import PlateauParams, ScheduleOptions
 
 __all__ = ["Scheduler", "WatchPlateau", "own_scheduler", "refresh"]
 

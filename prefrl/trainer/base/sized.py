@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.identity import Identity
-from prefrl.trainer.base.auto_sizes import AutomaticSizes, LongBatch
 from prefrl.trainer.base.guarded import GuardedTrainer
-from prefrl.trainer.base.size_options import automatic_rate
+from prefrl.trainer.base.options.size import automatic_rate
+from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

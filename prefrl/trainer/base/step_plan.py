@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.stateful_callback import StatefulCallback
+from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from prefrl.trainer.base.autopilot_options import GrowthParams
     from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base.options.autopilot import GrowthParams
 
 __all__ = ["Plateau", "StepPlan"]
 

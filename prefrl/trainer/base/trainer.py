@@ -27,18 +27,23 @@ from prefrl.models.positions import position_limit
 from prefrl.run.space import check_writable
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.averaging import AveragingTrainer
+from prefrl.trainer.base.checkpoints.reference_file import (
+    check_fingerprint,
+    load_reference,
+    save_fingerprint,
+    save_reference,
+)
+from prefrl.trainer.base.checkpoints.run_identity import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.base.epoch_intervals import EpochIntervals
 from prefrl.trainer.base.facts import facts_of
 from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.memory import TRAINING, explained, size_of
 from prefrl.trainer.base.new_training import NewTraining
+from prefrl.trainer.base.optimizers.schedule_free import use_averaged_weights, use_trained_weights
 from prefrl.trainer.base.profiling import profilers
-from prefrl.trainer.base.reference_file import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.base.references import kept_reference
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
-from prefrl.trainer.base.run_identity import data_fingerprint, decisive_options, model_fingerprint
-from prefrl.trainer.base.schedule_free import use_averaged_weights, use_trained_weights
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.steps import Step, SyncStep
@@ -57,8 +62,8 @@ if TYPE_CHECKING:
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base.options.reference import ReferenceOptions
     from prefrl.trainer.base.predictions import ComputeMetrics
-    from prefrl.trainer.base.reference_options import ReferenceOptions
 
 __all__ = ["BaseTrainer"]
 

@@ -31,9 +31,9 @@ from prefrl.trainer.base.arguments import (
     named,
     own_config,
 )
-from prefrl.trainer.base.auto_sizes import LongBatch
-from prefrl.trainer.base.reference_options import OfflineReferenceOptions
+from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from prefrl.trainer.base.references import kept_reference, loaded_reference
+from prefrl.trainer.base.sizes.auto import LongBatch
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
 from prefrl.trainer.offline.config import SampleOptions

@@ -13,8 +13,8 @@ from prefrl.generation.base import SamplingParams
 from prefrl.options.fields import opt, parse_json
 from prefrl.options.length_bound import LengthBound
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
-from prefrl.trainer.base.flat_names import FlatName
-from prefrl.trainer.base.kwargs_options import KwargsOption
+from prefrl.trainer.base.options.flat_names import FlatName
+from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.online.episode_options import EpisodeOptions
 from prefrl.trainer.online.evaluation_options import AT_K, EVAL_SAMPLING, SampledEvaluationOptions
 from prefrl.trainer.online.flat_names import FLAT_NAMES, OnlineNames

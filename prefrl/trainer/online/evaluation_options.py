@@ -11,7 +11,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
 from prefrl.rewards.at_k import AtKParams
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = ["AT_K", "EVAL_SAMPLING", "EvalSamplingParams", "SampledEvaluationOptions"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import json_mapping
-from prefrl.trainer.base.flat_names import FlatName
+from prefrl.trainer.base.options.flat_names import FlatName
 
 __all__ = ["FLAT_NAMES", "OnlineNames", "PolicyGradientNames"]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions

@@ -13,8 +13,8 @@ from prefrl.losses.kl.sequence import SequenceKLParams
 from prefrl.losses.policy.losses import POLICY_LOSSES, ImportanceLevel, LossType
 from prefrl.losses.policy.terms import PolicyLossParams
 from prefrl.options.fields import opt
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
-from prefrl.trainer.base.reference_options import ReferenceOptions
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.reference import ReferenceOptions
 from prefrl.trainer.online.controllers import EntropyParams
 from prefrl.trainer.online.policy_rules import check_kl, check_level, kl_part
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, check_unset, plain_value
-from prefrl.trainer.base.optimizer_table import check_decay
-from prefrl.trainer.base.schedule_rules import takes_warmup
+from prefrl.trainer.base.optimizers.table import check_decay
+from prefrl.trainer.base.options.schedule_rules import takes_warmup
 
 __all__ = [
     "check_group",

@@ -11,7 +11,7 @@ from prefrl.rollout.curriculum import CurriculumParams
 from prefrl.rollout.resample import ResamplingParams
 from prefrl.rollout.reward_shaping import ShapingParams
 from prefrl.rollout.selection import SELECTIONS, RowSelection
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = [
     "CURRICULUM",

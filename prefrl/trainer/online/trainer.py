@@ -26,8 +26,8 @@ from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import collected_metrics, log_collected
 from prefrl.rollout.tables import Tables
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
-from prefrl.trainer.base.auto_sizes import LongBatch
 from prefrl.trainer.base.references import loaded_reference
+from prefrl.trainer.base.sizes.auto import LongBatch
 from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.online.episodes import Episodes

@@ -15,7 +15,7 @@ from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_fo
 from prefrl.run.identity import Identity
 from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.seal import MANIFEST, problem_of, seal
-from prefrl.trainer.base.saving import RunFolder
+from prefrl.trainer.base.checkpoints.saving import RunFolder
 from tests.contract.survival_worker import forked
 
 

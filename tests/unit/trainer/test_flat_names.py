@@ -15,7 +15,7 @@ from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.trainer.base.flat_names import flat_parameters
+from prefrl.trainer.base.options.flat_names import flat_parameters
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 
 SERVER = {"use_vllm": True, "use_cpu": True}

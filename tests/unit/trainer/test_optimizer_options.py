@@ -12,8 +12,8 @@ from transformers.training_args import OptimizerNames
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.optimized import OptimizedTrainer
-from prefrl.trainer.base.optimizer_table import OPTIMIZERS, REFUSED
-from prefrl.trainer.base.optimizers import works_under
+from prefrl.trainer.base.optimizers.by_name import works_under
+from prefrl.trainer.base.optimizers.table import OPTIMIZERS, REFUSED
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR,
 from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
-from prefrl.trainer.base.run_identity import decisive_options
-from prefrl.trainer.base.schedule_options import PlateauParams
+from prefrl.trainer.base.checkpoints.run_identity import decisive_options
+from prefrl.trainer.base.optimizers.schedules import SCHEDULES
+from prefrl.trainer.base.options.schedule import PlateauParams
 from prefrl.trainer.base.scheduler import Plateau, Scheduler, own_scheduler, refresh
-from prefrl.trainer.base.schedules import SCHEDULES
 
 STEPS = 20
 RATES = (0.3, 0.06)  # of two parameter groups, the first of learning_rate

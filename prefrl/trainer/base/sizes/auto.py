@@ -17,10 +17,10 @@ import torch
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
 from prefrl.rewards.randomness import own_randomness
-from prefrl.trainer.base.size_options import AUTO_SIZE, AutoSizeParams, largest_divisor
-from prefrl.trainer.base.size_search import Trial, best, candidates, search
-from prefrl.trainer.base.stateful_callback import StatefulCallback
-from prefrl.trainer.base.trial_memory import TrialMemory
+from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
+from prefrl.trainer.base.options.size import AUTO_SIZE, AutoSizeParams, largest_divisor
+from prefrl.trainer.base.sizes.memory import TrialMemory
+from prefrl.trainer.base.sizes.search import Trial, best, candidates, search
 
 if TYPE_CHECKING:
     from torch import nn

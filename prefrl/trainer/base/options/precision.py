@@ -11,7 +11,7 @@ from prefrl.errors import ConfigError
 from prefrl.optional import MissingPackageError, is_installed
 from prefrl.options.fields import opt
 from prefrl.options.suggest import nearest
-from prefrl.trainer.base.rules import check_compilation, check_device
+from prefrl.trainer.base.options.rules import check_compilation, check_device
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -13,7 +13,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
 from prefrl.options.params import Params
 from prefrl.printable import without_secrets
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = ["CHECKPOINT_OPTIONS", "CheckpointOptions", "CheckpointParams", "UploadParams", "check_checkpoints"]
 

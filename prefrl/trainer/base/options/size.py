@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt, plain_value
 from prefrl.options.params import Params
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = [
     "AUTO",

@@ -11,8 +11,8 @@ from transformers.optimization import Adafactor
 
 from prefrl.errors import ConfigError
 from prefrl.optional import MissingPackageError, is_installed, require
-from prefrl.trainer.base.muon import MuonWithAdamW
-from prefrl.trainer.base.optimizer_table import OPTIMIZERS, NamedOptimizer, check_named, given_arguments
+from prefrl.trainer.base.optimizers.muon import MuonWithAdamW
+from prefrl.trainer.base.optimizers.table import OPTIMIZERS, NamedOptimizer, check_named, given_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

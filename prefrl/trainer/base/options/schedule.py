@@ -14,16 +14,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of, opt, plain_value
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.kwargs_options import KwargsOption, KwargsValue
-from prefrl.trainer.base.rules import check_schedule, check_warmup_evaluations
-from prefrl.trainer.base.schedule_rules import (
-    check_plateau,
-    check_schedule_of_metric,
-    check_warmup,
-    own_options,
-    takes_warmup,
-)
-from prefrl.trainer.base.schedules import (
+from prefrl.trainer.base.optimizers.schedules import (
     SCHEDULES,
     Span,
     WeightDecayParams,
@@ -33,6 +24,15 @@ from prefrl.trainer.base.schedules import (
     of_huggingface,
     weight_decay_factor,
     with_warmup,
+)
+from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.rules import check_schedule, check_warmup_evaluations
+from prefrl.trainer.base.options.schedule_rules import (
+    check_plateau,
+    check_schedule_of_metric,
+    check_warmup,
+    own_options,
+    takes_warmup,
 )
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.place import Place, fetch, is_url
 from prefrl.run.starts import record_start
 from prefrl.run.uploads import Uploads
-from prefrl.trainer.base.checkpoint_options import UploadParams
+from prefrl.trainer.base.options.checkpoint import UploadParams
 
 __all__ = ["RunFolder", "Start"]
 

@@ -14,9 +14,9 @@ from transformers.training_args import OptimizerNames
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.optimizer_table import OPTIMIZERS, REFUSED, check_named, check_not_refused, check_rates
-from prefrl.trainer.base.optimizers import added_keys, check_made
-from prefrl.trainer.base.rules import check_update
+from prefrl.trainer.base.optimizers.by_name import added_keys, check_made
+from prefrl.trainer.base.optimizers.table import OPTIMIZERS, REFUSED, check_named, check_not_refused, check_rates
+from prefrl.trainer.base.options.rules import check_update
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

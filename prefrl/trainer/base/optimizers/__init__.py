@@ -1,0 +1,1 @@
+"""Optimizers by name, and schedules as functions of the step."""

@@ -1,0 +1,1 @@
+"""Sizes that are "auto", and the trials that find them."""
