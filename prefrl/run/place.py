@@ -216,7 +216,7 @@ def _fetch_last(place: Place, run_folder: Path, run: str | None) -> Path | None:
         try:
             return place.fetch(name, run_folder)
         except CheckpointError as error:
-            _log.warning("passed over: %s", error)
+            _log.warning("an uploaded checkpoint is skipped: %s", error)
     return None
 
 

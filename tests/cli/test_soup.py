@@ -190,7 +190,7 @@ SCORED = [*FOLDERS, "--metric", "eval_loss"]
         ),
         pytest.param([*SCORED, *EVALUATION, "--dataset_name", "no.jsonl"], "there is no such file", id="no data"),
         pytest.param(
-            [*SCORED, *EVALUATION, "--eval_config", "my_rewards.py"], "config='my_rewards.py'", id="eval_config"
+            [*SCORED, *EVALUATION, "--eval_config", "my_rewards.py"], "my_rewards.py:6: is not YAML", id="eval_config"
         ),
     ],
 )

@@ -397,7 +397,7 @@ FAULTS = [
     pytest.param(without("embed_tokens"), r"incomplete.*embed_tokens", id="tied weights missing"),
     pytest.param(doubled, r"more than once: model\.norm\.weight", id="twice"),
     pytest.param(head_too, r"send them once", id="tied weights twice"),
-    pytest.param(nothing, "not complete|no safetensors", id="nothing"),
+    pytest.param(nothing, "incomplete|no safetensors", id="nothing"),
 ]
 
 

@@ -68,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in REGISTRY:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
     given = read(REGISTRY[argv[0]], words, is_launched=True)
-    check_files(given)
+    if not own["dry_run"]:
+        check_files(given)
     options = launch_options(given, os.environ) or LaunchArguments()
     return start([argv[0], *words], given, options, dry_run=own["dry_run"])
 

@@ -140,8 +140,14 @@ def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
     for name in names:
         if name not in known and (name not in ARGUMENTS or trainer.algorithm not in _POSITIONS):
             ours, advice = TRAINER_NAMES.get(name), ARGUMENTS.get(name)
-            otherwise = nearest(name, known) if advice is None else f"Instead, {advice}."
-            meant = f"It is {ours} here." if ours in known else otherwise
+            if ours in known:
+                meant = f"It is {ours} here."
+            elif advice is not None:
+                meant = f"Instead, {advice}."
+            elif name in _ARGUMENTS:  # of other trainers
+                meant = "Leave it out."
+            else:
+                meant = nearest(name, known)
             raise ConfigError(f"{trainer.__name__} has no argument {name!r}. {meant}")
 
 

@@ -111,7 +111,9 @@ def test_the_self_check_finds_compiled_layers_that_compute_something_else() -> N
 
     model = tiny_model()
     compile_layers(model, backend=wrong, mode=None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="torch_compile=True: compiled, the outputs of Qwen2ForCausalLM change by"):
+    with pytest.raises(
+        ConfigError, match="torch_compile=True: when compiled, the outputs of Qwen2ForCausalLM change by"
+    ):
         verdict_of(model)
 
 

@@ -590,7 +590,7 @@ def test_a_saved_critic_of_another_model_is_refused(tmp_path):
     save(model_critic("llama"), tmp_path / "llama")
     save(head_critic(policy_model()), tmp_path / "head")
     critic, head = model_critic(), head_critic(policy_model())
-    with pytest.raises(ConfigError, match=r"value_head\.safetensors: resume with the kind of critic"):
+    with pytest.raises(ConfigError, match=r"value_head\.safetensors: resume with the same kind of critic"):
         head.load(tmp_path / "llama")
     with pytest.raises(ConfigError, match="the critic cannot be loaded from"):
         critic.load(tmp_path / "head")

@@ -157,7 +157,7 @@ def test_the_column_is_needed_before_training() -> None:
         ("test_cases", [{"input": "1"}], "row 0: {'input': '1'}; allowed is a list"),
         ("test_cases", [{"input": 1, "output": 2}], "row 0: {'input': 1, 'output': 2}"),
         ("test_code", [1], "column 'test_code', row 0: .*allowed is a text of Python code"),
-        ("test_code", "?", r"code_reward, row 0, test 0 judges no completion: bad"),
+        ("test_code", "?", r"code_reward, row 0, test 0 cannot judge completions: bad"),
     ],
 )
 def test_columns_that_are_no_tests(column: str, value: object, message: str) -> None:

@@ -139,7 +139,7 @@ def test_a_program_that_waits_is_ended_at_the_deadline(marker: str) -> None:
     code = f"import os, subprocess\nsubprocess.Popen(['sleep', '{marker}'])\nos.execvp('sleep', ['sleep', '{marker}'])"
     for sandbox in working():
         waits = LocalSandbox(sandbox.isolation, QUICK)
-        assert program(waits, code) == Verdict(False, "no end within 0.5 s")
+        assert program(waits, code) == Verdict(False, "not finished within 0.5 s")
 
 
 def test_processes_that_leave_the_session_are_killed(marker: str) -> None:

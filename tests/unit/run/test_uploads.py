@@ -116,8 +116,8 @@ def test_the_last_whole_checkpoint_of_a_place_is_fetched(
     memory.rm_file("/run/checkpoint-13/b")
     found = fetch("resume_from_checkpoint", "memory://run/", tmp_path / "new")
     assert found == tmp_path / "new" / "checkpoint-9"
-    assert "checkpoint-12 is passed over: its upload was not finished" in caplog.text
-    assert "checkpoint-11 is passed over: it holds a model without training state" in caplog.text
+    assert "checkpoint-12 is skipped: its upload was not finished" in caplog.text
+    assert "checkpoint-11 is skipped: it holds a model without training state" in caplog.text
     assert "checkpoint-10: b is damaged" in caplog.text
     assert "checkpoint-13: b is missing" in caplog.text
     with pytest.raises(ConfigError, match=r"checkpoint-10: b is damaged.* Name another checkpoint"):
@@ -125,7 +125,7 @@ def test_the_last_whole_checkpoint_of_a_place_is_fetched(
     assert not (tmp_path / "new" / ".saving").exists()
 
 
-def test_checkpoints_of_an_earlier_run_at_the_same_place_are_passed_over(
+def test_checkpoints_of_an_earlier_run_at_the_same_place_are_skipped(
     tmp_path: Path, memory: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place("memory://run")
@@ -135,7 +135,7 @@ def test_checkpoints_of_an_earlier_run_at_the_same_place_are_passed_over(
     found = fetch("upload_to", "memory://run", tmp_path / "other")
     assert found is not None
     assert contents(found) == contents(tmp_path / "new" / "checkpoint-1")
-    assert "checkpoint-8 is passed over: it belongs to another run" in caplog.text
+    assert "checkpoint-8 is skipped: it belongs to another run" in caplog.text
     named = fetch("resume_from_checkpoint", "memory://run/checkpoint-8", tmp_path / "other")
     assert named is not None
 
