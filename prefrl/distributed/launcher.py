@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["as_worker", "first_failure", "main", "words_of"]
+__all__ = ["as_worker", "first_failure", "is_recorded", "main", "words_of"]
 
 T = TypeVar("T")
 
@@ -46,6 +47,11 @@ def as_worker(run: Callable[[], T]) -> T:
         raise
 
 
+def is_recorded() -> bool:
+    """Whether `as_worker` has recorded an error of this process, which the launcher prints."""
+    return os.path.exists(os.environ.get(_ERROR_FILE, _NO_FILE))
+
+
 def main(argv: Sequence[str]) -> int:
     """`accelerate launch` without the launcher's own traceback when a worker fails.
 
@@ -56,9 +62,11 @@ def main(argv: Sequence[str]) -> int:
         The exit code of the worker that failed first, 128 + the signal number if a signal ended it, or 0.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    api.logger.setLevel(logging.CRITICAL)  # it also says which worker failed, in two lines
     with tempfile.TemporaryDirectory(prefix="prefrl-launch-") as folder:  # for the workers' errors
         arguments = launch_command_parser().parse_args(["--log_dir", folder, *argv])
         try:

@@ -79,24 +79,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments.command, arguments.arguments)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError, PrefrlError) as error:
         if arguments.debug:
             raise
+        return _report(arguments.command, error)
+
+
+def _report(command: str, error: BaseException) -> int:
+    """Print an error in one line, unless there is nothing to say, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    except OSError as error:
-        if arguments.debug:
-            raise
+    words = f"prefrl {command}: {type(error).__name__}: {error}"
+    if isinstance(error, OSError):
         _leave_stdout()
         if not isinstance(error, BrokenPipeError):  # head and the like have read enough
-            again = f"prefrl --debug {arguments.command} shows where"
-            print(f"prefrl {arguments.command}: {type(error).__name__}: {error}. {again}", file=sys.stderr)
+            print(f"{words}. prefrl --debug {command} shows where", file=sys.stderr)
         return 1
-    except PrefrlError as error:
-        if arguments.debug:
-            raise
+    if not _is_reported():
         # A single write, because processes that start together often fail together.
-        print(f"prefrl {arguments.command}: {type(error).__name__}: {error}\n", end="", file=sys.stderr)
-        return 2
+        print(f"{words}\n", end="", file=sys.stderr)
+    return 2
+
+
+def _is_reported() -> bool:
+    """Whether `prefrl launch`, which has started this process, prints its error."""
+    launched = importlib.import_module("prefrl.scripts.arguments.launch").LAUNCHED
+    return launched in os.environ and importlib.import_module("prefrl.distributed.launcher").is_recorded()
 
 
 def _leave_stdout() -> None:

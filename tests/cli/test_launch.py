@@ -69,6 +69,7 @@ def test_when_a_process_fails_the_others_end_and_its_error_is_told(workspace: Pa
     assert ended - float((workspace / "failed_at").read_text(encoding="utf-8")) < END_SECONDS
     assert with_variable("MARK_OF_TEST", mark) == []
     assert "%|" not in done.stderr + done.stdout  # a bar of a library
+    assert "closing signal" not in done.stderr  # torchrun's own words
     first, message = done.stderr.partition("Traceback")[2], done.stderr.splitlines()[-1]
     assert "ZeroDivisionError: the cause" in first.partition("Traceback")[0]
     assert message == (

@@ -349,6 +349,18 @@ def test_what_is_refused_is_one_line_on_stderr_and_exit_code_2(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_the_launch_prints_the_errors_that_its_workers_record(
+    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_recorded:
+        (tmp_path / "error.json").touch()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("PREFRL_NUM_PROCESSES", "2")
+    assert main(["grop"]) == 2
+    assert ("Did you mean" in capsys.readouterr().err) is not is_recorded
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", ["init grpo", "grpo --help_all"])
 def test_a_full_disk_is_one_line_and_a_reader_that_has_seen_enough_is_none(words: str) -> None:
