@@ -85,7 +85,8 @@ def _measure(case: str, words: list[str], folder: Path, runs: int) -> dict[str, 
     rows: dict[str, dict[str, float | int | str]] = {}
     for name, results in found.items():
         cpu_s, lines, last = min(results)
-        rows[name] = {"cpu_s": round(cpu_s, 2), "lines": lines, "last_line": last.replace(f"{ROOT}/", "")}
+        last = last.replace(sys.prefix, Path(sys.prefix).name).replace(f"{ROOT}/", "")  # no folders of this machine
+        rows[name] = {"cpu_s": round(cpu_s, 2), "lines": lines, "last_line": last}
         print(f"{case}: {name}: {cpu_s:.2f} s, {lines} lines: {last}", flush=True)
     return rows
 
