@@ -61,8 +61,8 @@ def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) ->
 def _trained_model(auto_class: Any, folder: str, *, is_policy: bool) -> PreTrainedModel:
     """The model of a checkpoint, with the tokenizer's end and padding; a reference differs from it by some noise."""
     model = auto_class.from_pretrained(folder, dtype=torch.float32, pad_token_id=PAD, eos_token_id=END, num_labels=1)
-    if model.generation_config is not None:
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
+    if (generation := getattr(model, "generation_config", None)) is not None:  # a classifier has none
+        generation.eos_token_id, generation.pad_token_id = END, PAD
     return model if is_policy else add_noise(model)
 
 
