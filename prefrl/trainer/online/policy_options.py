@@ -123,7 +123,7 @@ class EntropyOptions:
 
 @dataclass
 class KLOptions(ReferenceOptions):
-    """The KL term, and the reference model, which the policy stays close to."""
+    """The KL term and the reference model, which the policy is kept close to."""
 
     kl_estimator: KLEstimate = opt(
         "k3",
