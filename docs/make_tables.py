@@ -262,6 +262,7 @@ _KINDS = {"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: ", "n
 def _foreign(path: str) -> Iterator[list[str]]:
     for name, row in load(f"{_FOREIGN}.{path}").items():
         text = f"`{row.text}`" if row.kind == "renamed" else f"{_KINDS.get(row.kind, '')}{row.text}"
+        text = f"{text[0].upper()}{text[1:]}" if row.kind == "instead" else text
         yield [f"`{name}`", text]
 
 

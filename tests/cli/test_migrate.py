@@ -16,9 +16,11 @@ from datasets import Dataset
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.main import main
-from prefrl.scripts.migrate.config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
+from prefrl.scripts.migrate.config import migrate_trl_yaml
+from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.schema.writer import parser_of
 
 SCRIPT = '''\
@@ -404,8 +406,8 @@ def test_variables_of_a_script_are_put_in_and_others_are_told(tmp_path: Path) ->
     assert (options["max_completion_length"], options["model_name_or_path"], options["seed"]) == (64, "org/model", 3)
     assert result.text.startswith("# prefrl grpo --config FILE\n")  # on one process
     assert [said for line, said in result.open if line == 5] == [
-        "data.train_files='$HOME/a.parquet': write out what the shell would have put in",
-        "trainer.nnodes='$N': write out what the shell would have put in",
+        "data.train_files='$HOME/a.parquet': write out the value, which is not in this file",
+        "trainer.nnodes='$N': write out the value, which is not in this file",
     ]
 
 
@@ -538,7 +540,7 @@ def test_a_file_of_cosmos_rl_means_the_same_here(command: str, tmp_path: Path) -
     assert (config.lr_scheduler_type, config.warmup_steps) == ("constant_with_warmup", 20)
     assert [line for line, _ in result.open] == [12]
     if command == "grpo":
-        assert (script.reward_funcs, config.reward_weights) == (["accuracy_reward", "think_format_reward"], [0.9, 0.1])
+        assert (script.reward_funcs, config.reward_weights) == (["accuracy_reward", "format_reward"], [0.9, 0.1])
         assert (config.loss_type, config.loss_kwargs, config.beta) == ("aipo", {"rho": 4.0}, 0)
         assert (config.gradient_accumulation_steps, config.steps_per_generation) == (4, 8)
         assert (config.use_vllm, config.generation_mode, config.max_staleness) == (True, "async", 4)

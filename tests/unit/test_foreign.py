@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ def test_what_a_name_becomes_is_there(library: str) -> None:
         assert row.text == row.text.strip().removesuffix("."), name
 
 
+@pytest.mark.parametrize("library", ["verl", "cosmos-rl", "Ludwig", "axolotl"])
+def test_what_has_no_counterpart_names_none(library: str) -> None:
+    for name, row in LIBRARIES[library].items():
+        if row.kind == "not there":
+            assert not {*re.findall(r"\w+_\w+", row.text)} & every_option(), name
+
+
 def test_no_name_of_the_table_is_an_option_of_every_command() -> None:
     everywhere = frozenset.intersection(*(options_of(name) for name in REGISTRY))
     assert not everywhere & (TRL.keys() | LIBRARIES["others"].keys())
@@ -78,7 +86,7 @@ ADVICE = [
     (
         GRPOConfig,
         "use_kl_loss",
-        "'use_kl_loss', an option of verl, has no counterpart here: a KL term is on if beta > 0",
+        "'use_kl_loss', an option of verl, becomes here: beta > 0, and kl_in='loss'.",
     ),
     (GRPOConfig, "kl_beta", "'kl_beta', an option of cosmos-rl, is beta here."),
     (SFTConfig, "optm_name", "'optm_name', an option of cosmos-rl, becomes here: optim: AdamW is 'adamw_torch_fused'"),
@@ -91,7 +99,7 @@ ADVICE = [
         "modality_dropout",
         "'modality_dropout', an option of Ludwig, has no counterpart here: there are no multi",
     ),
-    (SFTConfig, "fp4", "'fp4', an option of cosmos-rl, has no counterpart here: fp8=True computes in 8 bits"),
+    (SFTConfig, "fp4", "'fp4', an option of cosmos-rl, works differently here: use fp8=True to compute in 8 bits"),
     (SFTConfig, "enable_profiler", "'enable_profiler', an option of cosmos-rl, becomes here: profile=True."),
     (SFTConfig, "lerning_rate", "Did you mean 'learning_rate'?"),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefrl.options.foreign.row import Row, not_needed, not_there, renamed
+from prefrl.options.foreign.row import Row, instead, not_needed, not_there, renamed
 
 __all__ = ["AXOLOTL"]
 
@@ -16,23 +16,23 @@ AXOLOTL: dict[str, Row] = {
     "sample_packing": renamed("packing"),
     "eval_sample_packing": renamed("eval_packing"),
     "pad_to_sequence_len": not_needed("batches are laid out without padding"),
-    "flash_attention": not_there("set attn_implementation='flash_attention_2'"),
-    "sdp_attention": not_there("set attn_implementation='sdpa'"),
-    "train_on_inputs": not_there("completion_only_loss=False trains on prompts, too"),
+    "flash_attention": instead("set attn_implementation='flash_attention_2'"),
+    "sdp_attention": instead("set attn_implementation='sdpa'"),
+    "train_on_inputs": instead("set completion_only_loss=False to train on prompts, too"),
     "val_set_size": renamed("test_split_size"),
-    "rl": not_there("the algorithm is the command: prefrl dpo, kto, orpo or grpo"),
+    "rl": instead("choose the command: prefrl dpo, kto, orpo or grpo"),
     "rl_beta": renamed("beta"),
-    "adapter": not_there("use_peft=True trains LoRA adapters; with load_in_4bit=True, on a quantized model"),
-    "lora_target_linear": not_there("set lora_target_modules=all-linear"),
+    "adapter": instead("use use_peft=True for LoRA; add load_in_4bit=True for QLoRA"),
+    "lora_target_linear": instead("set lora_target_modules=all-linear"),
     "peft_use_rslora": renamed("use_rslora"),
     "peft_use_dora": renamed("use_dora"),
-    "unfrozen_parameters": not_there("freeze names the parameters that are not trained"),
-    "saves_per_epoch": not_there("set save_strategy='epoch' and save_epochs"),
-    "evals_per_epoch": not_there("set eval_strategy='epoch' and eval_epochs"),
+    "unfrozen_parameters": instead("use freeze, which names the parameters that are not trained"),
+    "saves_per_epoch": instead("set save_strategy='epoch' and save_epochs"),
+    "evals_per_epoch": instead("set eval_strategy='epoch' and eval_epochs"),
     "neftune_noise_alpha": not_there("noise on embeddings is not supported"),
-    "wandb_project": not_there("set the variable WANDB_PROJECT, for example in env"),
-    "special_tokens": not_there("set eos_token and pad_token"),
-    "chat_template_jinja": not_there("write it into a file and set chat_template_path"),
+    "wandb_project": instead("set the variable WANDB_PROJECT, for example in env"),
+    "special_tokens": instead("set eos_token and pad_token"),
+    "chat_template_jinja": instead("write it into a file and set chat_template_path"),
     "default_system_message": renamed("system_prompt"),
-    "field_messages": not_there("set columns={messages: ...}, for one dataset or for each of datasets"),
+    "field_messages": instead("set columns={messages: ...}, for one dataset or for each of datasets"),
 }

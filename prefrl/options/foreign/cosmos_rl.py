@@ -12,6 +12,7 @@ from prefrl.options.foreign.row import (
     column,
     if_set,
     if_set_key,
+    instead,
     layers,
     loggers,
     not_needed,
@@ -19,12 +20,18 @@ from prefrl.options.foreign.row import (
     renamed,
     sampled_top_k,
     server,
+    together,
 )
 
-__all__ = ["COSMOS_RL", "DECAYS", "DEFAULTS"]
+__all__ = ["COSMOS_RL", "DECAYS", "DEFAULTS", "GRPO_DEFAULTS", "REWARDS"]
 
 _LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
-_REWARDS = {"boxed_math": "accuracy_reward", "format": "think_format_reward", "gsm8k": "numeric_reward"}
+# Rewards by name: what they are here, and the column of the answer that they read.
+REWARDS: dict[str, tuple[str, str | None]] = {
+    "boxed_math": ("accuracy_reward", "solution"),
+    "format": ("format_reward", None),
+    "gsm8k": ("numeric_reward", "answer"),
+}
 # How the learning rate falls.
 DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -32,14 +39,6 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {"dynamic_sampling": True},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }
-
-
-def _rewards(value: Any) -> Mapping[str, Any]:
-    weights = value if isinstance(value, dict) else dict.fromkeys([value] if isinstance(value, str) else value, 1.0)
-    unknown = [name for name in weights if name not in _REWARDS]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: write a function, and give it as module:function")
-    return {"reward_funcs": [_REWARDS[name] for name in weights], "reward_weights": [*weights.values()]}
 
 
 def _split(value: Any) -> Mapping[str, Any]:
@@ -61,27 +60,34 @@ _POLICY: dict[str, Row] = {
     "dataset.split": becomes("dataset_train_split", _split, "dataset_train_split"),
     "dataset.train_split": becomes("dataset_train_split", _split, "dataset_train_split"),
     "dataset.test_split": if_set("dataset_test_split"),
-    "dataset.test_size": not_there(
-        "give the dataset in datasets, and test_split_size; or name the rows: --dataset_test_split 'train[90%:]'"
-    ),
+    "dataset.test_size": together("test_split_size, with the dataset in datasets", "test_split_size"),
     "dataset.revision": if_set("dataset_revision"),
     "conversation_column_name": column("messages", "conversations"),
     "prompt_column_name": column("prompt"),
-    "response_column_name": column("answer", "solution"),
+    "response_column_name": together(
+        "columns: {solution: ...} for accuracy_reward, {answer: ...} for others", "columns"
+    ),
     "system_prompt": if_set("system_prompt"),
     "dataloader_shuffle": renamed("shuffle_dataset"),
     "dataloader_prefetch_factor": not_needed("rows are tokenized once, at the start"),
     "dataloader_num_workers": not_needed("rows are tokenized once, at the start"),
     "dataloader_batch_size": not_needed("there is no separate controller"),
     "enable_dataset_cache": not_needed("datasets caches what it has processed"),
-    "reward_function": becomes("reward_funcs and reward_weights", _rewards, "reward_funcs"),
-    "filter_reward_metric": renamed("dynamic_sampling_kwargs", "reward_metric"),
+    "reward_function": together(
+        "reward_funcs and reward_weights: " + ", ".join(f"{name} is {ours}" for name, (ours, _) in REWARDS.items()),
+        "reward_funcs",
+    ),
+    "filter_reward_metric": together(
+        "the key 'reward_metric' of dynamic_sampling_kwargs, the name of a reward here", "dynamic_sampling_kwargs"
+    ),
     "epsilon_low": renamed("epsilon"),
     "lower_bound_ratio": renamed("delta"),
     "loss_type": asked("loss_type", {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}),
-    "unbiased_loss_max_tokens": not_there("loss_type='dr_grpo' divides by max_completion_length"),
+    "unbiased_loss_max_tokens": together("loss_type='dr_grpo', which divides by max_completion_length", "loss_type"),
     "unbiased_advantage": _flag("scale_rewards", "none"),
-    "overlong_reward": not_there("the reward prefrl.rewards.get_soft_overlong_punishment"),
+    "overlong_reward": together(
+        "the reward soft_overlong_punishment_reward(max_completion_len=..., soft_punish_cache=...)", "reward_funcs"
+    ),
     "kl_beta": renamed("beta"),
     "positive_nll_coef": renamed("loss_kwargs", "positive_nll_coef"),
     "aipo_rho": becomes(
@@ -91,20 +97,24 @@ _POLICY: dict[str, Row] = {
     ),
     "mu_iterations": renamed("num_iterations"),
     "mini_batch": renamed("per_device_train_batch_size"),
-    "batch_size_per_optimize": not_there("gradient_accumulation_steps * per_device_train_batch_size"),
+    "batch_size_per_optimize": together(
+        "per_device_train_batch_size * gradient_accumulation_steps", "gradient_accumulation_steps"
+    ),
     "max_token_len_per_mini_batch": renamed("max_tokens_per_micro_batch"),
     "entropy_coeff": renamed("entropy_coef"),
     "allowed_outdated_steps": renamed("max_staleness"),
-    "on_policy": not_there("generation_mode='sync' is on-policy, 'async' is at most max_staleness steps behind"),
+    "on_policy": together("generation_mode='sync'; 'async' is up to max_staleness steps behind", "generation_mode"),
     "no_outdated_rollout": not_needed("no rollout is older than max_staleness"),
     "outdated_rollout_fetch_batch_size": not_needed("no rollout is discarded"),
     "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
-    "max_retry_for_on_policy": renamed("dynamic_sampling_kwargs", "max_tries"),
-    "reference_reset_interval": not_there("sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps"),
+    "max_retry_for_on_policy": together("the key 'max_tries' of dynamic_sampling_kwargs", "dynamic_sampling_kwargs"),
+    "reference_reset_interval": together(
+        "sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps", "sync_ref_model"
+    ),
     "reset_optimizer_with_reference": not_there("the optimizer keeps its state when the reference moves"),
     "use_decoupled_loss": renamed("vllm_importance_sampling_correction"),
-    "behav_imp_weight_cap": not_there(
-        "vllm_importance_sampling_mode='token_mask', vllm_importance_sampling_kwargs={'clip_max': ...}"
+    "behav_imp_weight_cap": instead(
+        "use vllm_importance_sampling_mode='token_mask' and vllm_importance_sampling_kwargs={'clip_max': ...}"
     ),
     "rollout_as_token_ids": not_needed("token ids are never decoded and encoded again"),
     "balance_dp_token": not_needed("losses are divided by the count of all processes"),
@@ -133,14 +143,12 @@ _TRAIN: dict[str, Row] = {
     "optm_warmup_start_factor": becomes(
         "warmup_start_factor", lambda value: {"warmup_start_factor": value} if value else {}, "warmup_start_factor"
     ),
-    "optm_decay_type": asked(
+    "optm_decay_type": together(
+        "lr_scheduler_type='wsd' and the key 'decay_type' of lr_scheduler_kwargs, where sqrt is '1-sqrt'",
         "lr_scheduler_kwargs",
-        {name: {"decay_type": ours} for name, ours in DECAYS.items()},
-        "lr_scheduler_type='wsd' and the key decay_type of lr_scheduler_kwargs, sqrt is '1-sqrt'; without a decay "
-        "lr_scheduler_type='constant_with_warmup'",
     ),
-    "optm_decay_ratio": renamed("lr_scheduler_kwargs", "decay_fraction"),
-    "optm_min_lr_factor": renamed("lr_scheduler_kwargs", "min_lr_ratio"),
+    "optm_decay_ratio": together("decay_fraction in lr_scheduler_kwargs, with a decay", "lr_scheduler_kwargs"),
+    "optm_min_lr_factor": together("min_lr_ratio in lr_scheduler_kwargs, with a decay", "lr_scheduler_kwargs"),
     "max_num_steps": becomes(
         "max_steps, which num_train_epochs does not end earlier",
         lambda value: {"max_steps": value} if value else {},
@@ -154,22 +162,23 @@ _TRAIN: dict[str, Row] = {
     "activation_offload": renamed("activation_offloading"),
     "fa_version": not_needed("attention is chosen by the forward plan"),
     "sequence_packing": not_needed("batches are laid out without padding"),
-    "train_batch_per_replica": not_there("per_device_train_batch_size * gradient_accumulation_steps"),
+    "train_batch_per_replica": together(
+        "per_device_train_batch_size * steps_per_generation; without batch_size_per_optimize, this is also one step",
+        "gradient_accumulation_steps",
+    ),
     "sync_weight_interval": not_needed("weights are sent before every generation"),
     "transfer_dtype": not_needed("weights are sent as the server has them"),
     "local_dataset": not_needed("every process reads the dataset"),
-    "async_tp_enabled": not_there(_LAUNCH),
-    "fsdp_reduce_dtype": not_there(_LAUNCH),
-    "fsdp_offload": not_there(_LAUNCH),
-    "fsdp_reshard_after_forward": not_there(_LAUNCH),
+    "async_tp_enabled": instead(_LAUNCH),
+    "fsdp_reduce_dtype": instead(_LAUNCH),
+    "fsdp_offload": instead(_LAUNCH),
+    "fsdp_reshard_after_forward": instead(_LAUNCH),
     "fp8.enable_fp8": becomes(
         "fp8=True with bf16=True", lambda value: {"fp8": True, "bf16": True} if value else {}, "fp8"
     ),
     "fp8": not_needed("scales are of whole tensors, taken anew in each product, and powers of 2"),
-    "fp4": not_there("fp8=True computes in 8 bits; load_in_4bit=True trains an adapter on weights of 4 bits"),
-    "ckpt.enable_checkpoint": becomes(
-        "save_strategy", lambda value: {} if value else {"save_strategy": "no"}, "save_strategy"
-    ),
+    "fp4": instead("use fp8=True to compute in 8 bits; load_in_4bit=True trains an adapter on weights of 4 bits"),
+    "ckpt.enable_checkpoint": asked("save_strategy", {True: "steps", False: "no"}),
     "ckpt.save_freq": renamed("save_steps"),
     "ckpt.save_freq_in_epoch": becomes(
         "save_strategy='epoch' and save_epochs",
@@ -183,15 +192,11 @@ _TRAIN: dict[str, Row] = {
     ),
     "ckpt.upload_hf": renamed("push_to_hub"),
     "ckpt.hf_repo_name": renamed("hub_model_id"),
-    **{
-        f"ckpt.{name}": becomes(
-            "upload_to='s3://bucket/prefix'; final is upload_kwargs={'checkpoints': 'final'}",
-            lambda value: {},
-            "upload_to",
-        )
-        for name in ("upload_s3", "s3_bucket", "s3_prefix")
-    },
-    "ckpt": not_there("see docs/checkpoints.md"),
+    **dict.fromkeys(
+        ("ckpt.upload_s3", "ckpt.s3_bucket", "ckpt.s3_prefix"),
+        together("upload_to='s3://bucket/prefix'; final is upload_kwargs={'checkpoints': 'final'}", "upload_to"),
+    ),
+    "ckpt": instead("see docs/checkpoints.md"),
     "enable_validation": _flag("eval_strategy", "steps"),
     "validation_freq": renamed("eval_steps"),
     "validation_step": renamed("eval_steps"),
@@ -228,9 +233,7 @@ _ROLLOUT: dict[str, Row] = {
     "include_stop_str_in_output": not_there("completions end at an end-of-sequence token"),
     "multi_turn_config.max_assistant_turns": renamed("max_turns"),
     "multi_turn_config.custom_chat_template_path": if_set("chat_template_path"),
-    "multi_turn_config": not_there(
-        "give the trainer tools or environment_factory in Python; see docs/environments.md"
-    ),
+    "multi_turn_config": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
     "seed": not_needed("seed decides the sampling, too"),
 }
 _SECTIONS = {
@@ -243,17 +246,23 @@ COSMOS_RL: dict[str, Row] = {
     **{f"{section}.{name}": row for section, rows in _SECTIONS.items() for name, row in rows.items()},
     "train.train_policy.temperature": not_needed("the temperature of sampling is that of the loss"),
     "policy.model_gradient_checkpointing": renamed("gradient_checkpointing"),
-    "policy.model_max_length": renamed("max_length"),
-    "policy.trainable_map": not_there(
-        "freeze has regular expressions for parameters that are not trained; '^(?!.*lm_head)' is all but lm_head"
+    "policy.model_max_length": together(
+        "max_length of prefrl sft; max_prompt_length and filter_overlong_prompts of prefrl grpo", "max_length"
+    ),
+    "policy.trainable_map": instead(
+        "use freeze, with regular expressions of parameters that are not trained; '^(?!.*lm_head)' is all but lm_head"
     ),
     "policy.enable_liger_kernel": renamed("use_liger_kernel"),
-    "policy.parallelism": not_there(_LAUNCH),
+    **dict.fromkeys(
+        ("policy.parallelism.dp_shard_size", "policy.parallelism.dp_replicate_size"),
+        together("num_processes and accelerate_config; see docs/distributed.md"),
+    ),
+    "policy.parallelism": instead(_LAUNCH),
     "logging.logger": loggers(),
     "logging.project_name": renamed("project"),
     "logging.experiment_name": if_set("run_name"),
     "profiler.enable_profiler": _flag("profile", True),
-    "profiler.enable_nsys": not_there("start the run under nsys profile; phases are ranges of record_function"),
+    "profiler.enable_nsys": instead("start the run under nsys profile, where phases are ranges of record_function"),
     "profiler.active_steps": renamed("profile_kwargs", "active"),
     "profiler.warmup_steps": renamed("profile_kwargs", "warmup"),
     "profiler.wait_steps": renamed("profile_kwargs", "wait"),
@@ -262,7 +271,7 @@ COSMOS_RL: dict[str, Row] = {
     "profiler.profile_memory": renamed("profile_kwargs", "profile_memory"),
     "profiler.with_stack": renamed("profile_kwargs", "with_stack"),
     "profiler.with_modules": not_needed("the phases of a step are ranges of the trace; with_stack has the modules"),
-    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
+    "profiler": instead("use profile=True and profile_kwargs; see docs/profiling.md"),
     "validation.enable": _flag("eval_strategy", "steps"),
     "validation.freq": renamed("eval_steps"),
     "validation.batch_size": if_set("per_device_eval_batch_size"),
@@ -271,11 +280,34 @@ COSMOS_RL: dict[str, Row] = {
     "validation.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
     "validation.top_k": sampled_top_k(),
     "validation.repetition_penalty": if_set_key("eval_sampling_kwargs", "repetition_penalty"),
-    "validation.dataset.name": not_needed("evaluation reads another split of the same dataset"),
+    "validation.dataset.name": together("another split of the same dataset", "dataset_test_split"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
-    "validation": not_there("evaluations have the rewards of training, and its max_completion_length"),
+    "validation.max_response_length": together("max_completion_length, which is also that of training"),
+    "validation.reward_function": together("reward_funcs, which are also those of training"),
+    "validation": not_there("evaluations have the rewards and the lengths of training"),
     "redis": not_needed("there is no separate controller"),
-    "custom": not_there("give the values to your own script"),
+    "custom": instead("give the values to your own script"),
 }
 # What the TOML means if a key is not given, where that differs here.
-DEFAULTS: dict[str, Any] = {"gradient_checkpointing": True, "bf16": True}
+DEFAULTS: dict[str, Any] = {
+    "gradient_checkpointing": True,
+    "bf16": True,
+    "learning_rate": 1e-6,
+    "weight_decay": 0.01,
+    "adam_epsilon": 1e-6,
+    "num_train_epochs": 1,
+    "save_strategy": "no",
+    "save_steps": 20,
+    "save_in_background": True,
+    "save_total_limit": 5,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+}
+GRPO_DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "beta": 0.0,
+    "delta": 3.0,
+    "num_generations": 16,
+    "max_completion_length": 2048,
+    "max_staleness": 4,
+}

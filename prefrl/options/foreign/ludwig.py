@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefrl.options.foreign.row import Row, becomes, column, not_needed, not_there, renamed
+from prefrl.options.foreign.row import Row, becomes, column, instead, not_needed, not_there, renamed
 
 __all__ = ["LUDWIG"]
 
@@ -16,23 +16,25 @@ LUDWIG: dict[str, Row] = {
     "enable_gradient_checkpointing": renamed("activation_checkpointing"),
     "enable_profiling": renamed("profile"),
     "profiler": renamed("profile_kwargs"),
-    "should_shuffle": not_there(
-        "train_sampling_strategy='sequential', or shuffle_dataset=False of online trainers, keeps the order"
+    "should_shuffle": instead(
+        "use train_sampling_strategy='sequential', or shuffle_dataset=False of online trainers, to keep the order"
     ),
     "bucketing_field": not_needed("nothing is padded; max_tokens_per_micro_batch balances tokens"),
-    "validation_field": not_there(
+    "validation_field": instead(
         "give several datasets as eval_dataset={name: dataset}, and set metric_for_best_model='eval_<name>_loss'"
     ),
     "layers_to_freeze_regex": becomes("freeze: [expression]", lambda value: {"freeze": [value]}, "freeze"),
-    "base_learning_rate": not_there("learning_rates gives some parameters other rates"),
-    "preset": not_there("GRPOConfig.preset(name, **options) in Python sets the options of a paper"),
-    "loss_balancing": not_there(
-        "reward_balance weighs the rewards of online trainers; several losses of DPO have fixed loss_weights"
+    "base_learning_rate": instead("use learning_rates, which gives some parameters other rates"),
+    "preset": instead("use preset, which sets the options of a paper; docs/trainers/grpo.md lists its names"),
+    "loss_balancing": instead(
+        "use reward_balance for the rewards of online trainers; several losses of DPO have fixed loss_weights"
     ),
     "loss_balancing_alpha": renamed("balance_kwargs", "alpha"),
     "loss_balancing_lr": renamed("balance_kwargs", "rate"),
     "loss_balancing_preference_vector": renamed("reward_weights"),
-    "loss_balancing_tchebycheff_weight": not_there("reward_balance='pareto' has the key smoothing of balance_kwargs"),
+    "loss_balancing_tchebycheff_weight": instead(
+        "use the key 'smoothing' of balance_kwargs, with reward_balance='pareto'"
+    ),
     **dict.fromkeys(
         (
             *("contrastive_pretrain_epochs", "contrastive_pretrain_temperature"),

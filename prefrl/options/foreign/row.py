@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
-    *("Row", "asked", "becomes", "column", "if_set", "if_set_key", "layers", "loggers", "not_needed", "not_there"),
-    *("renamed", "sampled_top_k", "server"),
+    *("Row", "asked", "becomes", "column", "if_set", "if_set_key", "instead", "layers", "loggers", "not_needed"),
+    *("not_there", "renamed", "sampled_top_k", "server", "together"),
 ]
 
 _UNSET = (None, "", "None", -1)
 
-Kind = Literal["renamed", "becomes", "not needed", "server", "not there"]
+Kind = Literal["renamed", "becomes", "instead", "not needed", "server", "not there"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Row:
 
     Args:
         kind: Whether there is a counterpart, and whether the name may be left out.
-        text: What it is, or why it is not needed, or what to use instead; no full stop.
+        text: What it is, or why it is not needed, or what to do instead; no full stop.
         options: The options that it becomes; advice is given only where a config has the first of them.
-        convert: From the value to those options. They may be None: nothing has to be set.
+        convert: From the value to those options, which may be none. None: the value alone does not decide them.
     """
 
     kind: Kind
@@ -38,6 +38,7 @@ class Row:
         return {
             "renamed": f"is {self.text} here",
             "becomes": f"becomes here: {self.text}",
+            "instead": f"works differently here: {self.text}",
             "not needed": f"is not needed here: {self.text}",
             "server": f"belongs to prefrl vllm-serve here: {self.text}",
             "not there": f"has no counterpart here: {self.text}",
@@ -59,6 +60,11 @@ def renamed(option: str, key: str | None = None) -> Row:
 def becomes(text: str, convert: Callable[[Any], Mapping[str, Any]], *options: str) -> Row:
     """Other options, or other values."""
     return Row("becomes", text, options, convert)
+
+
+def together(text: str, *options: str) -> Row:
+    """Other options, which the values of several keys decide together."""
+    return Row("becomes", text, options)
 
 
 def asked(option: str, values: Mapping[Any, Any], text: str | None = None) -> Row:
@@ -122,6 +128,15 @@ def server(text: str) -> Row:
     return Row("server", text)
 
 
-def not_there(instead: str) -> Row:
+def instead(what: str) -> Row:
+    """Something else does this, which the user has to choose.
+
+    Args:
+        what: What to do, such as "set a=True".
+    """
+    return Row("instead", what)
+
+
+def not_there(why: str) -> Row:
     """There is no counterpart."""
-    return Row("not there", instead)
+    return Row("not there", why)

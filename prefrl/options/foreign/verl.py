@@ -12,6 +12,7 @@ from prefrl.options.foreign.row import (
     column,
     if_set,
     if_set_key,
+    instead,
     layers,
     loggers,
     not_needed,
@@ -19,6 +20,7 @@ from prefrl.options.foreign.row import (
     renamed,
     sampled_top_k,
     server,
+    together,
 )
 
 __all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
@@ -97,26 +99,36 @@ def _loaded(value: Any) -> Mapping[str, Any]:
     return {} if "optimizer" in contents else {"checkpoint_kwargs": {"load_optimizer": False}}
 
 
+def _overridden(value: Any) -> Mapping[str, Any]:
+    if any((value.get("moe_config") or {}).values()):
+        raise ValueError("moe_config is of Megatron-LM's models")
+    options = {name: entry for name, entry in value.items() if name not in ("model_config", "moe_config")}
+    options |= value.get("model_config") or {}
+    return {"model_init_kwargs": options} if options else {}
+
+
 _DATA: dict[str, Row] = {
     "train_files": becomes("dataset_name, or several paths in datasets", _files, "dataset_name"),
-    "val_files": becomes(
-        "datasets: [{path: parquet, data_files: {train: ..., test: ...}}] with train_files",
-        lambda value: {},
-        "datasets",
+    "val_files": together(
+        "datasets: [{path: parquet, data_files: {train: ..., test: ...}}] with train_files", "datasets"
     ),
-    "tokenizer": not_there("give the tokenizer as processing_class in Python"),
+    "tokenizer": instead("give the tokenizer as processing_class in Python"),
     "prompt_key": column("prompt"),
     "image_key": renamed("image_key"),
     "video_key": not_there("videos are not supported"),
     "reward_fn_key": not_needed("rewards get every column of the dataset by its name"),
-    "train_batch_size": not_there("per_device_train_batch_size * processes * steps_per_generation counts completions"),
+    "train_batch_size": together(
+        "steps_per_generation: it counts prompts, per_device_train_batch_size * processes * steps_per_generation "
+        "counts completions",
+        "steps_per_generation",
+    ),
     "val_batch_size": not_needed("per_device_eval_batch_size decides the memory of evaluation"),
     "max_response_length": renamed("max_completion_length"),
     "filter_overlong_prompts_workers": renamed("dataset_num_proc"),
     "truncation": asked("truncation_mode", {"error": "error", "left": "keep_end", "right": "keep_start"}),
     "shuffle": renamed("shuffle_dataset"),
     "seed": if_set("data_seed"),
-    "train_max_samples": not_there("name the rows: --dataset_train_split 'train[:1000]'"),
+    "train_max_samples": instead("name the rows: --dataset_train_split 'train[:1000]'"),
     "apply_chat_template_kwargs": renamed("chat_template_kwargs"),
     "dataloader_num_workers": not_needed("prompts are tokenized once, at the start"),
     "return_raw_input_ids": not_needed("reward models apply their own chat template to the messages"),
@@ -126,9 +138,9 @@ _DATA: dict[str, Row] = {
     "val_max_samples": if_set("max_eval_samples"),
     "validation_shuffle": not_needed("evaluation keeps the order of the dataset"),
     "use_shm": not_needed("datasets are memory-mapped"),
-    "custom_cls": not_there(_PYTHON),
-    "sampler": not_there(_PYTHON + ", in the order that you want, with shuffle_dataset=False"),
-    "datagen": not_there(_PYTHON),
+    "custom_cls": instead(_PYTHON),
+    "sampler": instead(_PYTHON + ", in the order that you want, with shuffle_dataset=False"),
+    "datagen": instead(_PYTHON),
 }
 _MODEL: dict[str, Row] = {
     "path": renamed("model_name_or_path"),
@@ -140,27 +152,27 @@ _MODEL: dict[str, Row] = {
     "use_liger": renamed("use_liger_kernel"),
     "lora_rank": becomes("lora_r with use_peft=True", _lora, "lora_r"),
     "target_modules": layers(),
-    "exclude_modules": not_there("list the layers in lora_target_modules"),
-    "override_config": becomes(
-        "model_init_kwargs", lambda value: {"model_init_kwargs": value} if value else {}, "model_init_kwargs"
-    ),
+    "exclude_modules": instead("list the layers in lora_target_modules"),
+    "override_config": becomes("model_init_kwargs", _overridden, "model_init_kwargs"),
     "custom_chat_template": if_set("chat_template_path"),
-    "external_lib": not_there("import it in a script of your own"),
+    "external_lib": instead("import it in a script of your own"),
     "use_shm": not_needed("weights are memory-mapped"),
 }
 _ACTOR: dict[str, Row] = {
-    "strategy": not_there(_LAUNCH),
-    "fsdp_config": not_there(_LAUNCH),
+    "strategy": together("accelerate_config='fsdp2' on several processes"),
+    "fsdp_config": instead(_LAUNCH),
     "megatron": not_there(
         "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 shard weights: see docs/distributed.md"
     ),
-    "ulysses_sequence_parallel_size": not_there("see sequence parallelism in docs/distributed.md"),
-    "ppo_mini_batch_size": not_there(
-        "per_device_train_batch_size * processes * gradient_accumulation_steps counts the completions of a step"
+    "ulysses_sequence_parallel_size": instead("see sequence parallelism in docs/distributed.md"),
+    "ppo_mini_batch_size": together(
+        "gradient_accumulation_steps: it counts prompts, per_device_train_batch_size * processes * "
+        "gradient_accumulation_steps counts completions",
+        "gradient_accumulation_steps",
     ),
-    "ppo_micro_batch_size": not_there("per_device_train_batch_size counts the completions of a process"),
+    "ppo_micro_batch_size": together("per_device_train_batch_size, of one process", "per_device_train_batch_size"),
     "ppo_micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
-    "use_dynamic_bsz": not_there("set max_tokens_per_micro_batch, to a number or to 'auto'"),
+    "use_dynamic_bsz": together("max_tokens_per_micro_batch, a number or 'auto'", "max_tokens_per_micro_batch"),
     "ppo_max_token_len_per_gpu": renamed("max_tokens_per_micro_batch"),
     "clip_ratio": renamed("epsilon"),
     "clip_ratio_low": renamed("epsilon"),
@@ -181,7 +193,7 @@ _ACTOR: dict[str, Row] = {
     "tau_pos": renamed("loss_kwargs", "temperature_pos"),
     "tau_neg": renamed("loss_kwargs", "temperature_neg"),
     "entropy_coeff": renamed("entropy_coef"),
-    "use_kl_loss": not_there("a KL term is on if beta > 0; kl_in='loss' adds it to the loss"),
+    "use_kl_loss": together("beta > 0, and kl_in='loss'", "kl_in"),
     "kl_loss_coef": renamed("beta"),
     "kl_loss_type": asked("kl_estimator", KL_ESTIMATORS),
     "ppo_epochs": renamed("num_iterations"),
@@ -206,21 +218,25 @@ _ACTOR: dict[str, Row] = {
     ),
     "optim.warmup_style": asked("lr_scheduler_type", {"constant": "constant_with_warmup", "cosine": "cosine"}),
     "optim.lr_scheduler_type": asked("lr_scheduler_type", {"constant": "constant_with_warmup", "cosine": "cosine"}),
-    "optim.min_lr_ratio": not_there(
-        "lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': ...}"
+    "optim.min_lr_ratio": instead(
+        "use lr_scheduler_type='cosine_with_min_lr' and lr_scheduler_kwargs={'min_lr_rate': ...}"
     ),
-    "optim.num_cycles": not_there("lr_scheduler_kwargs={'num_cycles': ...}"),
+    "optim.num_cycles": becomes(
+        "num_cycles in lr_scheduler_kwargs",
+        lambda value: {} if value == 0.5 else {"lr_scheduler_kwargs": {"num_cycles": value}},
+        "lr_scheduler_kwargs",
+    ),
     "optim.total_training_steps": not_needed("the schedule ends with the training"),
-    "optim.lr_warmup_init": not_there("warmup_start_factor is its share of learning_rate"),
+    "optim.lr_warmup_init": instead("use warmup_start_factor, its share of learning_rate"),
     "optim.lr_decay_steps": if_set("lr_decay_steps"),
     "optim.lr_decay_style": asked("lr_scheduler_type", _DECAYS),
-    "optim.lr_wsd_decay_style": not_there(
-        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_type': ...}; minus_sqrt is '1-sqrt'"
+    "optim.lr_wsd_decay_style": instead(
+        "use lr_scheduler_type='wsd' and lr_scheduler_kwargs={'decay_type': ...}; minus_sqrt is '1-sqrt'"
     ),
-    "optim.lr_wsd_decay_steps": not_there(
-        "lr_scheduler_type='wsd', lr_scheduler_kwargs={'decay_fraction': ...}, a share of all steps"
+    "optim.lr_wsd_decay_steps": instead(
+        "use lr_scheduler_type='wsd' and lr_scheduler_kwargs={'decay_fraction': ...}, a share of all steps"
     ),
-    "optim.min_lr": not_there("lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr': ...}"),
+    "optim.min_lr": instead("use lr_scheduler_type='cosine_with_min_lr' and lr_scheduler_kwargs={'min_lr': ...}"),
     "optim.weight_decay_incr_style": becomes(
         "weight_decay_schedule",
         lambda value: {} if value == "constant" else {"weight_decay_schedule": value},
@@ -232,8 +248,8 @@ _ACTOR: dict[str, Row] = {
     "optim.clip_grad": renamed("max_grad_norm"),
     "optim.optimizer": asked("optim", _OPTIMIZERS),
     "optim.optimizer_impl": not_needed("optim also names the implementation"),
-    "optim.override_optimizer_config": not_there("optim_args, adam_epsilon; see docs/optimizers.md"),
-    "optim": not_there("see the options of transformers.TrainingArguments"),
+    "optim.override_optimizer_config": instead("use optim_args and adam_epsilon; see docs/optimizers.md"),
+    "optim": instead("see the options of transformers.TrainingArguments"),
     "checkpoint.save_contents": becomes(
         "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model only; "
         "hf_model is always there, under ZeRO-3 and FSDP2 with the key 'export_weights'",
@@ -255,7 +271,7 @@ _ACTOR: dict[str, Row] = {
         lambda value: {"profile_kwargs": {"ranks": None}} if value else {},
         "profile_kwargs",
     ),
-    "profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
+    "profiler": instead("use profile=True and profile_kwargs; see docs/profiling.md"),
 }
 _ROLLOUT: dict[str, Row] = {
     "name": becomes(
@@ -279,16 +295,18 @@ _ROLLOUT: dict[str, Row] = {
     "max_num_batched_tokens": server("--max-num-batched-tokens"),
     "max_num_seqs": server("--max-num-seqs"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
-    "engine_kwargs.sglang": not_there("SGLang is not supported; use_vllm=True asks a vLLM server"),
+    "engine_kwargs.sglang": instead("use a vLLM server, with use_vllm=True; SGLang is not supported"),
     "engine_kwargs": server("unknown options are passed on to vLLM"),
     "cudagraph_capture_sizes": server("unknown options are passed on to vLLM"),
     "disable_log_stats": server("--disable-log-stats"),
-    "over_sample_rate": not_there("dynamic_sampling=True replaces prompts whose completions all have one reward"),
+    "over_sample_rate": instead(
+        "use dynamic_sampling=True, which replaces prompts whose completions all have one reward"
+    ),
     "multi_stage_wake_up": not_needed("a server has its own GPUs"),
     "update_weights_bucket_megabytes": not_needed("weights are sent in buckets of a fixed size"),
     "trace": not_needed("the folder completions in output_dir has every rollout"),
-    "skip_rollout": not_there("prefrl replay recomputes a step from its rollouts"),
-    "skip_dump_dir": not_there("prefrl replay recomputes a step from its rollouts"),
+    "skip_rollout": instead("use prefrl replay, which computes a step again from its rollouts"),
+    "skip_dump_dir": instead("use prefrl replay, which computes a step again from its rollouts"),
     "layered_summon": not_needed("weights are gathered layer by layer"),
     "load_format": not_needed("weights are sent before the first generation"),
     "free_cache_engine": not_needed("a server has its own GPUs"),
@@ -301,10 +319,10 @@ _ROLLOUT: dict[str, Row] = {
     "val_kwargs.do_sample": not_needed("temperature_eval=0 decodes greedily"),
     "val_kwargs.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
     "val_kwargs.top_k": sampled_top_k(),
-    "val_kwargs": not_there("eval_sampling_kwargs has the keys top_p, top_k, min_p and repetition_penalty"),
+    "val_kwargs": instead("use eval_sampling_kwargs, with the keys top_p, top_k, min_p and repetition_penalty"),
     "multi_turn.max_assistant_turns": if_set("max_turns"),
-    "multi_turn": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
-    "agent": not_there("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+    "multi_turn": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+    "agent": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
 }
 _CRITIC: dict[str, Row] = {
     "optim.lr": renamed("critic_learning_rate"),
@@ -321,29 +339,27 @@ _CRITIC: dict[str, Row] = {
     ),
     "optim.lr_warmup_steps_ratio": renamed("critic_optim_kwargs", "warmup_steps"),
     "optim.clip_grad": renamed("critic_optim_kwargs", "max_grad_norm"),
-    "optim": not_there(
-        "the critic has the optimizer and the schedule of the policy, critic_learning_rate and critic_optim_kwargs"
-    ),
+    "optim": instead("set critic_learning_rate and critic_optim_kwargs; the schedule is that of the policy"),
     "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
-    "model": not_there("set critic='model' (and value_model in Python); critic='head' needs no other model"),
+    "model": instead("set critic='model' (and value_model in Python); critic='head' needs no other model"),
 }
 _REWARD: dict[str, Row] = {
     "enable": not_needed("a reward model is on if it is given"),
     "model.path": renamed("reward_model_name_or_path"),
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
-    "model.trust_remote_code": not_there("load the reward model in Python, and pass the instance to the trainer"),
-    "model.external_lib": not_there("import it in a script of your own"),
-    "model.fsdp_config": not_there(f"a reward model is partitioned like the policy; {_LAUNCH}"),
-    "micro_batch_size": not_there("prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
-    "micro_batch_size_per_gpu": not_there(
-        "prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
+    "model.trust_remote_code": instead("load the reward model in Python, and pass the instance to the trainer"),
+    "model.external_lib": instead("import it in a script of your own"),
+    "model.fsdp_config": instead(f"{_LAUNCH}; a reward model is partitioned like the policy"),
+    "micro_batch_size": instead("use prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
+    "micro_batch_size_per_gpu": instead(
+        "use prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
     ),
     "max_length": not_there("a text that is too long for a reward model raises an error"),
     "reward_manager": not_needed(
         "rewards get whole batches; async ones run at the same time, and may share their work among processes"
     ),
-    "sandbox_fusion": not_there("prefrl.rewards.get_code_reward runs code in a sandbox"),
+    "sandbox_fusion": instead("use prefrl.rewards.get_code_reward, which runs code in a sandbox"),
     "launch_reward_fn_async": not_needed("write the reward as an async function"),
 }
 _ALGORITHM: dict[str, Row] = {
@@ -356,13 +372,13 @@ _ALGORITHM: dict[str, Row] = {
         lambda value: {"scale_rewards": "group" if value else "none"},
         "scale_rewards",
     ),
-    "use_kl_in_reward": not_there("set kl_in='reward'"),
+    "use_kl_in_reward": together("beta > 0, and kl_in='reward'", "kl_in"),
     "kl_penalty": asked("kl_estimator", KL_ESTIMATORS),
     "kl_ctrl.kl_coef": renamed("beta"),
-    "kl_ctrl.type": not_there("the weight is adaptive if kl_kwargs has a target"),
+    "kl_ctrl.type": together("kl_kwargs; the weight adapts if it has the key 'target'", "kl_kwargs"),
     "kl_ctrl.target_kl": renamed("kl_kwargs", "target"),
     "kl_ctrl.horizon": renamed("kl_kwargs", "horizon"),
-    "use_pf_ppo": not_there("set rollout_selection to 'pow', 'max_min' or 'max_random'"),
+    "use_pf_ppo": together("rollout_selection: 'pow', 'max_min' or 'max_random'", "rollout_selection"),
     "pf_ppo.reweight_method": renamed("rollout_selection"),
     "pf_ppo.weight_pow": renamed("selection_kwargs", "power"),
 }
@@ -372,10 +388,10 @@ _TRAINER: dict[str, Row] = {
     "project_name": renamed("project"),
     "experiment_name": renamed("run_name"),
     "logger": loggers(),
-    "nnodes": not_there(_LAUNCH),
-    "n_gpus_per_node": not_there(_LAUNCH),
-    "esi_redundant_time": not_there("max_train_time ends training with a checkpoint"),
-    "device": not_there("use_cpu=True trains on the CPU"),
+    "nnodes": together("num_processes, num_machines and accelerate_config; see docs/distributed.md"),
+    "n_gpus_per_node": together("num_processes, num_machines and accelerate_config; see docs/distributed.md"),
+    "esi_redundant_time": instead("use max_train_time, which ends training with a checkpoint"),
+    "device": instead("set use_cpu=True to train on the CPU"),
     "save_freq": becomes(
         "save_strategy='steps' and save_steps; -1 is save_strategy='no'", _every("save"), "save_steps"
     ),
@@ -383,7 +399,7 @@ _TRAINER: dict[str, Row] = {
         "eval_strategy='steps' and eval_steps; -1 is eval_strategy='no'", _every("eval"), "eval_steps"
     ),
     "val_before_train": renamed("eval_on_start"),
-    "val_only": not_there("call trainer.evaluate()"),
+    "val_only": instead("call trainer.evaluate()"),
     "default_local_dir": renamed("output_dir"),
     "default_hdfs_dir": if_set("upload_to"),
     "max_actor_ckpt_to_keep": if_set("save_total_limit"),
@@ -391,7 +407,7 @@ _TRAINER: dict[str, Row] = {
     "remove_previous_ckpt_in_save": becomes(
         "save_total_limit=1", lambda value: {"save_total_limit": 1} if value else {}, "save_total_limit"
     ),
-    "del_local_ckpt_after_load": not_there("set save_total_limit"),
+    "del_local_ckpt_after_load": instead("set save_total_limit"),
     "resume_mode": becomes(
         "resume_from_checkpoint: 'auto' resumes if there is a checkpoint, 'disable' never does; else it is the path",
         lambda value: {"auto": {"resume_from_checkpoint": "auto"}, "disable": {}, "resume_path": {}}[value],
@@ -400,8 +416,8 @@ _TRAINER: dict[str, Row] = {
     "resume_from_path": if_set("resume_from_checkpoint"),
     "balance_batch": not_needed("losses are divided by the count of all processes"),
     "rollout_data_dir": not_needed("the folder completions in output_dir has every rollout"),
-    "validation_data_dir": not_there(
-        "log_val_generations sets how many completions of each evaluation are written to output_dir/evaluations"
+    "validation_data_dir": instead(
+        "set log_val_generations: as many completions of each evaluation are in output_dir/evaluations"
     ),
     "ray_wait_register_center_timeout": not_needed("there is no Ray"),
     "use_legacy_worker_impl": not_needed("there are no workers"),
@@ -422,12 +438,10 @@ VERL: dict[str, Row] = {
     "actor_rollout_ref.hybrid_engine": not_needed("the sampler is a server, or the training process"),
     "actor_rollout_ref.nccl_timeout": renamed("ddp_timeout"),
     **{
-        f"actor_rollout_ref.ref.{name}": not_there(f"the reference is partitioned like the policy; {_LAUNCH}")
+        f"actor_rollout_ref.ref.{name}": instead(f"{_LAUNCH}; the reference is partitioned like the policy")
         for name in ("fsdp_config", "megatron", "strategy")
     },
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": not_there(
-        "see sequence parallelism in docs/distributed.md"
-    ),
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": instead("see sequence parallelism in docs/distributed.md"),
     "actor_rollout_ref.ref": not_needed("the reference is scored like the policy, and only with beta > 0"),
     "critic": not_needed("the critic is trained with the batches of the policy"),
     "reward_model": not_needed("a reward model scores on every process"),
@@ -436,12 +450,12 @@ VERL: dict[str, Row] = {
         _reward,
         "reward_funcs",
     ),
-    "custom_reward_function.name": not_there("the function after the colon of reward_funcs"),
-    "custom_reward_function.reward_kwargs": not_there(
-        "parameters after the function: reward_funcs: [{name: file.py:compute_score, tolerance: 0.1}]"
+    "custom_reward_function.name": together("the function after the colon in reward_funcs", "reward_funcs"),
+    "custom_reward_function.reward_kwargs": instead(
+        "write parameters beside the function: reward_funcs: [{name: file.py:compute_score, tolerance: 0.1}]"
     ),
-    "global_profiler.steps": not_there("the keys skip_first, wait, warmup and active of profile_kwargs"),
-    "global_profiler": not_there("profile=True and profile_kwargs trace steps; see docs/profiling.md"),
+    "global_profiler.steps": instead("use the keys skip_first, wait, warmup and active of profile_kwargs"),
+    "global_profiler": instead("use profile=True and profile_kwargs; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),
     "ray_init": not_needed("there is no Ray"),
 }

@@ -12,10 +12,12 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.scripts.migrate.config import migrate_cosmos_rl, migrate_trl_yaml, migrate_verl
+from prefrl.scripts.migrate.config import migrate_trl_yaml
+from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.parsing.command_parser import CommandParser
 
 __all__ = ["main"]

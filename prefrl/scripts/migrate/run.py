@@ -1,0 +1,166 @@
+"""The options of prefrl that the values of another library's run become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from prefrl.options.foreign import Row, row_of
+from prefrl.scripts.arguments.dataset_columns import SHAPING
+from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of
+from prefrl.scripts.migrate.values import UNKNOWN, Values
+
+__all__ = ["Run"]
+
+_OF_EVALUATION = (
+    *("eval_steps", "eval_on_start", "dataset_test_split", "test_split_size", "temperature_eval"),
+    *("num_generations_eval", "eval_sampling_kwargs", "log_val_generations", "max_eval_samples"),
+)
+_OF_CHECKPOINTS = ("save_steps", "save_in_background", "save_total_limit", "upload_to", "upload_kwargs")
+_OF_ONE_DATASET = {  # and their names in an entry of `datasets`
+    "dataset_name": "path",
+    "dataset_config": "name",
+    "dataset_train_split": "split",
+    "dataset_revision": "revision",
+    **{name: name for name in SHAPING},
+}
+
+
+class Run:
+    """The options that the values of a run become.
+
+    Args:
+        values: The values.
+        rows: What the library's names are here.
+        options: Options to begin with: what the library does if a value is not given.
+    """
+
+    def __init__(self, values: Values, rows: Mapping[str, Row], options: Mapping[str, Any]) -> None:
+        self.values, self.rows, self.options = values, rows, dict(options)
+        self._defaults = frozenset(options)
+        self.changes: list[tuple[int, str]] = []
+        self.open: list[tuple[int, str]] = []
+        self._server: list[str] = []  # options of prefrl vllm-serve
+        for path, (line, value) in values.items():
+            self._convert(path, line, value)
+
+    def value(self, path: str, default: Any) -> Any:
+        """The value of a path of keys that was given."""
+        value = self.values.get(path, (0, None))[1]
+        return default if value is None else value
+
+    def number(self, path: str, default: int) -> int:
+        """The number at a path of keys; the default if it is not given, or left to the shell."""
+        value = self.value(path, default)
+        return value if isinstance(value, int) else default
+
+    def leave_open(self, path: str, text: str) -> None:
+        """Say what is left to do about a path of keys."""
+        line, value = self.values[path]
+        self.open.append((line, f"{path}={value!r}: {text}"))
+
+    def drop(self, *names: str, because: str) -> None:
+        """Leave out options that would have no effect, and say so of those that were given."""
+        for name in names:
+            if name in self.options:
+                value = self.options.pop(name)
+                if name not in self._defaults:
+                    self.changes.append((1, f"{name}={value!r}: left out, because {because}"))
+
+    def into_datasets(self, **keys: Any) -> None:
+        """Write the dataset as the only entry of `datasets`, with more keys."""
+        entry = {key: self.options.pop(name, None) for name, key in _OF_ONE_DATASET.items()} | keys
+        self.options["datasets"] = [{key: value for key, value in entry.items() if value is not None}]
+
+    def _convert(self, path: str, line: int, value: Any) -> None:
+        leaf, row = path.rpartition(".")[2], row_of(self.rows, path)
+        if leaf == "_target_":
+            return
+        if UNKNOWN.search(str(value)):
+            self.open.append((line, f"{path}={value!r}: write out the value, which is not in this file"))
+        if row is None and leaf in every_option():
+            self._add({leaf: value})
+        elif row is None:
+            self.open.append((line, f"{path}={value!r}: no such option is known"))
+        elif row.kind == "becomes" and row.convert is None:  # together with other keys: the caller's matter
+            self.changes.append((line, f"{path}={value!r} {row.says}"))
+        elif row.kind == "not needed" or _is_off(value):
+            self._leave_out(path, line, value, row)
+        elif row.kind == "server" and row.text.startswith("--"):
+            self._server.append(f"{row.text} {value}")
+            self.changes.append((line, f"{path}={value!r} {row.says}"))
+        elif row.convert is None:
+            self.open.append((line, f"{path}={value!r} {row.says}"))
+        else:
+            self._take(path, line, value, row)
+
+    def _leave_out(self, path: str, line: int, value: Any, row: Row) -> None:
+        """A key that is not needed, or that switches something off: its row may know an option for that."""
+        options = None if row.convert is None or value is None else converted(row, value)
+        if isinstance(options, str) or not options:
+            self.changes.append((line, f"{path}={value!r} {row.says}" if row.may_go else f"{path} is off"))
+        else:
+            self._take(path, line, value, row)
+
+    def _take(self, path: str, line: int, value: Any, row: Row) -> None:
+        options = converted(row, value)
+        if isinstance(options, str):
+            self.open.append((line, f"{path}: {options}"))
+            return
+        self._add(options)
+        shown = ", ".join(f"{name}={given!r}" for name, given in options.items()) or "nothing has to be set"
+        self.changes.append((line, f"{path}={value!r}: {shown}"))
+
+    def _add(self, options: Mapping[str, Any]) -> None:
+        for name, value in options.items():
+            there = self.options.get(name)
+            both = isinstance(there, dict) and isinstance(value, dict)
+            self.options[name] = {**there, **value} if both else value  # type: ignore[dict-item]  # both are mappings
+
+    def written(self, command: str, processes: int, *, shards_weights: bool = False) -> Migrated:
+        """The YAML file, with what it leaves open as comments.
+
+        Args:
+            command: The algorithm.
+            processes: Their number; with 1, the file does not name it.
+            shards_weights: Whether several processes share one copy of the weights.
+        """
+        self._leave_out_what_has_no_effect()
+        known = options_of(command)
+        for name in [name for name in self.options if name not in known]:
+            value = self.options.pop(name)
+            notes = self.changes if _is_off(value) or name in self._defaults else self.open
+            notes.append((1, f"{name}={value!r}: left out, prefrl {command} has no such option"))
+        if processes > 1:
+            self.options |= {"num_processes": processes} | ({"accelerate_config": "fsdp2"} if shards_weights else {})
+        head = [f"# prefrl {command} --config FILE"]
+        if self.options.get("use_vllm"):
+            model = self.options.get("model_name_or_path", "MODEL")
+            head.append(f"# prefrl vllm-serve --model {model} {' '.join(self._server)}".rstrip())
+        head += [f"# Open: line {line}: {text}" for line, text in sorted(self.open)]
+        body = yaml.safe_dump(self.options, sort_keys=False, allow_unicode=True)
+        return Migrated("\n".join(head) + "\n" + body, sorted(self.changes), sorted(self.open))
+
+    def _leave_out_what_has_no_effect(self) -> None:
+        """What belongs to evaluation, checkpoints or adapters that are off would be an error here."""
+        if not self.options.get("use_peft"):
+            names = [name for name in self.options if name.startswith("lora_")]
+            self.drop(*names, because="no adapter is trained")
+        if self.options.get("eval_strategy", "no") == "no":
+            self.drop(*_OF_EVALUATION, because="nothing is evaluated")
+        if self.options.get("save_strategy") == "no":
+            self.drop(*_OF_CHECKPOINTS, because="there are no checkpoints")
+        if not self.options.get("push_to_hub"):
+            self.drop("hub_model_id", because="nothing is pushed to the Hub")
+        if "datasets" in self.options:
+            shaping = {name: self.options.pop(name) for name in SHAPING if name in self.options}
+            self.options["datasets"] = [{**part, **shaping} for part in self.options["datasets"]]
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value of a switch or a size asks for nothing."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    return value in ("", "none", "None", "default", -1, 0, 1, [], {})

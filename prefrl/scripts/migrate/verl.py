@@ -1,0 +1,129 @@
+"""What `prefrl migrate` makes of verl's YAML and of command lines of its trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefrl.errors import ConfigError
+from prefrl.options.foreign import verl
+from prefrl.scripts.migrate.edits import Migrated
+from prefrl.scripts.migrate.run import Run
+from prefrl.scripts.migrate.values import of_command, of_yaml
+
+__all__ = ["migrate_verl"]
+
+_SECTIONS = frozenset(path.split(".")[0] for path in verl.VERL)
+# Read only with reward_model.enable.
+_REWARD_MODEL = ("reward_model.model.", "reward_model.micro_batch_size", "reward_model.max_length")
+
+
+def migrate_verl(text: str, *, is_command: bool) -> Migrated:
+    """The options of prefrl, as YAML, that a verl run means.
+
+    Args:
+        text: verl's YAML, or a shell script that calls `verl.trainer.main_ppo` with `key=value` words.
+        is_command: Whether it is the script.
+
+    Raises:
+        ConfigError: It has no options of verl, or a value of YAML cannot be read.
+    """
+    values = of_command(text, _SECTIONS) if is_command else of_yaml(text, verl.VERL)
+    if not any(path.startswith(("actor_rollout_ref.", "algorithm.", "data.")) for path in values):
+        raise ConfigError("no options of verl are in this file: neither actor_rollout_ref nor algorithm")
+    if not values.get("reward_model.enable", (0, False))[1]:
+        values = {path: found for path, found in values.items() if not path.startswith(_REWARD_MODEL)}
+    run = Run(values, verl.VERL, verl.DEFAULTS)
+    estimator = run.value("algorithm.adv_estimator", "gae")
+    command = {"gae": "ppo", "rloo": "rloo"}.get(estimator, "grpo")
+    command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
+    if command == "ppo":
+        run.options.setdefault("lam", 1.0)
+    if "reward_funcs" in run.options:
+        module = run.options["reward_funcs"][0].partition(":")[0]
+        run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
+    _files(run)
+    _kl(run)
+    _loss(run)
+    processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
+    run.options.setdefault("num_generations", 1)
+    _batches(run, processes)
+    if not {"reward_funcs", "reward_model_name_or_path"} & run.options.keys():
+        run.open.append((1, "verl scores by data_source: set reward_funcs; see docs/rewards.md"))
+    strategy = str(run.value("actor_rollout_ref.actor.strategy", "fsdp"))
+    return run.written(command, processes, shards_weights=strategy.startswith("fsdp"))
+
+
+def _files(run: Run) -> None:
+    """Files to train on and to evaluate on are splits of one dataset here."""
+    files = {"train": run.value("data.train_files", None), "test": run.value("data.val_files", None)}
+    if None in files.values():
+        return
+    paths = [path for given in files.values() for path in ([given] if isinstance(given, str) else given)]
+    formats = sorted({"json" if ".json" in Path(path).suffix else "parquet" for path in paths})
+    run.options.pop("dataset_name", None)
+    run.options["datasets"] = [{"path": formats[0], "data_files": files}]
+    if len(formats) > 1:
+        run.open.append((1, f"files of several formats: {', '.join(paths)}. Convert them to one"))
+
+
+def _kl(run: Run) -> None:
+    """There is a weight and an estimate for the KL in the loss, and others for that in the reward."""
+    options, in_loss = run.options, bool(run.value("actor_rollout_ref.actor.use_kl_loss", False))
+    is_on = in_loss or bool(run.value("algorithm.use_kl_in_reward", False))
+    for name in ("beta", "kl_estimator", "kl_in", "kl_kwargs"):
+        options.pop(name, None)
+    options["beta"] = 0.0
+    if not is_on:
+        return
+    if in_loss and run.value("algorithm.use_kl_in_reward", False):
+        run.open.append((1, "use_kl_loss and use_kl_in_reward are both on: here there is one KL term, in the loss"))
+    weight = "actor_rollout_ref.actor.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
+    estimate = "actor_rollout_ref.actor.kl_loss_type" if in_loss else "algorithm.kl_penalty"
+    default = "low_var_kl" if in_loss else "kl"
+    options["beta"] = run.value(weight, 0.001)
+    options["kl_estimator"] = verl.KL_ESTIMATORS.get(run.value(estimate, default), "k3")
+    options["kl_in"] = "loss" if in_loss else "reward"
+    if not in_loss and run.value("algorithm.kl_ctrl.type", "fixed") == "adaptive":
+        options["kl_kwargs"] = {
+            "target": run.value("algorithm.kl_ctrl.target_kl", 0.1),
+            "horizon": run.value("algorithm.kl_ctrl.horizon", 10000),
+        }
+
+
+def _loss(run: Run) -> None:
+    """Keep the hyperparameters of the loss that is on."""
+    options, actor = run.options, "actor_rollout_ref.actor.policy_loss"
+    mode = run.value(f"{actor}.loss_mode", "vanilla")
+    keys = {"clip_cov": {"ratio": "clip_cov_ratio", "lb": "clip_cov_lb", "ub": "clip_cov_ub"}}
+    keys["kl_cov"] = {"ratio": "kl_cov_ratio", "coef": "ppo_kl_coef"}
+    options.pop("loss_kwargs", None)
+    given = {ours: run.value(f"{actor}.{theirs}", None) for ours, theirs in keys.get(mode, {}).items()}
+    if given := {name: value for name, value in given.items() if value is not None}:
+        options["loss_kwargs"] = given
+    if mode == "vanilla":
+        options |= {"loss_type": options.get("loss_type", "dapo"), "importance_sampling_level": "token"}
+    else:
+        options.pop("delta", None)
+        options |= verl.LOSSES.get(mode, {})
+    if not run.value("algorithm.use_pf_ppo", False):
+        options.pop("rollout_selection", None)
+        options.pop("selection_kwargs", None)
+
+
+def _batches(run: Run, processes: int) -> None:
+    """Prompts of a step are counted over all processes there, completions of a process here."""
+    options, actor, group = run.options, "actor_rollout_ref.actor", run.number("actor_rollout_ref.rollout.n", 1)
+    if run.value(f"{actor}.use_dynamic_bsz", False):
+        options.setdefault("max_tokens_per_micro_batch", 16384)
+    else:
+        options.pop("max_tokens_per_micro_batch", None)
+    per_generation = run.number("data.train_batch_size", 1024) * group
+    per_step = min(per_generation, run.number(f"{actor}.ppo_mini_batch_size", 256) * group)
+    whole = run.number(f"{actor}.ppo_micro_batch_size", 0) // processes
+    micro = run.number(f"{actor}.ppo_micro_batch_size_per_gpu", 0) or whole or group
+    options["per_device_train_batch_size"] = micro
+    options["gradient_accumulation_steps"] = max(1, per_step // (micro * processes))
+    options["steps_per_generation"] = max(1, per_generation // (micro * processes))
+    if per_step % (micro * processes) or per_generation % per_step:
+        counts = f"{per_generation} completions for a generation, {per_step} for a step"
+        run.open.append((1, f"{counts}: no multiples of {micro} on {processes} processes. Check the batch sizes"))
