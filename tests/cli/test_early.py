@@ -17,6 +17,7 @@ from prefrl.trainer.grpo_presets import PRESETS
 
 SERVER = {"use_vllm": True}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("sft", {"upload_to": "~/runs/${trainer.experiment_name}"}),
     ("sft", {"packing_strategy": "wrapped"}),
     ("sft", {"packing": True, "max_length": None}),
     ("sft", {"dataset_kwargs": {"a": True}}),
@@ -145,6 +146,25 @@ def test_the_command_refuses_what_the_config_refuses_in_the_same_words(
     with pytest.raises(ConfigError) as by_command:
         check(name, {"use_cpu": True, **options})
     assert str(by_command.value) == str(by_config.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("output_dir", "checkpoints/${trainer.project_name}"),
+        ("model_name_or_path", "${oc.env:HOME}/model"),
+        ("dataset_name", "${data"),
+        ("reward_model_name_or_path", "models/${name}"),
+        ("datasets", ['{"path": "json", "data_files": {"train": "${data}/a.json"}}']),
+    ],
+)
+def test_a_path_with_a_reference_is_refused(option: str, value: Any) -> None:
+    options: dict[str, Any] = {"model_name_or_path": "m", "output_dir": "o", "reward_funcs": "format_reward"}
+    options |= {"dataset_name": "d"} if option != "datasets" else {}
+    words = [word for name, given in (options | {option: value}).items() for word in (f"--{name}", given)]
+    argv = [part for word in words for part in (word if isinstance(word, list) else [word])]
+    with pytest.raises(ConfigError, match=rf"^{option}.*the reference \$\{{.* is not replaced .* Write out the path"):
+        read(REGISTRY["grpo"], argv)
 
 
 @pytest.mark.parametrize("name", REGISTRY)

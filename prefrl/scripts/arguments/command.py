@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
+from prefrl.options.references import check_references
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.arguments.model_config import ModelConfig
@@ -21,8 +22,12 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
     model_name_or_path: str = field(kw_only=True, metadata={"help": "Model: a name on the Hub or a folder."})
 
     def __post_init__(self) -> None:
+        check_references({name: getattr(self, name) for name in ("model_name_or_path", "dataset_name")})
         for part in (ScriptArguments, ModelConfig, DatasetMixtureConfig):
             part.__post_init__(self)
+        for number, data in enumerate(self.datasets):
+            keys = ("path", "data_dir", "data_files")
+            check_references({f"datasets[{number}].{key}": getattr(data, key) for key in keys})
         for bits in (4, 8):
             if getattr(self, f"load_in_{bits}bit") and not self.use_peft:
                 raise ConfigError(
@@ -62,6 +67,7 @@ class RewardArguments(CommandArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
         if not self.reward_funcs and self.reward_model_name_or_path is None:
             raise ConfigError(

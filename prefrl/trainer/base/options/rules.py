@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_bounds, check_no_effect, check_unset, mapping_of, plain_value
+from prefrl.options.references import check_references
 
 __all__ = [
     "check_common",
@@ -47,6 +48,11 @@ _BOUNDS: dict[str, Any] = {
 }
 # What they must be with logging_strategy="steps" and so on.
 _INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
+# Files and folders, on this machine or another, and what names folders of trackers.
+_PATHS = (
+    *("output_dir", "resume_from_checkpoint", "upload_to", "chat_template_path"),
+    *("hub_model_id", "run_name", "project"),
+)
 # The optimizers that read optim_target_modules have one of these in their names.
 _LAYERWISE = ("galore", "apollo")
 # Of torch.compile: they replay recorded kernels on fixed memory, which rows of other lengths do not fit into.
@@ -82,6 +88,7 @@ def check_common(config: Any) -> None:
     Raises:
         ConfigError: Names the option, its value and what to do.
     """
+    check_references({name: getattr(config, name) for name in _PATHS if hasattr(config, name)})
     if config.remove_unused_columns:
         raise ConfigError("remove_unused_columns=True: must be False, because the data layer chooses the columns")
     if config.train_sampling_strategy not in ("random", "sequential"):
