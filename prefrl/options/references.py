@@ -25,5 +25,6 @@ def check_references(paths: Mapping[str, Any]) -> None:
     for name, value in paths.items():
         if (found := _REFERENCE.search(str(value))) is not None:
             raise ConfigError(
-                f"{name}={value!r}: the reference {found[0]} is not replaced by what it stands for. Write out the path."
+                f"{name}={value!r}: the reference {found[0]} is not replaced by what it stands for. Write out the "
+                "path."
             )

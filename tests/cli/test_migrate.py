@@ -446,7 +446,7 @@ def test_checkpoints_of_verl(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  model:\n    path: m\n  actor:\n    checkpoint:\n"
         "      save_contents: [model, extra, hf_model]\n"
         "      load_contents: [model, extra]\n      async_save: true\n"
-        "trainer:\n  resume_mode: auto\n  default_hdfs_dir: memory://a/b\n  remove_previous_ckpt_in_save: true\n"
+        "trainer:\n  save_freq: 5\n  resume_mode: auto\n  default_hdfs_dir: memory://a/b\n  remove_previous_ckpt_in_save: true\n"
         "  n_gpus_per_node: 1\ncustom_reward_function:\n  path: rewards.py\n  name: mine\n"
     )
     result = migrate_verl(text, is_command=False)

@@ -11,13 +11,14 @@ from prefrl.options.foreign.others import OTHERS
 from prefrl.options.foreign.row import Row
 from prefrl.options.foreign.trl import ARGUMENTS, TRL
 from prefrl.options.foreign.verl import VERL
+from prefrl.options.foreign.verl_sft import VERL_SFT
 
 __all__ = ["ARGUMENTS", "LIBRARIES", "Row", "advice", "row_of"]
 
 # Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
 LIBRARIES: dict[str, Mapping[str, Row]] = {
     **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},
-    **{"Ludwig": LUDWIG, "axolotl": AXOLOTL, "others": OTHERS},
+    **{"verl's SFT trainer": VERL_SFT, "Ludwig": LUDWIG, "axolotl": AXOLOTL, "others": OTHERS},
 }
 
 

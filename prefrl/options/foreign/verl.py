@@ -23,9 +23,10 @@ from prefrl.options.foreign.row import (
     together,
 )
 
-__all__ = ["DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
+__all__ = ["DEFAULTS", "KL_ESTIMATORS", "LAUNCH", "LOSSES", "VERL"]
 
-_LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
+# How many processes there are, and what each of them holds.
+LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
@@ -160,7 +161,7 @@ _MODEL: dict[str, Row] = {
 }
 _ACTOR: dict[str, Row] = {
     "strategy": together("accelerate_config='fsdp2' on several processes"),
-    "fsdp_config": instead(_LAUNCH),
+    "fsdp_config": instead(LAUNCH),
     "megatron": not_there(
         "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 shard weights: see docs/distributed.md"
     ),
@@ -350,7 +351,7 @@ _REWARD: dict[str, Row] = {
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
     "model.trust_remote_code": instead("load the reward model in Python, and pass the instance to the trainer"),
     "model.external_lib": instead("import it in a script of your own"),
-    "model.fsdp_config": instead(f"{_LAUNCH}; a reward model is partitioned like the policy"),
+    "model.fsdp_config": instead(f"{LAUNCH}; a reward model is partitioned like the policy"),
     "micro_batch_size": instead("use prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
     "micro_batch_size_per_gpu": instead(
         "use prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
@@ -438,7 +439,7 @@ VERL: dict[str, Row] = {
     "actor_rollout_ref.hybrid_engine": not_needed("the sampler is a server, or the training process"),
     "actor_rollout_ref.nccl_timeout": renamed("ddp_timeout"),
     **{
-        f"actor_rollout_ref.ref.{name}": instead(f"{_LAUNCH}; the reference is partitioned like the policy")
+        f"actor_rollout_ref.ref.{name}": instead(f"{LAUNCH}; the reference is partitioned like the policy")
         for name in ("fsdp_config", "megatron", "strategy")
     },
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": instead("see sequence parallelism in docs/distributed.md"),
@@ -458,6 +459,7 @@ VERL: dict[str, Row] = {
     "global_profiler": instead("use profile=True and profile_kwargs; see docs/profiling.md"),
     "ray_kwargs": not_needed("there is no Ray"),
     "ray_init": not_needed("there is no Ray"),
+    "defaults": instead("migrate the whole config, which verl's command prints with --cfg job"),
 }
 # What ppo_trainer.yaml says if it is not changed, where that differs here.
 DEFAULTS: dict[str, Any] = {
@@ -472,4 +474,11 @@ DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "constant_with_warmup",
     "temperature_eval": 0,
     "num_generations_eval": 1,
+    "learning_rate": 1e-6,
+    "critic_learning_rate": 1e-5,
+    "num_train_epochs": 30,
+    "save_strategy": "no",
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "lora_target_modules": ["all-linear"],
 }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from prefrl.errors import ConfigError
-from prefrl.options.foreign import verl
+from prefrl.options.foreign import verl, verl_sft
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.run import Run
-from prefrl.scripts.migrate.values import of_command, of_yaml
+from prefrl.scripts.migrate.values import Values, of_command, of_yaml
 
 __all__ = ["migrate_verl"]
 
-_SECTIONS = frozenset(path.split(".")[0] for path in verl.VERL)
+_ROWS = verl.VERL | verl_sft.VERL_SFT
+_SECTIONS = frozenset(path.split(".")[0] for path in _ROWS)
+# Of the policy, in ppo_trainer.yaml and in sft_trainer.yaml.
+_OF_PPO, _OF_SFT = ("actor_rollout_ref.", "algorithm."), ("model.", "optim.")
 # Read only with reward_model.enable.
 _REWARD_MODEL = ("reward_model.model.", "reward_model.micro_batch_size", "reward_model.max_length")
 
@@ -21,15 +25,25 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
     """The options of prefrl, as YAML, that a verl run means.
 
     Args:
-        text: verl's YAML, or a shell script that calls `verl.trainer.main_ppo` with `key=value` words.
+        text: verl's YAML, or a shell script that calls one of its trainers with `key=value` words.
         is_command: Whether it is the script.
 
     Raises:
-        ConfigError: It has no options of verl, or a value of YAML cannot be read.
+        ConfigError: It has no options of verl's trainers, or a value of YAML cannot be read.
     """
-    values = of_command(text, _SECTIONS) if is_command else of_yaml(text, verl.VERL)
-    if not any(path.startswith(("actor_rollout_ref.", "algorithm.", "data.")) for path in values):
-        raise ConfigError("no options of verl are in this file: neither actor_rollout_ref nor algorithm")
+    values = of_command(text, _SECTIONS) if is_command else of_yaml(text, _ROWS)
+    if any(path.startswith(_OF_PPO) for path in values):
+        return _of_ppo(values)
+    if any(path.startswith(_OF_SFT) for path in values):
+        return _of_sft(values, text if is_command else "")
+    if "data.path" in values:
+        raise ConfigError("this is a file of verl's main_generation or main_eval: use prefrl generate or prefrl eval")
+    if not any(path.startswith("data.") for path in values):
+        raise ConfigError("no options of verl are in this file: it has none of actor_rollout_ref, algorithm and data")
+    return _of_ppo(values)
+
+
+def _of_ppo(values: Values) -> Migrated:
     if not values.get("reward_model.enable", (0, False))[1]:
         values = {path: found for path, found in values.items() if not path.startswith(_REWARD_MODEL)}
     run = Run(values, verl.VERL, verl.DEFAULTS)
@@ -51,6 +65,47 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
         run.open.append((1, "verl scores by data_source: set reward_funcs; see docs/rewards.md"))
     strategy = str(run.value("actor_rollout_ref.actor.strategy", "fsdp"))
     return run.written(command, processes, shards_weights=strategy.startswith("fsdp"))
+
+
+def _of_sft(values: Values, script: str) -> Migrated:
+    """The question and the answer of a row are a conversation, unless the rows are conversations."""
+    for side in ("prompt", "response"):  # the names of nested texts, which are often those of the columns
+        name = values.get(f"data.{side}_key", (0, f"{side}"))[1]
+        if values.get(f"data.{side}_dict_keys", (0, None))[1] == [name]:
+            del values[f"data.{side}_dict_keys"]
+    has_messages = "data.messages_key" in values or values.get("data.multiturn.enable", (0, False))[1]
+    unread = ("data.prompt_", "data.response_") if has_messages else ("data.multiturn.",)
+    values = {path: found for path, found in values.items() if not path.startswith(unread)}
+    run = Run(values, verl_sft.VERL_SFT, verl_sft.DEFAULTS)
+    run.options |= {} if has_messages else {"conversational": True}
+    _files(run)
+    processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 1) * _torchrun(run, script)
+    _sft_batches(run, processes)
+    return run.written("sft", processes, shards_weights=True)
+
+
+def _torchrun(run: Run, script: str) -> int:
+    """The processes that the script starts."""
+    found = [re.search(rf"--{name}[ =]+(\d+)", script) for name in ("nnodes", "nproc[_-]per[_-]node")]
+    if "torchrun" in script and found[1] is None:
+        run.open.append((1, "torchrun starts the processes: set num_processes to their number"))
+    return int(found[0][1] if found[0] else 1) * int(found[1][1] if found[1] else 1)
+
+
+def _sft_batches(run: Run, processes: int) -> None:
+    """A batch has rows of all processes."""
+    options, batch = run.options, run.number("data.train_batch_size", 256)
+    if run.value("data.use_dynamic_bsz", False):
+        options.setdefault("max_tokens_per_micro_batch", 8192)
+    else:
+        options.pop("max_tokens_per_micro_batch", None)
+    whole = run.number("data.micro_batch_size", 0) // processes
+    micro = run.number("data.micro_batch_size_per_gpu", 0) or whole or 4
+    options |= {"per_device_train_batch_size": micro, "per_device_eval_batch_size": micro}
+    options["gradient_accumulation_steps"] = max(1, batch // (micro * processes))
+    if batch % (micro * processes):
+        sizes = f"{batch} rows of a batch are no multiple of {micro} on {processes} processes"
+        run.open.append((1, f"{sizes}: check the batch sizes"))
 
 
 def _files(run: Run) -> None:

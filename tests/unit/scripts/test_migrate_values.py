@@ -68,5 +68,5 @@ def test_arguments_are_one_value_unless_their_names_are_known() -> None:
 
 
 def test_a_number_that_python_does_not_read_is_named() -> None:
-    with pytest.raises(ConfigError, match="a.b: this value cannot be read"):
+    with pytest.raises(ConfigError, match=r"a\.b: this value cannot be read"):
         of_yaml(f"a:\n  b: {'9' * 20_000}\n", ())
