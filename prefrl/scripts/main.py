@@ -53,7 +53,7 @@ OTHERS = {
     "replay": Command("replay.command", "recompute a past step of a run, for debugging"),
     "verify": Command("verify", "compute the exact bias of your own loss, advantage or KL estimate"),
     "vllm-serve": Command("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
-    "migrate": Command("migrate.command", "rewrite scripts and configs of TRL, verl and cosmos-rl"),
+    "migrate": Command("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),
     "env": Command("env", "print the versions and devices of this machine, for bug reports"),
 }
 

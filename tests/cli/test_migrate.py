@@ -446,7 +446,8 @@ def test_checkpoints_of_verl(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  model:\n    path: m\n  actor:\n    checkpoint:\n"
         "      save_contents: [model, extra, hf_model]\n"
         "      load_contents: [model, extra]\n      async_save: true\n"
-        "trainer:\n  save_freq: 5\n  resume_mode: auto\n  default_hdfs_dir: memory://a/b\n  remove_previous_ckpt_in_save: true\n"
+        "trainer:\n  save_freq: 5\n"
+        "  resume_mode: auto\n  default_hdfs_dir: memory://a/b\n  remove_previous_ckpt_in_save: true\n"
         "  n_gpus_per_node: 1\ncustom_reward_function:\n  path: rewards.py\n  name: mine\n"
     )
     result = migrate_verl(text, is_command=False)
@@ -585,7 +586,11 @@ def test_files_are_written_beside_or_in_place_or_not_at_all(
     [
         ("a.py", "def", [], "a.py: cannot be read as .py: "),
         ("a.toml", "a = ", [], "this is not TOML"),
-        ("a.yaml", "a: 1\n", ["--from", "verl"], "no options of verl are in this file"),
+        ("a.yaml", "a: 1\n", ["--from", "verl"], "a.yaml: no options of verl are in this file"),
+        ("a.yaml", "base_model: m\nadapter: lora\n", [], "a.yaml: this is a file of axolotl, which is not migrated"),
+        ("a.yaml", f"a: {'[' * 20_000}", [], "must have at most 20 levels of nesting"),
+        ("a.yaml", "- " * 20_000, [], "must have at most 20 levels of nesting"),
+        ("a.yaml", "a: !!python/name:os.system x", [], "the tag '!!python/name:os.system' is not allowed"),
         ("a.toml", "a = 1", [], "no options of cosmos-rl are in this file"),
         ("a.py", "", ["--diff", "--in_place"], "diff, in_place, output: set one of them"),
         ("a.py", "", ["--from", "torchtune"], "invalid choice: 'torchtune'"),

@@ -1,4 +1,4 @@
-"""`prefrl migrate`: rewrite scripts and configs of TRL, verl and cosmos-rl."""
+"""`prefrl migrate`: rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from prefrl.options.fields import check_fields, opt
 from prefrl.scripts.migrate.config import migrate_trl_yaml
 from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.edits import Migrated
+from prefrl.scripts.migrate.ludwig import migrate_ludwig
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.migrate.values import library_of
 from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.parsing.yaml_file import parse_yaml
 
 __all__ = ["main"]
 
-Library = Literal["trl", "verl", "cosmos_rl"]
+Library = Literal["trl", "verl", "cosmos_rl", "ludwig"]
+_YAML = (".yaml", ".yml")
 
 
 @dataclass
@@ -59,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: A file cannot be read, is not what it seems to be, or would overwrite another one.
     """
     num_files = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    description = "Rewrite Python and shell scripts, YAML and TOML of TRL, verl and cosmos-rl for prefrl."
+    description = "Rewrite Python and shell scripts, YAML and TOML of TRL, verl, cosmos-rl and Ludwig for prefrl."
     (options,) = CommandParser("migrate FILE ...", (MigrateArguments,), description, takes_config=False).parse(
         argv[num_files:]
     )
@@ -78,9 +82,13 @@ def _migrate(file: Path, options: MigrateArguments) -> None:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
-    source = options.source or _source_of(file, text)
+    if file.suffix in _YAML:
+        parse_yaml(text, file, str(file))
     try:
+        source = options.source or _source_of(file, text)
         result = _migrated(file, text, source)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
     except (SyntaxError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as {file.suffix or 'a script'}: {error}") from error
     target = _target(file, source, options)
@@ -99,15 +107,17 @@ def _migrate(file: Path, options: MigrateArguments) -> None:
 def _source_of(file: Path, text: str) -> Library:
     if file.suffix == ".toml":
         return "cosmos_rl"
-    if file.suffix in (".yaml", ".yml"):
-        return "verl" if any(line.startswith("actor_rollout_ref:") for line in text.splitlines()) else "trl"
+    if file.suffix in _YAML:
+        return library_of(text) or "trl"
     return "verl" if file.suffix != ".py" and "verl.trainer" in text else "trl"
 
 
 def _migrated(file: Path, text: str, source: Library) -> Migrated:
-    is_yaml = file.suffix in (".yaml", ".yml")
+    is_yaml = file.suffix in _YAML
     if source == "cosmos_rl":
         return migrate_cosmos_rl(text)
+    if source == "ludwig":
+        return migrate_ludwig(text)
     if source == "verl":
         return migrate_verl(text, is_command=not is_yaml)
     if is_yaml:

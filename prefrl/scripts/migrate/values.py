@@ -7,13 +7,13 @@ import shlex
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from prefrl.errors import ConfigError
 
-__all__ = ["UNKNOWN", "Values", "of_command", "of_toml", "of_yaml"]
+__all__ = ["UNKNOWN", "Values", "library_of", "of_command", "of_toml", "of_yaml"]
 
 Values = dict[str, tuple[int, Any]]  # path of keys -> line number and value
 
@@ -26,6 +26,28 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _SELECT = "oc.select:"
 # References may name references; more of them refer to each other in a circle. No value gets longer than that.
 _MAX_ROUNDS, _MAX_CHARACTERS = 10, 2**12
+
+
+def library_of(text: str) -> Literal["verl", "ludwig"] | None:
+    """Whose YAML this is; None: that of neither verl nor Ludwig.
+
+    Raises:
+        ConfigError: It is axolotl's.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    keys = {key.value: value for key, value in pairs}
+    sections = {key for key, value in keys.items() if isinstance(value, yaml.MappingNode)}
+    if "actor_rollout_ref" in sections or {"data", "trainer"} <= sections or {"data", "model"} <= sections:
+        return "verl"
+    if {"input_features", "output_features"} & keys.keys():
+        return "ludwig"
+    if "base_model" in keys:
+        raise ConfigError(
+            "this is a file of axolotl, which is not migrated: the table in docs/migrating_from_verl_and_cosmos_rl.md "
+            "says what its keys are here"
+        )
+    return None
 
 
 def of_yaml(text: str, known: Collection[str]) -> Values:

@@ -9,7 +9,7 @@ import yaml
 
 from prefrl.errors import ConfigError
 
-__all__ = ["NULL_TAG", "load_yaml", "read_yaml"]
+__all__ = ["NULL_TAG", "load_yaml", "parse_yaml", "read_yaml"]
 
 # No file of options is larger: characters, values counted where an alias repeats them, and levels.
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_LEVELS = 2**18, 10_000, 20
@@ -33,13 +33,30 @@ def read_yaml(path: Path, where: str) -> tuple[yaml.Node | None, yaml.SafeLoader
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
-        if len(text) > _MAX_CHARACTERS:
-            raise ConfigError(f"{where}: has more than {_MAX_CHARACTERS} characters: is it a file of options?")
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise _not_yaml(path, where, error) from error
+    return parse_yaml(text, path, where)
+
+
+def parse_yaml(text: str, path: Path, where: str) -> tuple[yaml.Node | None, yaml.SafeLoader]:
+    """The root of a text; see `read_yaml`.
+
+    Args:
+        text: The content of the file.
+        path: The file, for error messages.
+        where: What names it, for error messages.
+
+    Raises:
+        ConfigError: It is not YAML, or holds tags, too much, or too many levels.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise ConfigError(f"{where}: has more than {_MAX_CHARACTERS} characters: is it a file of options?")
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+    except yaml.YAMLError as error:
         raise _not_yaml(path, where, error) from error
     except RecursionError as error:
         raise ConfigError(f"{where}: must have at most {_MAX_LEVELS} levels of nesting") from error
