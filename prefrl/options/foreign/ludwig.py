@@ -109,7 +109,11 @@ _TRAINER: dict[str, Row] = {
     ),
     "validation_metric": asked("metric_for_best_model", {"loss": "loss"}),
     "validation_field": not_needed("there is one output"),
-    "optimizer.type": renamed("optim"),
+    "optimizer.type": becomes(
+        "optim; adamw is 'adamw_torch_fused'",
+        lambda value: {"optim": "adamw_torch_fused" if value == "adamw" else value},
+        "optim",
+    ),
     "optimizer.betas": becomes(
         "adam_beta1 and adam_beta2", lambda value: {"adam_beta1": value[0], "adam_beta2": value[1]}, "adam_beta1"
     ),

@@ -343,7 +343,8 @@ _CRITIC: dict[str, Row] = {
     "optim": instead("set critic_learning_rate and critic_optim_kwargs; the schedule is that of the policy"),
     "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
-    "model": instead("set critic='model' (and value_model in Python); critic='head' needs no other model"),
+    "model.path": together("critic='model'; in Python, value_model is another model than the policy's", "critic"),
+    "model": not_needed("a critic is loaded and partitioned like the policy"),
 }
 _REWARD: dict[str, Row] = {
     "enable": not_needed("a reward model is on if it is given"),

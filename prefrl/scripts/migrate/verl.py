@@ -51,7 +51,14 @@ def _of_ppo(values: Values) -> Migrated:
     command = {"gae": "ppo", "rloo": "rloo"}.get(estimator, "grpo")
     command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
     if command == "ppo":
-        run.options.setdefault("lam", 1.0)
+        run.options = {"lam": 1.0, "critic": "model", **run.options}
+        policy = run.options.get("model_name_or_path")
+        if run.value("critic.model.path", policy) != policy:
+            run.leave_open("critic.model.path", "a critic that is not a copy of the policy is value_model, in Python")
+    elif command != "reinforce_plus_plus":
+        run.drop("gamma", "lam", because=f"{estimator} does not read it")
+    if estimator not in ("grpo", "grpo_passk"):
+        run.drop("scale_rewards", because=f"{estimator} does not read it")
     if "reward_funcs" in run.options:
         module = run.options["reward_funcs"][0].partition(":")[0]
         run.options["reward_funcs"] = [f"{module}:{run.value('custom_reward_function.name', 'compute_score')}"]
