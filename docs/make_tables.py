@@ -142,9 +142,11 @@ def rows_of(name: str) -> str:
         "trl_names": (["name", "prefrl"], _trl_names),
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
+        "verl_sft": (["verl", "prefrl"], _verl_sft),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
         "axolotl": (["axolotl", "prefrl"], lambda: _foreign("axolotl.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
+        "ludwig_keys": (["Ludwig", "prefrl"], lambda: _of_sections("ludwig.LUDWIG_KEYS", "trainer.")),
         "errors": (["class", "meaning"], _errors),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
@@ -264,6 +266,17 @@ def _foreign(path: str) -> Iterator[list[str]]:
         text = f"`{row.text}`" if row.kind == "renamed" else f"{_KINDS.get(row.kind, '')}{row.text}"
         text = f"{text[0].upper()}{text[1:]}" if row.kind == "instead" else text
         yield [f"`{name}`", text]
+
+
+def _verl_sft() -> Iterator[list[str]]:
+    """The rows that are not those of the other trainer."""
+    others = [*_foreign("verl.VERL")]
+    yield from (row for row in _foreign("verl_sft.VERL_SFT") if row not in others)
+
+
+def _of_sections(path: str, without: str) -> Iterator[list[str]]:
+    """The rows of all sections but one."""
+    yield from (row for row in _foreign(path) if not row[0].startswith(f"`{without}"))
 
 
 def _trl_arguments() -> Iterator[list[str]]:
