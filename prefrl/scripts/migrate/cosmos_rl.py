@@ -69,22 +69,26 @@ def _rollouts(run: Run) -> None:
         options.pop("max_staleness")
     if options.get("loss_type") == "aipo":
         options.pop("delta")
-    left = run.number("policy.model_max_length", 4096) - options["max_completion_length"]
+    left = run.number("policy.model_max_length", 4096) - _longest(run)
     if left > 0:
         options |= {"max_prompt_length": left, "filter_overlong_prompts": True}
     else:
         run.open.append((1, "policy.model_max_length leaves no room for prompts: set max_prompt_length"))
-    tokens = run.value(f"{_POLICY}.unbiased_loss_max_tokens", None)
-    if tokens and tokens == options["max_completion_length"]:
+    tokens = run.number(f"{_POLICY}.unbiased_loss_max_tokens", 0)
+    if tokens == _longest(run):
         options["loss_type"] = "dr_grpo"
     elif tokens:
-        here = f"loss_type='dr_grpo' divides by max_completion_length={options['max_completion_length']}"
+        here = f"loss_type='dr_grpo' divides by max_completion_length={_longest(run)}"
         run.leave_open(f"{_POLICY}.unbiased_loss_max_tokens", here)
+
+
+def _longest(run: Run) -> int:
+    return run.number("rollout.max_response_length", 2048, least=1)
 
 
 def _rewards(run: Run) -> None:
     """The rewards, the column of the answer, whose name depends on them, and which of them selects prompts."""
-    weights = _weights(run.value(f"{_POLICY}.reward_function", "single_choice"))
+    weights = _weights(run, _POLICY)
     if run.value(f"{_OVERLONG}.enable_overlong_penalty", False):
         weights = {**weights, "overlong": weights.get("overlong", 1.0)}
     names = {name: ours for name in weights if (ours := _reward(run, name)) is not None}
@@ -99,17 +103,21 @@ def _rewards(run: Run) -> None:
     _selection(run, names)
 
 
-def _weights(rewards: Any) -> dict[str, float]:
-    if isinstance(rewards, dict):
-        return rewards
-    return dict.fromkeys([rewards] if isinstance(rewards, str) else rewards, 1.0)
+def _weights(run: Run, section: str) -> dict[str, float]:
+    path = f"{section}.reward_function"
+    rewards = run.value(path, None)
+    if not isinstance(rewards, dict):
+        return dict.fromkeys(run.texts(path) or ["single_choice"], 1.0)
+    if not all(isinstance(weight, int | float) for weight in rewards.values()):
+        raise ConfigError(f"{path}={rewards!r}: must have numbers as weights")
+    return rewards
 
 
 def _reward(run: Run, name: str) -> str | None:
     """An entry of `reward_funcs`; None: there is none."""
     if name != "overlong":
         return cosmos_rl.REWARDS.get(name, (None, None))[0]
-    longest, buffer = run.options["max_completion_length"], run.value(f"{_OVERLONG}.buffer_length", 4096)
+    longest, buffer = _longest(run), run.number(f"{_OVERLONG}.buffer_length", 4096)
     if buffer > longest:
         return None
     return f"soft_overlong_punishment_reward(max_completion_len={longest}, soft_punish_cache={buffer})"
@@ -127,14 +135,13 @@ def _answers(run: Run, rewards: list[str]) -> None:
 
 def _selection(run: Run, names: dict[str, str]) -> None:
     """DAPO samples other prompts where a reward, or their sum, is the same for all completions."""
-    metric = run.value(f"{_POLICY}.filter_reward_metric", [])
-    metrics = [metric] if isinstance(metric, str) else metric
-    tries = run.value(f"{_POLICY}.max_retry_for_on_policy", None)
     if not run.options.get("dynamic_sampling"):
         return
-    kwargs: dict[str, Any] = {"max_tries": tries} if tries is not None and tries > 0 else {}
-    if tries is not None and tries <= 0:
-        run.leave_open(f"{_POLICY}.max_retry_for_on_policy", "the tries are bounded here: set max_tries if 10 are few")
+    metrics, path = run.texts(f"{_POLICY}.filter_reward_metric"), f"{_POLICY}.max_retry_for_on_policy"
+    tries = run.number(path, -1)
+    kwargs: dict[str, Any] = {"max_tries": tries} if tries > 0 else {}
+    if tries <= 0 and path in run.values:
+        run.leave_open(path, "the tries are bounded here: set max_tries if 10 are few")
     if len(metrics) == 1 and metrics[0] in names:
         kwargs["reward_metric"] = names[metrics[0]].partition("(")[0]
     elif metrics:
@@ -145,7 +152,7 @@ def _selection(run: Run, names: dict[str, str]) -> None:
 
 
 def _reference(run: Run) -> None:
-    interval = run.value(f"{_POLICY}.reference_reset_interval", None)
+    interval = run.number(f"{_POLICY}.reference_reset_interval", 0)
     if interval:
         run.options |= {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": interval}
 
@@ -170,7 +177,7 @@ def _schedule(run: Run) -> None:
 
 def _checkpoints(run: Run) -> None:
     options = run.options
-    if (where := run.value("train.ckpt.upload_s3", False)) and (bucket := run.value("train.ckpt.s3_bucket", "")):
+    if (where := run.value("train.ckpt.upload_s3", None)) and (bucket := run.value("train.ckpt.s3_bucket", "")):
         options["upload_to"] = f"s3://{bucket}/{run.value('train.ckpt.s3_prefix', 'outputs')}"
         options |= {"upload_kwargs": {"checkpoints": "final"}} if where == "final" else {}
     if options["save_strategy"] == "epoch":
@@ -187,21 +194,22 @@ def _evaluation(run: Run) -> None:
     elif size and "dataset_test_split" not in run.options and "dataset_name" in run.options:
         run.into_datasets()
         run.options["test_split_size"] = size
-    lengths = [run.value(f"{section}.max_response_length", 2048) for section in ("validation", "rollout")]
-    if lengths[0] != lengths[1] and "validation.max_response_length" in run.values:
+    longest = run.value("validation.max_response_length", None)
+    if longest is not None and longest != _longest(run):
         run.leave_open("validation.max_response_length", "evaluations have the max_completion_length of training")
-    rewards = run.value("validation.reward_function", None)
-    if rewards and {*_weights(rewards)} != {*_weights(run.value(f"{_POLICY}.reward_function", "single_choice"))}:
+    has_rewards = run.value("validation.reward_function", None)
+    if has_rewards and _weights(run, "validation").keys() != _weights(run, _POLICY).keys():
         run.leave_open("validation.reward_function", "evaluations have the rewards of training")
 
 
 def _batches(run: Run, command: str, processes: int) -> None:
     """A replica learns from its batch in one optimizer step, or in several; a generation has whole groups."""
     options = run.options
-    micro = options.setdefault("per_device_train_batch_size", 2)
+    micro = run.number(f"{_POLICY}.mini_batch", 2, least=1)
+    options["per_device_train_batch_size"] = micro
     batches = max(1, run.number("train.train_batch_per_replica", 8) // (micro * processes))
     per_step = run.number(f"{_POLICY}.batch_size_per_optimize", 0) // micro  # of one process
     options["gradient_accumulation_steps"] = min(per_step, batches) or batches
     if command == "grpo":
-        whole = lcm(micro * batches, options["num_generations"]) // micro
+        whole = lcm(micro * batches, run.number("rollout.n_generation", 16, least=1)) // micro
         options["steps_per_generation"] = lcm(whole, options["gradient_accumulation_steps"])

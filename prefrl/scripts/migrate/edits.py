@@ -77,5 +77,5 @@ def converted(row: Row, value: Any) -> Mapping[str, Any] | str:
         return row.text
     try:
         return row.convert(value)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{row.text}; {value!r} cannot be converted" + (f": {error}" if isinstance(error, ValueError) else "")

@@ -59,8 +59,7 @@ def _columns(run: Run, command: str) -> None:
     """One text becomes the prompt, or a template that may have several columns; the answer is one column."""
     inputs, outputs = (_texts(run, f"{side}_features") for side in ("input", "output"))
     columns = {"prompt": inputs[0]} if inputs else {}
-    template = run.value("prompt.template", None)
-    if template is not None:
+    if template := run.value("prompt.template", ""):
         columns = {}
         template = template.replace("{__task__}", str(run.value("prompt.task", "")))
         run.options["prompt_template"] = template.replace("{__sample__}", f"{{{inputs[0]}}}" if inputs else "")
@@ -78,6 +77,8 @@ def _columns(run: Run, command: str) -> None:
 def _texts(run: Run, path: str) -> list[str]:
     """The columns of features, which are texts."""
     features: list[Any] = run.value(path, [])
+    if not all(isinstance(feature, dict) and isinstance(feature.get("name"), str) for feature in features):
+        raise ConfigError(f"{path}={features!r}: must be a list of features with names. {_GUIDE}")
     others = [feature for feature in features if feature.get("type", "text") != "text"]
     if others or not features:
         run.open.append((run.values.get(path, (1, None))[0], f"{path}: only texts can be migrated. {_GUIDE}"))
@@ -85,9 +86,9 @@ def _texts(run: Run, path: str) -> list[str]:
 
 
 def _schedule(run: Run) -> None:
-    options, decay = run.options, run.value("trainer.learning_rate_scheduler.decay", None)
+    options, decay = run.options, run.value("trainer.learning_rate_scheduler.decay", "none")
     given = options.pop("lr_scheduler_kwargs", {})
-    if decay not in (*_SCHEDULES, None, "none"):
+    if decay not in (*_SCHEDULES, "none"):
         run.leave_open("trainer.learning_rate_scheduler.decay", "set lr_scheduler_type; see docs/schedules.md")
     name, keys = _SCHEDULES.get(decay, ("constant_with_warmup", ()))
     if name == "cosine_warm_restarts" and "t_0" not in given:

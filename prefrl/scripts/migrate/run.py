@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from prefrl.errors import ConfigError
 from prefrl.options.foreign import Row, row_of
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of
@@ -19,6 +20,15 @@ _OF_EVALUATION = (
     *("num_generations_eval", "eval_sampling_kwargs", "log_val_generations", "max_eval_samples"),
 )
 _OF_CHECKPOINTS = ("save_steps", "save_in_background", "save_total_limit", "upload_to", "upload_kwargs")
+# What a value may be where the default has this type, and how messages call it.
+_KINDS: dict[type, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+    list: (list, str),
+}
+_CALLED = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list or a text"}
 _OF_ONE_DATASET = {  # and their names in an entry of `datasets`
     "dataset_name": "path",
     "dataset_config": "name",
@@ -47,14 +57,52 @@ class Run:
             self._convert(path, line, value)
 
     def value(self, path: str, default: Any) -> Any:
-        """The value of a path of keys that was given."""
-        value = self.values.get(path, (0, None))[1]
-        return default if value is None else value
+        """The value at a path of keys.
 
-    def number(self, path: str, default: int) -> int:
-        """The number at a path of keys; the default if it is not given, or left to the shell."""
-        value = self.value(path, default)
-        return value if isinstance(value, int) else default
+        Args:
+            path: The keys.
+            default: The value if none is given, or if it is not in the file; a value of another type is refused.
+
+        Raises:
+            ConfigError: It has another type.
+        """
+        value = self.values.get(path, (0, None))[1]
+        if value is None:
+            return default
+        kinds = _KINDS.get(type(default), (object,))
+        if isinstance(value, kinds) and (not isinstance(value, bool) or {bool, object} & {*kinds}):
+            return value
+        if UNKNOWN.search(str(value)):
+            return default
+        raise ConfigError(f"{path}={value!r}: must be {_CALLED[type(default)]}")
+
+    def number(self, path: str, default: int, *, least: int | None = None) -> int:
+        """The integer at a path of keys; see `value`.
+
+        Args:
+            path: The keys.
+            default: The number if none is given.
+            least: The smallest one that is allowed.
+
+        Raises:
+            ConfigError: It is no integer, or too small.
+        """
+        value = int(self.value(path, default))
+        if least is not None and value < least:
+            raise ConfigError(f"{path}={value!r}: must be at least {least}")
+        return value
+
+    def texts(self, path: str) -> list[str]:
+        """The texts at a path of keys: one, several or none.
+
+        Raises:
+            ConfigError: It holds something else.
+        """
+        value = self.value(path, [])
+        texts = [value] if isinstance(value, str) else value
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"{path}={value!r}: must be a text, or a list of texts")
+        return texts
 
     def leave_open(self, path: str, text: str) -> None:
         """Say what is left to do about a path of keys."""
@@ -69,9 +117,9 @@ class Run:
                 if name not in self._defaults:
                     self.changes.append((1, f"{name}={value!r}: left out, because {because}"))
 
-    def into_datasets(self, **keys: Any) -> None:
-        """Write the dataset as the only entry of `datasets`, with more keys."""
-        entry = {key: self.options.pop(name, None) for name, key in _OF_ONE_DATASET.items()} | keys
+    def into_datasets(self) -> None:
+        """Write the dataset as the only entry of `datasets`."""
+        entry = {key: self.options.pop(name, None) for name, key in _OF_ONE_DATASET.items()}
         self.options["datasets"] = [{key: value for key, value in entry.items() if value is not None}]
 
     def _convert(self, path: str, line: int, value: Any) -> None:

@@ -65,7 +65,7 @@ def _of_ppo(values: Values) -> Migrated:
     _files(run)
     _kl(run)
     _loss(run)
-    processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 8)
+    processes = _processes(run, of_a_node=8)
     run.options.setdefault("num_generations", 1)
     _batches(run, processes)
     if not {"reward_funcs", "reward_model_name_or_path"} & run.options.keys():
@@ -86,9 +86,13 @@ def _of_sft(values: Values, script: str) -> Migrated:
     run = Run(values, verl_sft.VERL_SFT, verl_sft.DEFAULTS)
     run.options |= {} if has_messages else {"conversational": True}
     _files(run)
-    processes = run.number("trainer.nnodes", 1) * run.number("trainer.n_gpus_per_node", 1) * _torchrun(run, script)
+    processes = _processes(run, of_a_node=1) * _torchrun(run, script)
     _sft_batches(run, processes)
     return run.written("sft", processes, shards_weights=True)
+
+
+def _processes(run: Run, *, of_a_node: int) -> int:
+    return run.number("trainer.nnodes", 1, least=1) * run.number("trainer.n_gpus_per_node", of_a_node, least=1)
 
 
 def _torchrun(run: Run, script: str) -> int:
@@ -101,7 +105,7 @@ def _torchrun(run: Run, script: str) -> int:
 
 def _sft_batches(run: Run, processes: int) -> None:
     """A batch has rows of all processes."""
-    options, batch = run.options, run.number("data.train_batch_size", 256)
+    options, batch = run.options, run.number("data.train_batch_size", 256, least=1)
     if run.value("data.use_dynamic_bsz", False):
         options.setdefault("max_tokens_per_micro_batch", 8192)
     else:
@@ -117,10 +121,10 @@ def _sft_batches(run: Run, processes: int) -> None:
 
 def _files(run: Run) -> None:
     """Files to train on and to evaluate on are splits of one dataset here."""
+    paths = [path for name in ("train", "val") for path in run.texts(f"data.{name}_files")]
     files = {"train": run.value("data.train_files", None), "test": run.value("data.val_files", None)}
-    if None in files.values():
+    if not all(files.values()):
         return
-    paths = [path for given in files.values() for path in ([given] if isinstance(given, str) else given)]
     formats = sorted({"json" if ".json" in Path(path).suffix else "parquet" for path in paths})
     run.options.pop("dataset_name", None)
     run.options["datasets"] = [{"path": formats[0], "data_files": files}]
@@ -174,13 +178,14 @@ def _loss(run: Run) -> None:
 
 def _batches(run: Run, processes: int) -> None:
     """Prompts of a step are counted over all processes there, completions of a process here."""
-    options, actor, group = run.options, "actor_rollout_ref.actor", run.number("actor_rollout_ref.rollout.n", 1)
+    options, actor = run.options, "actor_rollout_ref.actor"
+    group = run.number("actor_rollout_ref.rollout.n", 1, least=1)
     if run.value(f"{actor}.use_dynamic_bsz", False):
         options.setdefault("max_tokens_per_micro_batch", 16384)
     else:
         options.pop("max_tokens_per_micro_batch", None)
-    per_generation = run.number("data.train_batch_size", 1024) * group
-    per_step = min(per_generation, run.number(f"{actor}.ppo_mini_batch_size", 256) * group)
+    per_generation = run.number("data.train_batch_size", 1024, least=1) * group
+    per_step = min(per_generation, run.number(f"{actor}.ppo_mini_batch_size", 256, least=1) * group)
     whole = run.number(f"{actor}.ppo_micro_batch_size", 0) // processes
     micro = run.number(f"{actor}.ppo_micro_batch_size_per_gpu", 0) or whole or group
     options["per_device_train_batch_size"] = micro

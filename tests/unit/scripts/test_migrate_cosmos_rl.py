@@ -153,3 +153,21 @@ def test_defaults_that_differ_are_written_out() -> None:
 def test_toml_that_no_one_writes_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"nested too deeply|not TOML"):
         migrate_cosmos_rl(f"[train]\nepoch = {value}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("mini_batch = 0", "train.train_policy.mini_batch=0: must be at least 1"),
+        ('mini_batch = "a"', "train.train_policy.mini_batch='a': must be an integer"),
+        ("response_column_name = 3", "response_column_name=3: must be a text"),
+        ("reward_function = [1]", "must be a text, or a list of texts"),
+        ('reward_function = {format = "a"}', "must have numbers as weights"),
+        ("overlong_reward = {enable_overlong_penalty = true, penalty_factor = [1], buffer_length = 4}", "a number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(given: str, words: str) -> None:
+    text = HEAD.format(train="").replace('response_column_name = "answer"\n', "")
+    with pytest.raises(ConfigError) as caught:
+        migrate_cosmos_rl(text + given)
+    assert words in str(caught.value)

@@ -133,6 +133,7 @@ def test_what_is_left_to_do_is_said(text: str, words: str) -> None:
     [
         ("input_features: []\ntrainer: {epochs: 3}\n", "model_type='ecd': only language models"),
         ("model_type: llm\ntrainer: {type: none}\n", "trainer.type='none': nothing is trained"),
+        (f"{HEAD}trainer: {{type: finetune}}\ninput_features: [a]\n", "must be a list of features with names."),
     ],
 )
 def test_what_trains_no_language_model_is_refused_with_the_guide(text: str, words: str) -> None:

@@ -158,3 +158,18 @@ def test_arguments_of_evaluations_and_of_engines_are_read_one_by_one() -> None:
 def test_a_config_of_another_program_of_verl_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="use prefrl generate or prefrl eval"):
         migrate_verl("data: {path: a.parquet, prompt_key: prompt}\n", is_command=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data: {train_files: 3}\noptim: {lr: 1}\n", "data.train_files=3: must be a list or a text"),
+        ("data: {train_batch_size: 0}\noptim: {lr: 1}\n", "data.train_batch_size=0: must be at least 1"),
+        ("algorithm: {adv_estimator: [a]}\n", "algorithm.adv_estimator=['a']: must be a text"),
+        ("algorithm: {adv_estimator: gae}\ntrainer: {nnodes: 1.5}\n", "trainer.nnodes=1.5: must be an integer"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        migrate_verl(text, is_command=False)
+    assert words in str(caught.value)
