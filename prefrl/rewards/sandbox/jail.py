@@ -35,7 +35,6 @@ _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _READ_ONLY_NOSUID_NODEV = 0x1 | 0x2 | 0x4
 _CAPABILITY_VERSION = 0x20080522
@@ -52,20 +51,16 @@ def main() -> NoReturn:
     _die_with_parent()
     if os.getppid() != config["parent"]:  # it died before
         os._exit(1)
-    _join_session_keyring()
+    # A session keyring of its own. This fails in containers that refuse the call, and where the user has no room for
+    # another key; the filter of system calls keeps completions from all keys anyway.
+    _libc.syscall(config["keyctl"], _KEYCTL_JOIN_SESSION_KEYRING, None)
     if config["how"] == "bwrap":
         _into_bwrap(config)
     os._exit(_in_namespaces(config) if config["how"] == "namespaces" else _as_process(config))
 
 
-def _join_session_keyring() -> None:
-    """Leave the user's, with its keys, for a new one. The filter of system calls keeps completions from using either."""
-    # It fails in containers that do not allow the call, and where the user has no room for another key.
-    _libc.syscall(_SYS_KEYCTL[platform.machine()], _KEYCTL_JOIN_SESSION_KEYRING, None)
-
-
 def _into_bwrap(config: dict[str, Any]) -> NoReturn:
-    """It does the rest. It sets the filter itself, for what it starts."""
+    """Become bwrap, which sets the filter once it has made the namespaces."""
     if config["uid"] is not None:
         _become(config["uid"])
     _limit(config["limits"])

@@ -24,7 +24,7 @@ from prefrl.errors import ConfigError
 from prefrl.rewards.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
 from prefrl.rewards.sandbox.probe import problem_of
 from prefrl.rewards.sandbox.processes import Jailed, Output, run
-from prefrl.rewards.sandbox.system_calls import seccomp_filter
+from prefrl.rewards.sandbox.system_calls import number_of, seccomp_filter
 
 __all__ = ["Isolation", "LocalSandbox"]
 
@@ -202,6 +202,7 @@ class _Launcher:
             "limits": _resource_limits(self.limits),
             "processes": self._processes,
             "filter": seccomp_filter(platform.machine()).hex(),
+            "keyctl": number_of("keyctl", platform.machine()),
             "folder": folder,
             "command": _bwrap_command(self.folders, self.limits, inside) if self.how == "bwrap" else inside,
             "environment": _ENVIRONMENT,
@@ -265,9 +266,10 @@ def _working(sandbox: LocalSandbox) -> _Launcher:
             if problem is None:
                 return launcher
             problems.append(f"{isolation} with {python}: {problem}")
-    raise ConfigError(
-        f"isolation={sandbox.isolation!r}: no sandbox works here ({'; '.join(problems)}). {_REMEDIES[isolations[0]]}"
-    )
+    remedy = _REMEDIES[isolations[0]]
+    if sandbox.limits != SandboxLimits():
+        remedy += ". If Python cannot start within the limits that you set, raise them, above all memory_mb"
+    raise ConfigError(f"isolation={sandbox.isolation!r}: no sandbox works here ({'; '.join(problems)}). {remedy}")
 
 
 def _check_machine() -> None:
@@ -275,7 +277,8 @@ def _check_machine() -> None:
     if sys.platform != "linux":
         raise ConfigError(f"a sandbox on this machine needs Linux, not {sys.platform}; use RemoteSandbox(url)")
     seccomp_filter(platform.machine())
-    if os.getuid() == 0 and not (_is_mapped("uid_map") and _is_mapped("gid_map")):
+    ids = [Path("/proc/self", name).read_text(encoding="ascii") for name in ("uid_map", "gid_map")]
+    if os.getuid() == 0 and not all(map(_has_ids, ids)):
         raise ConfigError(
             f"no sandbox works here: you are root in a container that has no user and group ids {_USER_IDS[0]} to "
             f"{_USER_IDS[-1]}, and code must not run as root, whose processes have no limits. Start the container "
@@ -283,9 +286,9 @@ def _check_machine() -> None:
         )
 
 
-def _is_mapped(name: str) -> bool:
-    """Whether this user namespace has the ids of sandboxes; each line is a first id, the one outside, and a count."""
-    ranges = [list(map(int, line.split())) for line in Path("/proc/self", name).read_text().splitlines()]
+def _has_ids(id_map: str) -> bool:
+    """Whether a user namespace has the ids of sandboxes. A line of its map: the first id, the same outside, a count."""
+    ranges = [list(map(int, line.split())) for line in id_map.splitlines()]
     return any(first <= _USER_IDS[0] and _USER_IDS[-1] < first + count for first, _, count in ranges)
 
 

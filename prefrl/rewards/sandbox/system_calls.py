@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 from prefrl.errors import ConfigError
 
-__all__ = ["NEWER", "number_of", "seccomp_filter"]
+__all__ = ["number_of", "seccomp_filter"]
 
 # The first number that was given since Linux 5.0.
-NEWER = 424
+_FIRST_NEW = 424
 
 _MACHINES = ("x86_64", "aarch64")
 _AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -88,7 +88,7 @@ def seccomp_filter(machine: str) -> bytes:
         (_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),  # calls of 32-bit programs have other numbers
         (_LOAD, 0, 0, _NUMBER),
-        (_IF_NOT_LESS, 0, 1, NEWER),
+        (_IF_NOT_LESS, 0, 1, _FIRST_NEW),
         _fail(errno.ENOSYS),
     ]
     blocks = {name: [refuse] for name in _CLOSED} | _blocks(refuse)
