@@ -5,8 +5,8 @@ process, network, IPC and host name namespaces of its own, no capabilities, and 
 nothing but `binds`, read-only, and an empty /tmp. With "process" it gets another user id, if this one is root's, and
 its descendants are killed when it ends. With "bwrap" it is bubblewrap, which replaces this process.
 
-The limits are set before namespaces are made, so that nothing in them is without, and only then the filter of system
-calls, which would not allow to make them.
+The limits are set before namespaces are made, so that every process in them has them, and the filter of system calls
+afterwards, because it does not allow making them.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def _check_machine() -> None:
 
 
 def _has_ids(id_map: str) -> bool:
-    """Whether a user namespace has the ids of sandboxes. A line of its map: the first id, the same outside, a count."""
+    """Whether a user namespace has the ids of sandboxes; a line of its map is a first id, the one outside, a count."""
     ranges = [list(map(int, line.split())) for line in id_map.splitlines()]
     return any(first <= _USER_IDS[0] and _USER_IDS[-1] < first + count for first, _, count in ranges)
 

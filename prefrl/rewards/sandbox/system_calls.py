@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import functools
 import struct
-from collections.abc import Mapping
 
 from prefrl.errors import ConfigError
 
@@ -21,7 +20,7 @@ _FIRST_NEW = 424
 _MACHINES = ("x86_64", "aarch64")
 _AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # The numbers are those of the machines above, in their order.
-_CLOSED: Mapping[str, tuple[int, int]] = {
+_CLOSED = {
     # Memory that no limit counts, or that outlives the process.
     "shmget": (29, 194),
     "semget": (64, 190),
@@ -42,7 +41,7 @@ _CLOSED: Mapping[str, tuple[int, int]] = {
     "setns": (308, 268),
 }
 # These depend on an argument.
-_PARTLY_CLOSED: Mapping[str, tuple[int, int]] = {
+_PARTLY_CLOSED = {
     "mmap": (9, 222),
     "clone": (56, 220),
     "socket": (41, 198),
