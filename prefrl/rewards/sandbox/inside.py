@@ -41,7 +41,8 @@ def main() -> None:
     """Run what the configuration says."""
     config = json.loads(sys.argv[1])
     header = json.loads(_read(0))
-    _limit(config)
+    if config["processes"] is not None:
+        _limit_processes(config["processes"])
     if config["role"] == "tests":
         _hide_memory()
     null = os.open(os.devnull, os.O_RDWR)
@@ -64,16 +65,11 @@ def main() -> None:
         os.write(result, json.dumps({"nonce": header["nonce"], **verdict}).encode())
 
 
-def _limit(config: dict[str, Any]) -> None:
-    # {num_others}, of jail.py: the limit counts all processes of a user who has others than this.
-    limits = {name: int(value) for name, value in config["limits"].items()}
-    if "RLIMIT_NPROC" in limits:
-        limits["RLIMIT_NPROC"] += int(config["num_others"])
-    for name, value in limits.items():
-        number = getattr(resource, name)
-        hard = resource.getrlimit(number)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(number, (value, value))
+def _limit_processes(most: int) -> None:
+    """In a namespace of bwrap, where they are counted; elsewhere jail.py does it, as it sets all other limits."""
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    if hard == resource.RLIM_INFINITY or most < hard:
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def _hide_memory() -> None:

@@ -3,7 +3,10 @@
 CONFIG is the JSON of `prefrl.rewards.sandbox.local`. With `"how": "namespaces"`, the command gets user, mount,
 process, network, IPC and host name namespaces of its own, no capabilities, and a root file system in memory that holds
 nothing but `binds`, read-only, and an empty /tmp. With "process" it gets another user id, if this one is root's, and
-its descendants are killed when it ends. With "drop" it gets another user id and replaces this process.
+its descendants are killed when it ends. With "bwrap" it is bubblewrap, which replaces this process.
+
+The limits are set before namespaces are made, so that every process in them has them, and the filter of system calls
+afterwards, because it does not allow making them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import ctypes
 import json
 import os
 import platform
+import resource
 import signal
 import sys
 import time
@@ -20,7 +24,9 @@ from typing import Any, NoReturn
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_SECCOMP_MODE_FILTER = 2
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _ALL_NAMESPACES = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET
@@ -29,12 +35,12 @@ _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 _READ_ONLY_NOSUID_NODEV = 0x1 | 0x2 | 0x4
 _CAPABILITY_VERSION = 0x20080522
 
 # The user inside. Root's id would get capabilities back with each program that is started.
 _INNER_ID = 1000
-_DEVICES = ("null", "zero", "random", "urandom")
 # Seconds in which the descendants of a plain process have to be gone.
 _CLEANING_S = 2.0
 
@@ -45,10 +51,25 @@ def main() -> NoReturn:
     _die_with_parent()
     if os.getppid() != config["parent"]:  # it died before
         os._exit(1)
-    if config["how"] == "drop":
-        _become(config["uid"])
-        _exec(config)
+    # A session keyring of its own. This fails in containers that refuse the call, and where the user has no room for
+    # another key; the filter of system calls keeps completions from all keys anyway.
+    _libc.syscall(config["keyctl"], _KEYCTL_JOIN_SESSION_KEYRING, None)
+    if config["how"] == "bwrap":
+        _into_bwrap(config)
     os._exit(_in_namespaces(config) if config["how"] == "namespaces" else _as_process(config))
+
+
+def _into_bwrap(config: dict[str, Any]) -> NoReturn:
+    """Become bwrap, which sets the filter once it has made the namespaces."""
+    if config["uid"] is not None:
+        _become(config["uid"])
+    _limit(config["limits"])
+    readable, writable = os.pipe()
+    os.write(writable, bytes.fromhex(config["filter"]))
+    os.close(writable)
+    os.set_inheritable(readable, True)
+    program, *arguments = config["command"]
+    _exec({**config, "command": [program, "--seccomp", str(readable), *arguments]})
 
 
 def _in_namespaces(config: dict[str, Any]) -> int:
@@ -57,6 +78,7 @@ def _in_namespaces(config: dict[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         _die_with_parent()
+        _limit(config["limits"])
         _call("unshare", _libc.unshare(_ALL_NAMESPACES))
         os.write(made, b".")
         os.close(mapped)
@@ -90,11 +112,12 @@ def _map_ids(child: int, uid: int | None) -> None:
 
 def _be_first_process(config: dict[str, Any]) -> NoReturn:
     """Process 1, whose end kills all others of its namespace; the command is its child."""
-    with contextlib.suppress(OSError):  # where /proc is read-only, namespaces in the namespace stay possible
-        _write("/proc/sys/user/max_user_namespaces", "0")
     _make_root(config)
     _drop_capabilities(_INNER_ID if config["uid"] is not None else None)
     _die_with_parent()
+    _prctl(_PR_SET_DUMPABLE, 0)  # the command, of the same user, cannot trace it
+    _limit({"RLIMIT_NPROC": config["processes"]})  # counted in the new namespace; out there it would be the user's
+    _close_system_calls(config)
     command = os.fork()
     if command == 0:
         _exec(config)
@@ -121,7 +144,7 @@ def _make_root(config: dict[str, Any]) -> None:
     for folder in ("/dev", "/dev/shm", "/tmp"):
         os.makedirs(root + folder, exist_ok=True)
         os.chmod(root + folder, 0o1777 if folder != "/dev" else 0o755)
-    for device in _DEVICES:
+    for device in config["devices"]:
         os.close(os.open(f"{root}/dev/{device}", os.O_CREAT | os.O_WRONLY))
         _mount(f"/dev/{device}", f"{root}/dev/{device}", None, _MS_BIND)
     os.chdir(root)
@@ -164,7 +187,9 @@ def _as_process(config: dict[str, Any]) -> int:
         if uid is not None:
             _become(uid)
         _die_with_parent()
-        _exec(config, num_others=num_others)
+        _limit({**config["limits"], "RLIMIT_NPROC": config["processes"] + num_others})
+        _close_system_calls(config)
+        _exec(config)
     while True:
         ended, status = os.wait()
         if ended == command:
@@ -236,10 +261,29 @@ def _become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def _exec(config: dict[str, Any], *, num_others: int = 0) -> NoReturn:
+def _limit(limits: dict[str, int]) -> None:
+    """Set limits that nobody can raise again. One that is lower already stays."""
+    for name, value in limits.items():
+        number = getattr(resource, name)
+        hard = resource.getrlimit(number)[1]
+        if hard == resource.RLIM_INFINITY or value < hard:
+            resource.setrlimit(number, (value, value))
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("num_instructions", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _close_system_calls(config: dict[str, Any]) -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    command = [part.replace("{num_others}", str(num_others)) for part in config["command"]]
-    os.execve(command[0], command, config["environment"])
+    instructions = bytes.fromhex(config["filter"])
+    filter = _Filter(len(instructions) // 8, instructions)
+    result = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter), 0, 0)
+    _call("a seccomp filter, which needs a kernel with CONFIG_SECCOMP_FILTER", result)
+
+
+def _exec(config: dict[str, Any]) -> NoReturn:
+    os.execve(config["command"][0], config["command"], config["environment"])
 
 
 def _die_with_parent() -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import secrets
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from prefrl.errors import ConfigError
 from prefrl.rewards.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
 from prefrl.rewards.sandbox.probe import problem_of
 from prefrl.rewards.sandbox.processes import Jailed, Output, run
+from prefrl.rewards.sandbox.system_calls import number_of, seccomp_filter
 
 __all__ = ["Isolation", "LocalSandbox"]
 
@@ -38,6 +40,8 @@ _ENVIRONMENT = {
 }
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _SCRATCH_FILES = 4096
+# Without zero: mapped and shared, it is memory that no limit counts.
+_DEVICES = ("null", "random", "urandom")
 # The first process of a process namespace, and whoever waits for it, count for the limit of processes.
 _OWN_PROCESSES = 2
 # If we are root, a sandbox gets one of these user ids: root's processes have no limit. systemd leaves them free.
@@ -145,6 +149,10 @@ class _Launcher:
     python: str
     folders: tuple[str, ...]  # what has to be visible inside for Python to run
 
+    @property
+    def _processes(self) -> int:
+        return self.limits.processes + _OWN_PROCESSES
+
     def run_program(self, language: str, code: str, text: str) -> Output:
         """Run a program with a text on standard input."""
         python = [self.python, *_python_flags()]
@@ -171,10 +179,8 @@ class _Launcher:
         self, stack: ExitStack, settings: dict[str, Any], header: dict[str, str], *, rest: bytes = b""
     ) -> Jailed:
         status, status_inside = os.pipe()
-        settings |= {"status": status_inside, "limits": _resource_limits(self.limits), "num_others": "{num_others}"}
+        settings |= {"status": status_inside, "processes": self._processes if self.how == "bwrap" else None}
         inside = [self.python, *_python_flags(), "-c", _inside(), json.dumps(settings)]
-        if self.how != "process":
-            inside[-1] = inside[-1].replace("{num_others}", "0")
         folder = None
         if self.how == "process":
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prefrl-", ignore_cleanup_errors=True))
@@ -185,21 +191,20 @@ class _Launcher:
 
     def _command(self, inside: list[str], folder: str | None) -> list[str]:
         uid = _USER_IDS[next(_numbers) % len(_USER_IDS)] if os.getuid() == 0 else None
-        how = self.how
-        if how == "bwrap":
-            inside = _bwrap_command(self.folders, self.limits, inside)
-            how = "drop"
-            if uid is None:
-                return inside
         config = {
-            "how": how,
+            "how": self.how,
             "parent": os.getpid(),
             "uid": uid,
             "binds": self.folders,
             "scratch_bytes": math.ceil(self.limits.scratch_mb * _MIB),
             "scratch_files": _SCRATCH_FILES,
+            "devices": _DEVICES,
+            "limits": _resource_limits(self.limits),
+            "processes": self._processes,
+            "filter": seccomp_filter(platform.machine()).hex(),
+            "keyctl": number_of("keyctl", platform.machine()),
             "folder": folder,
-            "command": inside,
+            "command": _bwrap_command(self.folders, self.limits, inside) if self.how == "bwrap" else inside,
             "environment": _ENVIRONMENT,
         }
         return [sys.executable, "-I", "-S", str(_JAIL), json.dumps(config)]
@@ -213,10 +218,14 @@ def _bwrap_command(folders: Sequence[str], limits: SandboxLimits, inside: Sequen
     command += ["--new-session", "--cap-drop", "ALL", "--clearenv"]
     for name, value in _ENVIRONMENT.items():
         command += ["--setenv", name, value]
+    # All that can be written is one file system; that of bwrap itself has no limit.
+    command += ["--size", str(math.ceil(limits.scratch_mb * _MIB)), "--tmpfs", "/"]
+    command += ["--perms", "1777", "--dir", "/tmp", "--perms", "1777", "--dir", "/dev/shm"]
+    for device in _DEVICES:
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for folder in folders:
         is_link = os.path.islink(folder)
         command += ["--symlink", os.path.realpath(folder), folder] if is_link else ["--ro-bind", folder, folder]
-    command += ["--dev", "/dev", "--size", str(math.ceil(limits.scratch_mb * _MIB)), "--tmpfs", "/tmp"]
     return [*command, "--chdir", "/tmp", "--", *inside]
 
 
@@ -224,10 +233,10 @@ def _resource_limits(limits: SandboxLimits) -> dict[str, int]:
     return {
         "RLIMIT_AS": math.ceil(limits.memory_mb * _MIB),
         "RLIMIT_CPU": math.ceil(limits.cpu_s),
-        "RLIMIT_NPROC": limits.processes + _OWN_PROCESSES,
         "RLIMIT_NOFILE": limits.open_files,
         "RLIMIT_FSIZE": math.ceil(limits.scratch_mb * _MIB),
         "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,  # sockets can pin memory that is no longer mapped
     }
 
 
@@ -243,8 +252,7 @@ def _inside() -> str:
 @functools.cache
 def _working(sandbox: LocalSandbox) -> _Launcher:
     """The first kind of sandbox that is seen to work."""
-    if sys.platform != "linux":
-        raise ConfigError(f"a sandbox on this machine needs Linux, not {sys.platform}; use RemoteSandbox(url)")
+    _check_machine()
     isolations = [name for name in _HOW if name != "process"] if sandbox.isolation == "auto" else [sandbox.isolation]
     problems = []
     for python in [sandbox.python] if sandbox.python is not None else _pythons():
@@ -258,9 +266,30 @@ def _working(sandbox: LocalSandbox) -> _Launcher:
             if problem is None:
                 return launcher
             problems.append(f"{isolation} with {python}: {problem}")
-    raise ConfigError(
-        f"isolation={sandbox.isolation!r}: no sandbox works here ({'; '.join(problems)}). {_REMEDIES[isolations[0]]}"
-    )
+    remedy = _REMEDIES[isolations[0]]
+    if sandbox.limits != SandboxLimits():
+        remedy += ". If Python cannot start within the limits that you set, raise them, above all memory_mb"
+    raise ConfigError(f"isolation={sandbox.isolation!r}: no sandbox works here ({'; '.join(problems)}). {remedy}")
+
+
+def _check_machine() -> None:
+    """What no kind of sandbox can do without."""
+    if sys.platform != "linux":
+        raise ConfigError(f"a sandbox on this machine needs Linux, not {sys.platform}; use RemoteSandbox(url)")
+    seccomp_filter(platform.machine())
+    ids = [Path("/proc/self", name).read_text(encoding="ascii") for name in ("uid_map", "gid_map")]
+    if os.getuid() == 0 and not all(map(_has_ids, ids)):
+        raise ConfigError(
+            f"no sandbox works here: you are root in a container that has no user and group ids {_USER_IDS[0]} to "
+            f"{_USER_IDS[-1]}, and code must not run as root, whose processes have no limits. Start the container "
+            "with these ids (/etc/subuid and /etc/subgid), train as a user who is not root, or use RemoteSandbox(url)"
+        )
+
+
+def _has_ids(id_map: str) -> bool:
+    """Whether a user namespace has the ids of sandboxes; a line of its map is a first id, the one outside, a count."""
+    ranges = [list(map(int, line.split())) for line in id_map.splitlines()]
+    return any(first <= _USER_IDS[0] and _USER_IDS[-1] < first + count for first, _, count in ranges)
 
 
 def _pythons() -> list[str]:

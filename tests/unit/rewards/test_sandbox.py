@@ -170,9 +170,11 @@ def test_sandboxes_do_not_share_their_limit_of_processes() -> None:
 
 
 def test_many_files_fill_only_their_own_file_system() -> None:
-    count = "n = 0\ntry:\n  while n < {most}:\n    {action}; n += 1\nexcept OSError: pass\nprint(n)"
-    sizes = count.format(most=9, action="open(str(n), 'wb').write(bytes(1 << 20))")
-    flood = count.format(most=9000, action="open(str(n), 'w').close()")
+    sizes = (
+        "n = 0\nfor folder in ('/tmp', '/dev/shm', '/dev', '/'):\n  try:\n    for i in range(9):\n"
+        "      open(f'{folder}/{i}', 'wb').write(bytes(1 << 20)); n += 1\n  except OSError: pass\nprint(n)"
+    )
+    flood = "n = 0\ntry:\n  while n < 9000: open(str(n), 'w').close(); n += 1\nexcept OSError: pass\nprint(n)"
     for sandbox in isolating():
         assert int(printed(sandbox, sizes)) <= LIMITS.scratch_mb
         if sandbox.isolation == "namespaces":  # bwrap limits bytes alone
@@ -217,14 +219,6 @@ def test_a_program_gets_no_variable_of_this_process(monkeypatch: pytest.MonkeyPa
         seen = printed(sandbox, "import os; print(sorted(os.environ))")
         assert "HF_TOKEN" not in seen
         assert "PATH" in seen
-
-
-def test_namespaces_cannot_be_made_in_a_sandbox_of_namespaces() -> None:
-    """A program that could would have capabilities in it."""
-    for sandbox in isolating():
-        if sandbox.isolation == "namespaces":
-            code = "import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))"
-            assert printed(sandbox, code) == "-1\n"
 
 
 def test_nothing_survives_the_trainer(marker: str) -> None:
