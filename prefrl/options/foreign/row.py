@@ -7,13 +7,25 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
-    *("Row", "asked", "becomes", "column", "if_set", "if_set_key", "layers", "loggers", "not_needed", "not_there"),
+    *(
+        "Row",
+        "aside",
+        "asked",
+        "becomes",
+        "column",
+        "if_set",
+        "if_set_key",
+        "layers",
+        "loggers",
+        "not_needed",
+        "not_there",
+    ),
     *("renamed", "sampled_top_k", "server"),
 ]
 
 _UNSET = (None, "", "None", -1)
 
-Kind = Literal["renamed", "becomes", "not needed", "server", "not there"]
+Kind = Literal["renamed", "becomes", "not needed", "server", "not there", "aside"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class Row:
             "not needed": f"is not needed here: {self.text}",
             "server": f"belongs to prefrl vllm-serve here: {self.text}",
             "not there": f"has no counterpart here: {self.text}",
+            "aside": f"has no counterpart here: {self.text}",
         }[self.kind]
 
     @property
@@ -125,3 +138,8 @@ def server(text: str) -> Row:
 def not_there(instead: str) -> Row:
     """There is no counterpart."""
     return Row("not there", instead)
+
+
+def aside(instead: str) -> Row:
+    """There is no counterpart, but most runs mean the same without it: `prefrl migrate` turns it into a comment."""
+    return Row("aside", instead)

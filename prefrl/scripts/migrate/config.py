@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import lcm, prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.options.foreign import Row, cosmos_rl, row_of, verl
-from prefrl.options.foreign.trl import TRL
+from prefrl.options.foreign.trl import DEFAULTS
+from prefrl.registry import REGISTRY
+from prefrl.scripts.migrate import options as trl_options
 from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of
 
 __all__ = ["migrate_cosmos_rl", "migrate_trl_yaml", "migrate_verl"]
@@ -42,32 +44,66 @@ _OF_EVALUATION = (
 # TRL: the options have the same places, so the file is edited.
 
 
-def migrate_trl_yaml(text: str) -> Migrated:
-    """A YAML file for TRL's commands or scripts, with the names of prefrl; all else stays as it is."""
-    result = Migrated(text)
+def migrate_trl_yaml(text: str, algorithm: str | None = None) -> Migrated:
+    """A YAML file for TRL's commands or scripts, with the names and values of prefrl; all else stays as it is.
+
+    Args:
+        text: The file.
+        algorithm: The command of prefrl that reads the file; None: the only one that has the file's options.
+
+    Raises:
+        ConfigError: It has no options of TRL, the algorithm cannot be told, or the file is one line in braces.
+    """
     root = yaml.compose(text, Loader=yaml.SafeLoader)
-    lines = text.splitlines(keepends=True)
-    for key, value in reversed(root.value if isinstance(root, yaml.MappingNode) else []):
-        row = None if key.value in every_option() else TRL.get(key.value)
-        if row is None:
-            continue
-        first, said = key.start_mark.line, f"{key.value} {row.says}"
-        end = value.end_mark.line + (value.end_mark.column > 0)
-        options = converted(row, yaml.safe_load(yaml.serialize(value)))
-        if row.may_go:
-            lines[first:end] = []
-        elif row.kind == "not there" or isinstance(options, str):
-            result.open.append((first + 1, said))
-            continue
-        elif row.kind == "renamed":
-            lines[first] = lines[first].replace(key.value, row.options[0], 1)
-        else:
-            lines[first:end] = [yaml.safe_dump(dict(options), sort_keys=False)]
-        result.changes.append((first + 1, said))
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        raise ConfigError("the file must have an option in each line, as name: value")
+    entries = {str(key.value): (key, value) for key, value in root.value}
+    values = {name: yaml.safe_load(yaml.serialize(value)) for name, (_, value) in entries.items()}
+    algorithm = algorithm or _algorithm_of(values)
+    config = trl_options.config_of(algorithm)
+    result, lines = Migrated(text), text.splitlines(keepends=True)
+    for step in trl_options.steps_of(config, {*options_of(algorithm), "env"}, values):
+        key, value = entries[step.name]
+        first, end = key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0)
+        if step.kind == "rename":
+            lines[first] = lines[first].replace(step.name, next(iter(step.options)), 1)
+        elif step.kind == "replace":
+            written = yaml.safe_dump(dict(step.options), sort_keys=False) if step.options else ""
+            lines[first:end] = [written, *[""] * (end - first - 1)]  # the other places stay
+        elif step.kind == "comment":
+            lines[first:end] = [f"# {line}" for line in lines[first:end]]
+            lines[first] = f"# to do: {step.name} {step.says}\n{lines[first]}"
+        (result.open if step.is_open else result.changes).append((first + 1, f"{step.name} {step.says}"))
+        values.update(step.options)
+    if missing := trl_options.missing_defaults(config, values):
+        written = yaml.safe_dump(missing, sort_keys=False)
+        lines.append(
+            f"{'' if text.endswith(chr(10)) else chr(10)}# TRL's defaults that differ from those of prefrl.\n"
+        )
+        lines.append(written)
+        result.changes.append(
+            (len(lines), f"TRL's defaults are written out: {', '.join(written.split(chr(10)))[:-2]}")
+        )
     result.text = "".join(lines)
     result.changes.sort()
     result.open.sort()
     return result
+
+
+def _algorithm_of(names: Collection[str]) -> str:
+    """The only algorithm of TRL that has all of these options."""
+    if not {*names} & (every_option() | trl_options.NAMES.keys()):
+        raise ConfigError("no options of TRL are in this file")
+    known = {name for name in names if name in every_option() - trl_options.NAMES.keys()}
+    commands = [command for command in REGISTRY if trl_options.config_of(command) in DEFAULTS]
+    fitting = [command for command in commands if known <= options_of(command)]
+    if len(fitting) == 1:
+        return fitting[0]
+    which = f"they may be those of {', '.join(fitting)}" if fitting else "no algorithm has all of them"
+    example = (fitting or commands)[0]
+    raise ConfigError(
+        f"the file's options do not tell its algorithm: {which}. Name it, for example --algorithm {example}"
+    )
 
 
 # verl and cosmos-rl: another file is written.
