@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,10 +18,13 @@ from prefrl.options.foreign.trl import DEFAULTS
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
 from prefrl.scripts.migrate.config import migrate_trl_yaml
-from prefrl.scripts.migrate.options import missing_defaults
+from prefrl.scripts.migrate.edits import accepted
+from prefrl.scripts.migrate.options import NAMES, config_of, missing_defaults
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.schema.parser import SchemaParser, options_of
 from prefrl.scripts.schema.writer import parser_of
+from tests.trl_defaults import NOT_COMPARED, defaults_of
 
 SFT = "--gradient_checkpointing true --bf16 true --logging_first_step false --logging_nan_inf_filter true"
 GRPO = f"--beta 0.0 --max_completion_length 512 --temperature 1.0 --max_prompt_length null {SFT}"
@@ -33,6 +40,11 @@ def test_a_yaml_file_gets_the_defaults_of_trl(tmp_path: Path) -> None:
     assert (options["beta"], options["use_bias_correction_kl"]) == (0.1, True)
     assert (options["temperature"], options["max_completion_length"]) == (1.0, 512)
     assert migrate_trl_yaml(result.text, "grpo").text == result.text
+
+
+def test_bf16_that_is_written_is_said_to_need_a_gpu() -> None:
+    needs_gpu = [migrate_script(f"{IMPORT}x = SFTConfig({given})\n").changes[1][1] for given in ("", "use_cpu=True")]
+    assert ["bf16 needs a GPU" in said for said in needs_gpu] == [True, False]
 
 
 def test_options_of_features_that_are_off_are_not_written() -> None:
@@ -59,6 +71,62 @@ def test_options_of_one_algorithm_tell_it() -> None:
     assert yaml.safe_load(migrate_trl_yaml("desirable_weight: 2.0\n").text)["train_sampling_strategy"] == "sequential"
 
 
+RUNS = {
+    "grpo": {
+        **{"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["accuracy_reward"], "output_dir": "o"},
+        **{"learning_rate": 2e-6, "per_device_train_batch_size": 8, "num_generations": 4, "epsilon_high": 0.28},
+        **{"warmup_ratio": 0.1, "loss_type": "dr_grpo", "log_completions": True, "use_vllm": True},
+        **{"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.3, "pad_to_multiple_of": 8, "use_peft": True},
+    },
+    "sft": {
+        **{"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "packing": True, "padding_free": True},
+        **{"max_seq_length": 2048, "assistant_only_loss": True, "gradient_accumulation_steps": 4, "fp16": True},
+        **{"packing_strategy": "bfd_split", "loss_type": "chunked_nll", "eval_strategy": "steps", "eval_steps": 50},
+    },
+    "kto": {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "desirable_weight": 1.5},
+}
+OURS = {"warmup_ratio": "warmup_steps", "max_seq_length": "max_length", "bfd_split": "wrapped", "chunked_nll": "nll"}
+
+
+def yaml_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a migrated YAML file sets, and the defaults of prefrl."""
+    result = migrate_trl_yaml(yaml.safe_dump(given), command)
+    assert not result.open
+    (folder / "run.yaml").write_text(result.text)
+    return SchemaParser(command).values(["--config", str(folder / "run.yaml")])
+
+
+def shell_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same of a command."""
+    words = [f"--{name} {json.dumps(value).strip('[]')}" for name, value in given.items()]
+    result = migrate_commands(f"trl {command} {' '.join(words)}")
+    assert not result.open
+    return SchemaParser(command).values(shlex.split(result.text)[2:])
+
+
+def script_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same of a config in a script."""
+    name = config_of(command)
+    words = [f"{key}={value!r}" for key, value in given.items() if key in accepted(name) | NAMES.keys()]
+    result = migrate_script(f"from trl import {name}\nx = {name}({', '.join(words)})\n")
+    assert not result.open
+    call = ast.parse(result.text).body[1].value  # type: ignore[attr-defined]
+    made = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    return {option["name"]: option.get("default") for option in options_of(command)} | made
+
+
+@pytest.mark.parametrize("migrated", [yaml_options, shell_options, script_options])
+@pytest.mark.parametrize("command", RUNS)
+def test_a_migrated_run_has_the_options_that_it_has_in_trl(command: str, migrated: Any, tmp_path: Path) -> None:
+    given = RUNS[command]
+    ours = migrated(command, given, tmp_path)
+    theirs = {**defaults_of(config_of(command)), "bf16": "fp16" not in given}
+    theirs |= {OURS.get(name, name): OURS.get(str(value), value) for name, value in given.items() if name in theirs}
+    theirs |= {OURS[name]: value for name, value in given.items() if name in OURS}
+    compared = ours.keys() & theirs.keys() - NOT_COMPARED
+    assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
+
+
 # Each option that prefrl refuses is changed or told.
 
 
@@ -75,6 +143,11 @@ def test_options_in_yaml() -> None:
     )
     assert [line for line, _ in result.open] == [7, 9]
     assert "unheard is no option of SFTConfig" in result.open[1][1]
+
+
+def test_the_comment_of_the_next_option_stays_in_yaml() -> None:
+    text = "transformers_continuous_batching_config:\n  a: 1\n\n# which seed\nseed: 1\n"
+    assert migrate_trl_yaml(text, "grpo").text.startswith("\n# which seed\nseed: 1\n")
 
 
 def test_an_option_that_most_runs_do_not_need_becomes_a_comment() -> None:

@@ -21,11 +21,10 @@ from prefrl.scripts.migrate.edits import every_option, options_of
 from prefrl.scripts.schema.parser import options_of as schema_options
 from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.online.flat_names import FLAT_NAMES
+from tests.trl_defaults import CONFIGS, NOT_COMPARED, defaults_of
 
 DATA = Path(__file__).parents[1] / "data"
 NAMES = json.loads((DATA / "trl_1_16_names.json").read_text(encoding="utf-8"))
-STORED = json.loads((DATA / "trl_defaults.json").read_text(encoding="utf-8"))
-CONFIGS = STORED.keys() - {"TrainingArguments"}
 VERL_KEYS = (DATA / "verl_ppo_trainer_keys.txt").read_text(encoding="utf-8").split()
 
 
@@ -37,36 +36,20 @@ def command_of(config: str) -> str:
     return next(row.name for row in REGISTRY.values() if row.config.endswith(f":{config}"))
 
 
-def defaults_of(config: str) -> dict[str, Any]:
-    """All defaults of TRL's config; those that it computes as it computes them."""
-    return {**STORED["TrainingArguments"]["defaults"], **STORED[config]["defaults"], "bf16": True}
-
-
-@pytest.mark.parametrize("config", sorted(CONFIGS))
+@pytest.mark.parametrize("config", CONFIGS)
 def test_each_option_of_trl_is_one_here_or_in_the_table(config: str) -> None:
     counted = {*("batch_size", "mini_batch_size", "micro_batch_size", "local_batch_size", "local_mini_batch_size")}
     computed = {*counted, "world_size", "num_total_batches", "stop_token_id"} if config == "PPOConfig" else set()
     assert not defaults_of(config).keys() - options_of(command_of(config)) - TRL.keys() - computed
 
 
-# What differs, but means the same.
-SAME = {
-    "remove_unused_columns": "the data layer chooses the columns",
-    "vllm_server_host": "for a client, 0.0.0.0 is this machine",
-    "vllm_importance_sampling_correction": "None: True where it is possible",
-    "cpo_alpha": "None: 1 where the loss has an NLL term",
-    "use_bias_correction_kl": "written if there is a KL term",
-    "debug": "nothing either way",
-}
-
-
-@pytest.mark.parametrize("config", sorted(CONFIGS))
+@pytest.mark.parametrize("config", CONFIGS)
 def test_every_default_that_differs_is_in_the_table(config: str) -> None:
     ours = {option["name"]: option.get("default") for option in schema_options(command_of(config))}
     theirs = defaults_of(config)
     renamed = {name: row.options[0] for name, row in TRL.items() if row.kind == "renamed" and name not in ours}
     theirs |= {renamed[name]: theirs[name] for name in renamed.keys() & theirs.keys()}
-    compared = ours.keys() & theirs.keys() - SAME.keys() - FLAT_NAMES.keys()
+    compared = ours.keys() & theirs.keys() - NOT_COMPARED
     differing = {name: theirs[name] for name in compared if theirs[name] not in (ours[name], [ours[name]])}
     no_limit = {"max_prompt_length": None} if "max_prompt_length" in ours else {}
     assert {**differing, **no_limit} == DEFAULTS[config]
@@ -81,7 +64,7 @@ def test_keys_have_the_defaults_of_trl(name: str) -> None:
     option = next(option for option in GRPOConfig.kwargs_options if option.name == FLAT_NAMES[name].option)
     fields = [field for params in option.choices.values() for field in dataclasses.fields(params)]
     defaults = [field.default for field in fields if field.name == FLAT_NAMES[name].key]
-    theirs = next(values[name] for values in map(defaults_of, sorted(CONFIGS)) if name in values)
+    theirs = next(values[name] for values in map(defaults_of, CONFIGS) if name in values)
     assert theirs in defaults
 
 

@@ -64,30 +64,34 @@ def migrate_trl_yaml(text: str, algorithm: str | None = None) -> Migrated:
     result, lines = Migrated(text), text.splitlines(keepends=True)
     for step in trl_options.steps_of(config, {*options_of(algorithm), "env"}, values):
         key, value = entries[step.name]
-        first, end = key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0)
-        if step.kind == "rename":
-            lines[first] = lines[first].replace(step.name, next(iter(step.options)), 1)
-        elif step.kind == "replace":
-            written = yaml.safe_dump(dict(step.options), sort_keys=False) if step.options else ""
-            lines[first:end] = [written, *[""] * (end - first - 1)]  # the other places stay
-        elif step.kind == "comment":
-            lines[first:end] = [f"# {line}" for line in lines[first:end]]
-            lines[first] = f"# to do: {step.name} {step.says}\n{lines[first]}"
-        (result.open if step.is_open else result.changes).append((first + 1, f"{step.name} {step.says}"))
+        _apply(step, lines, key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0))
+        said = (key.start_mark.line + 1, f"{step.name} {step.says}")
+        (result.open if step.is_open else result.changes).append(said)
         values.update(step.options)
     if missing := trl_options.missing_defaults(config, values):
         written = yaml.safe_dump(missing, sort_keys=False)
-        lines.append(
-            f"{'' if text.endswith(chr(10)) else chr(10)}# TRL's defaults that differ from those of prefrl.\n"
-        )
-        lines.append(written)
-        result.changes.append(
-            (len(lines), f"TRL's defaults are written out: {', '.join(written.split(chr(10)))[:-2]}")
-        )
+        start = "" if text.endswith("\n") else "\n"
+        lines += [start, "# TRL's defaults that differ from those of prefrl.\n", written]
+        shown = ", ".join(written.splitlines())
+        result.changes.append((len(lines), trl_options.say_written(missing, values, shown)))
     result.text = "".join(lines)
     result.changes.sort()
     result.open.sort()
     return result
+
+
+def _apply(step: trl_options.Step, lines: list[str], first: int, end: int) -> None:
+    """Change the lines of an option, from the first to the one before the end; all other lines keep their places."""
+    while end > first + 1 and lines[end - 1].lstrip()[:1] in ("", "#"):
+        end -= 1  # the end of a list is the next option; what lies between belongs to that
+    if step.kind == "rename":
+        lines[first] = lines[first].replace(step.name, next(iter(step.options)), 1)
+    elif step.kind == "replace":
+        written = yaml.safe_dump(dict(step.options), sort_keys=False) if step.options else ""
+        lines[first:end] = [written, *[""] * (end - first - 1)]
+    elif step.kind == "comment":
+        lines[first:end] = [f"# {line}" for line in lines[first:end]]
+        lines[first] = f"# to do: {step.name} {step.says}\n{lines[first]}"
 
 
 def _algorithm_of(names: Collection[str]) -> str:

@@ -12,7 +12,7 @@ from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import converted
 
-__all__ = ["NAMES", "UNKNOWN", "Step", "config_of", "missing_defaults", "steps_of"]
+__all__ = ["NAMES", "UNKNOWN", "Step", "config_of", "missing_defaults", "say_written", "steps_of"]
 
 NAMES = {**TRANSFORMERS, **TRL}
 UNKNOWN = object()  # a value that is known only when the file runs
@@ -83,6 +83,13 @@ def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if config == "GRPOConfig" and values.get("beta", 0.0) != 0.0 and "use_bias_correction_kl" not in values:
         missing["use_bias_correction_kl"] = True
     return missing
+
+
+def say_written(missing: Mapping[str, Any], values: Mapping[str, Any], shown: str) -> str:
+    """What to say about defaults that are written into a file."""
+    needs_gpu = missing.get("bf16") and values.get("use_cpu") is not True
+    note = ". bf16 needs a GPU that has it, or use_cpu, as in TRL; on others, set it to false" if needs_gpu else ""
+    return f"TRL's defaults are written out: {shown}{note}"
 
 
 def _known(config: str | None, name: str, values: Mapping[str, Any]) -> Step | None:

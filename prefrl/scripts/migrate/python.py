@@ -296,7 +296,8 @@ class _Script:
             self.result.open.append((node.lineno, text))
             return
         self._add(node, parts)
-        self.result.changes.append((node.lineno, f"{name}: TRL's defaults are written out: {', '.join(parts)}"))
+        said = options.say_written(missing, values, ", ".join(parts))
+        self.result.changes.append((node.lineno, f"{name}: {said}"))
 
     def _add(self, node: ast.Call, parts: list[str]) -> None:
         """Add arguments after those of a call, in lines of their own if the last one has its own."""
@@ -338,8 +339,8 @@ class _Script:
                 line = f"{call}{''.join(f'{indent}    {part},' for part in parts)}{indent})"
             _, end = self._span(statement)
             self._edit(end, end, line)
-            text = f"{config}: TRL's defaults are written out: {', '.join(parts)}"
-            self.result.changes.append((statement.lineno, text))
+            said = options.say_written(missing, {}, ", ".join(parts))
+            self.result.changes.append((statement.lineno, f"{config}: {said}"))
             return
         called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         for node in ast.walk(self.tree):
@@ -408,6 +409,9 @@ class _Script:
         elif comma is not None:
             end = re.compile(rb"[ \t]*").match(self.source, end).end()  # type: ignore[union-attr]  # matches nothing, too
         else:
+            while before_it := next((edit for edit in self.edits if edit.end == start and not edit.text), None):
+                self.edits.remove(before_it)  # removed as well, but not the comma before it
+                start = before_it.start
             before = re.compile(rb",\s*$").search(self.source, 0, start)
             start = start if before is None else before.start()
         self._edit(start, end, "")

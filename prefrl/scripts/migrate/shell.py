@@ -194,7 +194,7 @@ class _Shell:
         line = re.search(r"\\\n([ \t]*)", words)
         between = " " if line is None else f" \\\n{line[1]}"
         self._edit(command.start, command.start, between + _words(missing))
-        self._say(command.head, f"TRL's defaults are written out: {_words(missing)}")
+        self._say(command.head, options.say_written(missing, values, _words(missing)))
 
     def _comment(self, head: int, text: str) -> None:
         """A line above the first line of a command."""
