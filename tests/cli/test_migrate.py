@@ -122,6 +122,11 @@ CALLS = [
     pytest.param("SFTConfig(padding_free=True)", f"SFTConfig({EVERY})", id="the only keyword is removed"),
     pytest.param("SFTConfig(seed=1, padding_free=True)", f"SFTConfig(seed=1, {EVERY})", id="the last one is removed"),
     pytest.param("SFTConfig(seed=1, padding_free=1, pad_to_multiple_of=8)", f"SFTConfig(seed=1, {EVERY})", id="two"),
+    pytest.param(
+        "SFTConfig(\n    seed=1, padding_free=1,  # a\n    pad_to_multiple_of=8)",
+        f"SFTConfig(\n    seed=1,\n    {EVERY.replace(', ', f',{chr(10)}    ')},   # a\n    )",
+        id="two of two lines",
+    ),
     pytest.param("SFTConfig(padding_free=True, seed=1)", f"SFTConfig(seed=1, {EVERY})", id="the first one is removed"),
     pytest.param('SFTConfig(loss_type="chunked_nll")', f'SFTConfig(loss_type="nll", {EVERY})', id="value"),
     pytest.param(

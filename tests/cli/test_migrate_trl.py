@@ -234,6 +234,7 @@ def test_comments_stay_where_they_are() -> None:
         ("trl env", "prefrl env"),
         ("pip install trl[peft,vllm]==1.16.0", "pip install prefrl[peft]"),
         ('pip install "trl>=1"', 'pip install "prefrl"'),
+        (". envs/trl/bin/activate", ". envs/trl/bin/activate"),
         ("accelerate launch x.py --seed 1", "accelerate launch x.py --seed 1"),
     ],
 )

@@ -7,7 +7,7 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import prefrl
@@ -57,7 +57,6 @@ class _Script:
             self.starts.append(self.starts[-1] + len(line))
         self.names: dict[str, str] = {}  # names in the script -> those of TRL
         self.module: str | None = None  # what the script calls trl
-        self.removed: list[ast.keyword | ast.alias] = []
         self.needs_trl = False  # whether it still imports something of trl
         self.own: list[str] = []  # options that no trainer reads, only the script
 
@@ -189,7 +188,10 @@ class _Script:
             self._edit(start, end, line.rstrip())
         else:
             self._edit(start, start, line)
-            self._remove(alias)
+            start, end = self._whole(alias)
+            if alias is node.names[-1]:  # with the comma before it
+                start = self.source.rindex(b",", 0, start)
+            self._edit(start, end, "")
         self._edit(*self._span(self.parsed.parser), "ArgumentParser")
         self.result.changes.append((self.parsed.parser.lineno, "prefrl's ArgumentParser also knows TRL's names"))
 
@@ -262,6 +264,7 @@ class _Script:
         values = {option: _literal(keyword.value) for option, keyword in keywords.items()}
         if node.args:
             values["output_dir"] = _literal(node.args[0])
+        removed: list[ast.expr | ast.keyword] = []
         for step in options.steps_of(name, accepted(name), values):
             keyword = keywords[step.name]
             said = f"{name}({step.name}=...) {step.says}"
@@ -271,52 +274,80 @@ class _Script:
             elif step.kind == "replace" and step.options:
                 self._edit(*self._span(keyword), ", ".join(_assignments(step.options)))
             elif step.kind != "keep":
-                self._remove(keyword)
+                removed.append(keyword)
             if step.kind == "comment":
-                self._comment(keyword, f"to do: {_flat(self.source[slice(*self._span(keyword))])} {step.says}")
+                self._comment(node, keyword, f"to do: {_flat(self.source[slice(*self._span(keyword))])} {step.says}")
             (self.result.open if step.is_open else self.result.changes).append((keyword.lineno, said))
             values.update(step.options)
-        self._defaults(node, name, values)
+        self._replace(node, removed, self._defaults(node, name, values))
 
-    def _comment(self, keyword: ast.keyword, text: str) -> None:
-        """A comment in a line of its own above an argument."""
-        start = self.starts[keyword.lineno - 1]
-        indent = re.compile(rb"[ \t]*").match(self.source, start)
+    def _comment(self, node: ast.Call, keyword: ast.keyword, text: str) -> None:
+        """A comment in a line of its own above an argument of a call."""
+        line = keyword.lineno
+        for part in sorted(_arguments(node), key=lambda part: -part.lineno):
+            if part.lineno < line <= (part.end_lineno or 0):
+                line = part.lineno  # not inside another argument
+        while self.source[: self.starts[line - 1]].endswith(b"\\\n"):
+            line -= 1
+        indent = re.compile(rb"[ \t]*").match(self.source, self.starts[line - 1])
         assert indent is not None
-        self.edits.append(Edit(start, start, f"{indent[0].decode()}# {text}\n"))
+        self._edit(indent.start(), indent.start(), f"{indent[0].decode()}# {text}\n")
 
-    def _defaults(self, node: ast.Call, name: str, values: dict[str, Any]) -> None:
-        """Add what TRL would have taken, where the default differs."""
+    def _defaults(self, node: ast.Call, name: str, values: dict[str, Any]) -> list[str]:
+        """The arguments that say what TRL would have taken, where the default differs."""
         missing = options.missing_defaults(name, values)
-        if not missing:
-            return
         parts = _assignments(missing)
-        if any(keyword.arg is None for keyword in node.keywords):
+        if parts and any(keyword.arg is None for keyword in node.keywords):
             text = f"{name}: TRL's defaults are {', '.join(parts)}, unless ** sets them"
             self.result.open.append((node.lineno, text))
-            return
-        self._add(node, parts)
-        said = options.say_written(missing, values, ", ".join(parts))
-        self.result.changes.append((node.lineno, f"{name}: {said}"))
+            return []
+        if parts:
+            said = options.say_written(missing, values, ", ".join(parts))
+            self.result.changes.append((node.lineno, f"{name}: {said}"))
+        return parts
 
-    def _add(self, node: ast.Call, parts: list[str]) -> None:
-        """Add arguments after those of a call, in lines of their own if the last one has its own."""
-        given: list[Any] = [*node.args, *node.keywords]
-        kept = [part for part in given if part not in self.removed]
-        last = max(kept, key=lambda part: self._span(part)[1], default=None)
-        _, end = self._span(node)
-        if last is None:
-            begin = self.source.index(b"(", self._span(node.func)[1]) + 1
-            self._edit(begin, begin, ", ".join(parts))
+    def _replace(self, node: ast.Call, removed: Collection[ast.expr | ast.keyword], added: list[str]) -> None:
+        """Remove arguments of a call, and add others at its end."""
+        given = sorted(_arguments(node), key=self._span)
+        kept = [part for part in given if part not in removed]
+        begin = self.source.index(b"(", self._span(node.func)[1]) + 1
+        stop = self._span(kept[-1])[1] if kept else begin
+        last = [part for part in given if part in removed and self._span(part)[0] >= stop]
+        is_one_line = bool(last) and last[-1].end_lineno == (kept[-1].end_lineno if kept else node.lineno)
+        for part in removed:
+            if not (is_one_line and part in last):
+                self._edit(*self._whole(part), "")
+        if is_one_line:  # with the comma before them
+            self._edit(stop, self._span(last[-1])[1], "")
+        if not added:
             return
+        if kept:
+            self._add(node, kept[-1], added)
+        else:
+            self._edit(begin, begin, ", ".join(added))
+
+    def _whole(self, part: ast.expr | ast.keyword | ast.alias) -> tuple[int, int]:
+        """The place of an argument with the comma behind it, and its lines if nothing else is on them."""
+        start, end = self._span(part)
+        comma = re.compile(rb"[ \t]*,").match(self.source, end)
+        end = end if comma is None else comma.end()
+        line = self.source.rfind(b"\n", 0, start) + 1
+        rest = re.compile(rb"[ \t]*(#[^\n]*)?\n").match(self.source, end)
+        if rest is not None and not self.source[line:start].strip():
+            return line, rest.end()
+        blanks = re.compile(rb"[ \t]*").match(self.source, end)
+        return start, end if comma is None or blanks is None or rest is not None else blanks.end()
+
+    def _add(self, node: ast.Call, last: ast.expr | ast.keyword, parts: list[str]) -> None:
+        """Add arguments after the last one, in lines of their own if it has its own."""
         start, stop = self._span(last)
         line = self.source[self.starts[last.lineno - 1] : start]
         if line.strip() or last.lineno == node.lineno:
             self._edit(stop, stop, ", " + ", ".join(parts))
             return
         indent = line.decode()
-        rest = re.compile(rb"[ \t]*,?[ \t]*(#[^\n]*)?\n").match(self.source, stop, end)
-        if rest is None:  # the call ends in this line
+        rest = re.compile(rb"[ \t]*,?[ \t]*(#[^\n]*)?\n").match(self.source, stop, self._span(node)[1])
+        if rest is None:  # the call ends in this line, or what is removed begins
             self._edit(stop, stop, "".join(f",\n{indent}{part}" for part in parts))
             return
         # The line's own comment stays behind its argument.
@@ -395,27 +426,6 @@ class _Script:
         self._edit(start, start + len(keyword.arg), name)
         self.result.changes.append((keyword.lineno, f"{keyword.arg} is {name} here"))
 
-    def _remove(self, keyword: ast.keyword | ast.alias) -> None:
-        """Remove a keyword or an imported name with its comma, and its lines if nothing else is on them."""
-        self.removed.append(keyword)
-        start, end = self._span(keyword)
-        comma = re.compile(rb"\s*,").match(self.source, end)
-        if comma is not None:
-            end = comma.end()
-        line = self.source.rfind(b"\n", 0, start) + 1
-        rest = re.compile(rb"[ \t]*(#[^\n]*)?\n").match(self.source, end)
-        if rest is not None and not self.source[line:start].strip():
-            start, end = line, rest.end()
-        elif comma is not None:
-            end = re.compile(rb"[ \t]*").match(self.source, end).end()  # type: ignore[union-attr]  # matches nothing, too
-        else:
-            while before_it := next((edit for edit in self.edits if edit.end == start and not edit.text), None):
-                self.edits.remove(before_it)  # removed as well, but not the comma before it
-                start = before_it.start
-            before = re.compile(rb",\s*$").search(self.source, 0, start)
-            start = start if before is None else before.start()
-        self._edit(start, end, "")
-
 
 def _remedy_of(name: str) -> str:
     return NAMES.get(name, "trl stays imported")
@@ -452,6 +462,10 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except ValueError:
         return options.UNKNOWN
+
+
+def _arguments(node: ast.Call) -> list[ast.expr | ast.keyword]:
+    return [*node.args, *node.keywords]
 
 
 def _assignments(values: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,8 @@ _WORD = re.compile(
 _FLAG = re.compile(r"""--([A-Za-z_][\w-]*)(?:(?:=|[ \t]+)(?!-[A-Za-z-])("[^"\n]*"|'[^'\n]*'|[^\s\\"'`]+))?""")
 _PACKAGE = re.compile(r"""(["']|(?<=pip install ))trl(\[[\w,-]*\])?( @ [^"']*|[=<>~!][^"'\s]*)?(\1|(?=\s|$))""")
 _MENTION = re.compile(
-    r"(?m)^(?![ \t]*#).*?(?<![\w-])(?:trl[ \t]+[a-z]|trl[./]\w|(?:import|from)[ \t]+trl\b|install\b.*[ \t]trl\b)"
+    r"(?m)^(?![ \t]*#).*?(?<![\w-])"
+    r"(?:trl[ \t]+[a-z]|trl[./](?:scripts|examples|cli)\b|(?:import|from)[ \t]+trl\b|install\b.*[ \t]trl\b)"
 )
 
 
@@ -123,7 +124,7 @@ class _Shell:
         """The words that start the command."""
         old, words = self.text[command.head : command.start], self.text[command.start : command.end]
         said = f"{old} is {command.words}"
-        if old.startswith("trl") and command.name in REGISTRY and "--num_processes" not in words:
+        if command.words.startswith("prefrl") and command.name in REGISTRY and "--num_processes" not in words:
             said += ", which is one process unless num_processes is set; trl starts one for each GPU"
         self._edit(command.head, command.start, command.words)
         self._say(command.head, said)
