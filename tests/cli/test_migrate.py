@@ -118,6 +118,7 @@ EVERY = f"gradient_checkpointing=True, bf16=True, {LOGS}"
 CALLS = [
     pytest.param("SFTConfig()", f"SFTConfig({EVERY})", id="nothing given"),
     pytest.param("SFTConfig(fp16=True)", f"SFTConfig(fp16=True, gradient_checkpointing=True, {LOGS})", id="fp16"),
+    pytest.param("SFTConfig(fp16=False)", f"SFTConfig(fp16=False, {EVERY})", id="no fp16"),
     pytest.param("SFTConfig(max_seq_length=n)", f"SFTConfig(max_length=n, {EVERY})", id="renamed, not a literal"),
     pytest.param("SFTConfig(padding_free=True)", f"SFTConfig({EVERY})", id="the only keyword is removed"),
     pytest.param("SFTConfig(seed=1, padding_free=True)", f"SFTConfig(seed=1, {EVERY})", id="the last one is removed"),

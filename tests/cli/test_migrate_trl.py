@@ -338,6 +338,12 @@ def test_an_algorithm_that_is_none_or_not_needed(
     assert words in capsys.readouterr().err
 
 
+def test_an_algorithm_may_be_named_beside_other_files(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("trl grpo\n")
+    (tmp_path / "a.yaml").write_text("beta: 0.1\n")
+    assert main(["migrate", str(tmp_path / "a.sh"), str(tmp_path / "a.yaml"), "--algorithm", "grpo"]) == 0
+
+
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(f"{IMPORT}from trl.rewards import accuracy_reward\nx = SFTConfig(beta=1)\n")
     (tmp_path / "a.sh").write_text("trl sft\n")

@@ -7,20 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
-    *(
-        "Row",
-        "aside",
-        "asked",
-        "becomes",
-        "column",
-        "if_set",
-        "if_set_key",
-        "layers",
-        "loggers",
-        "not_needed",
-        "not_there",
-    ),
-    *("renamed", "sampled_top_k", "server"),
+    *("Row", "aside", "asked", "becomes", "column", "if_set", "if_set_key", "layers", "loggers", "not_needed"),
+    *("not_there", "renamed", "sampled_top_k", "server"),
 ]
 
 _UNSET = (None, "", "None", -1)

@@ -75,6 +75,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("no files: the command is prefrl migrate FILE ... [--diff] [--in_place] [--output FILE]")
     if options.output is not None and len(names) > 1:
         raise ConfigError(f"output={options.output!r}: one file for {len(names)}. Leave it out.")
+    has_yaml = options.source in (None, "trl") and any(name.endswith((".yaml", ".yml")) for name in names)
+    if options.algorithm is not None and not has_yaml:
+        raise ConfigError(f"algorithm={options.algorithm!r}: only YAML files of TRL need it. Leave it out.")
     return 3 if sum(_migrate(Path(name), options) for name in names) else 0
 
 
@@ -137,8 +140,6 @@ def _source_of(file: Path, text: str) -> Library:
 
 def _migrated(file: Path, text: str, source: Library, algorithm: str | None) -> Migrated:
     is_yaml = file.suffix in (".yaml", ".yml")
-    if algorithm is not None and not (is_yaml and source == "trl"):
-        raise ConfigError(f"algorithm={algorithm!r} has no effect: only YAML files of TRL need it. Leave it out.")
     if source == "cosmos_rl":
         return migrate_cosmos_rl(text)
     if source == "verl":

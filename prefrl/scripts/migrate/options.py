@@ -78,7 +78,7 @@ def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
     missing = {
         name: value for name, value in DEFAULTS.get(config, {}).items() if name not in values and name not in off
     }
-    if values.keys() & {"fp16", "bf16"}:
+    if values.get("fp16", False) is not False:
         missing.pop("bf16", None)
     if config == "GRPOConfig" and values.get("beta", 0.0) != 0.0 and "use_bias_correction_kl" not in values:
         missing["use_bias_correction_kl"] = True
