@@ -3,7 +3,7 @@
     pip install -e '.[bench]' && python -m benchmarks.agreement_with_trl [--output values.json]
 
 Policy and reference are different random models, so that no term is zero. `--output` stores TRL's values with a
-description of the inputs, for the comparison in `tests/golden`.
+description of the inputs, for the comparison in `tests/golden`, and those of a whole script for TRL.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.table import Table
 
 from prefrl.registry import REGISTRY
 from tests.golden.cases import AGREEMENT_CASES, AgreementCase, Inputs, inputs_of, prefrl_values
+from tests.golden.trl_script import SCRIPT, values_of
 
 TOLERANCE = 1e-4
 
@@ -88,6 +89,7 @@ def main() -> int:
         from importlib.metadata import version
 
         content = {"trl": version("trl"), "transformers": version("transformers"), "values": stored}
+        content["script"] = values_of(SCRIPT)
         arguments.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(failed > 0)
 

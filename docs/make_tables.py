@@ -140,6 +140,7 @@ def rows_of(name: str) -> str:
         "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
         "trl_names": (["name", "prefrl"], _trl_names),
+        "transformers": (["transformers 4", "prefrl"], lambda: _foreign("transformers.TRANSFORMERS")),
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
         "verl_sft": (["verl", "prefrl"], _verl_sft),
@@ -258,7 +259,10 @@ def _errors() -> Iterator[list[str]]:
 
 
 _FOREIGN = "prefrl.options.foreign"
-_KINDS = {"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: ", "not there": "no counterpart: "}
+_KINDS = {
+    **{"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: "},
+    **{"not there": "no counterpart: ", "aside": "no counterpart: "},
+}
 
 
 def _foreign(path: str) -> Iterator[list[str]]:

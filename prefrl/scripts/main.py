@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line without the program's name; None: the one of this process.
 
     Returns:
-        The exit code: 0, 1 if a file or the output fails, 2 for anything that prefrl refuses, or 130 after Ctrl-C.
+        The exit code: 0, 1 if a file or the output fails, 2 for anything that prefrl refuses, 3 if `prefrl
+        migrate` leaves something to do, or 130 after Ctrl-C.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)

@@ -16,10 +16,8 @@ from datasets import Dataset
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
 from prefrl.scripts.main import main
-from prefrl.scripts.migrate.config import migrate_trl_yaml
 from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.python import migrate_script
-from prefrl.scripts.migrate.shell import migrate_commands
 from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.schema.writer import parser_of
 
@@ -91,10 +89,12 @@ if __name__ == "__main__":
         use_cpu=True,
         report_to="none",
         beta=0.0,
-        max_prompt_length=None,
         temperature=1.0,
+        max_prompt_length=None,
         gradient_checkpointing=True,
         bf16=True,
+        logging_first_step=False,
+        logging_nan_inf_filter=True,
     )
 '''
 
@@ -104,8 +104,8 @@ def test_a_script_is_migrated_keeps_its_looks_and_runs(workspace: Path, model_fo
     assert result.text.startswith(MIGRATED)
     assert result.text[len(MIGRATED) :] == SCRIPT[SCRIPT.index("    trainer =") :]
     assert not result.open
-    assert (23, "GRPOConfig(cast_lm_head_to_fp32=...) removed: it is not needed here: ") in [
-        (line, text[:69]) for line, text in result.changes
+    assert (23, "GRPOConfig(cast_lm_head_to_fp32=...) is not needed here: ") in [
+        (line, text[:57]) for line, text in result.changes
     ]
     assert migrate_script(result.text).text == result.text
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -114,13 +114,21 @@ def test_a_script_is_migrated_keeps_its_looks_and_runs(workspace: Path, model_fo
 
 
 IMPORT = "from trl import CPOConfig, GRPOConfig, KTOConfig, RewardTrainer, SFTConfig, SFTTrainer\n"
-EVERY = "gradient_checkpointing=True, bf16=True"
+LOGS = "logging_first_step=False, logging_nan_inf_filter=True"
+EVERY = f"gradient_checkpointing=True, bf16=True, {LOGS}"
 CALLS = [
     pytest.param("SFTConfig()", f"SFTConfig({EVERY})", id="nothing given"),
-    pytest.param("SFTConfig(fp16=True)", "SFTConfig(fp16=True, gradient_checkpointing=True)", id="fp16"),
+    pytest.param("SFTConfig(fp16=True)", f"SFTConfig(fp16=True, gradient_checkpointing=True, {LOGS})", id="fp16"),
+    pytest.param("SFTConfig(fp16=False)", f"SFTConfig(fp16=False, {EVERY})", id="no fp16"),
     pytest.param("SFTConfig(max_seq_length=n)", f"SFTConfig(max_length=n, {EVERY})", id="renamed, not a literal"),
     pytest.param("SFTConfig(padding_free=True)", f"SFTConfig({EVERY})", id="the only keyword is removed"),
     pytest.param("SFTConfig(seed=1, padding_free=True)", f"SFTConfig(seed=1, {EVERY})", id="the last one is removed"),
+    pytest.param("SFTConfig(seed=1, padding_free=1, pad_to_multiple_of=8)", f"SFTConfig(seed=1, {EVERY})", id="two"),
+    pytest.param(
+        "SFTConfig(\n    seed=1, padding_free=1,  # a\n    pad_to_multiple_of=8)",
+        f"SFTConfig(\n    seed=1,\n    {EVERY.replace(', ', f',{chr(10)}    ')},   # a\n    )",
+        id="two of two lines",
+    ),
     pytest.param("SFTConfig(padding_free=True, seed=1)", f"SFTConfig(seed=1, {EVERY})", id="the first one is removed"),
     pytest.param('SFTConfig(loss_type="chunked_nll")', f'SFTConfig(loss_type="nll", {EVERY})', id="value"),
     pytest.param(
@@ -131,7 +139,7 @@ CALLS = [
     ),
     pytest.param(
         "KTOConfig(bf16=False)",
-        'KTOConfig(bf16=False, train_sampling_strategy="sequential", gradient_checkpointing=True)',
+        f'KTOConfig(bf16=False, train_sampling_strategy="sequential", gradient_checkpointing=True, {LOGS})',
         id="kto",
     ),
     pytest.param("training_args.max_seq_length", "training_args.max_length", id="attribute"),
@@ -209,12 +217,14 @@ PARSED_CHANGES = """\
 -    parser = HfArgumentParser((PPOConfig, ModelConfig))
 +    parser = ArgumentParser((PPOScriptConfig, ModelConfig))
 +    parser.set_defaults(
-+        learning_rate=5e-05,
++        learning_rate=3e-06,
 +        max_completion_length=53,
 +        max_prompt_length=None,
 +        temperature=0.7,
 +        gradient_checkpointing=True,
 +        bf16=True,
++        logging_first_step=False,
++        logging_nan_inf_filter=True,
 +    )
 -    remote = {"trust_remote_code": model_args.trust_remote_code}
 +    remote = {"trust_remote_code": training_args.trust_remote_code}
@@ -239,7 +249,7 @@ def test_a_script_that_parses_its_options_is_migrated_and_runs(
     exec(compile(result.text, "migrated", "exec"), module.__dict__)
     assert module.STEPS == 1
     args = module.training_args
-    assert (args.temperature, args.max_completion_length, args.learning_rate, args.bf16) == (0.7, 2, 5e-5, True)
+    assert (args.temperature, args.max_completion_length, args.learning_rate, args.bf16) == (0.7, 2, 3e-6, True)
 
 
 def test_a_parser_alone_is_replaced_and_a_block_keeps_a_statement() -> None:
@@ -260,7 +270,7 @@ def test_defaults_of_a_parser_without_a_name_are_told() -> None:
     assert "SFTConfig is parsed from options, and some defaults differ" in result.open[0][1]
     lines[1] = "x = 1\np = TrlParser(SFTConfig)  # kept"
     migrated = migrate_script("\n".join(lines)).text
-    assert migrated.endswith("SFTConfig)\np.set_defaults(gradient_checkpointing=True, bf16=True)  # kept\n")
+    assert migrated.endswith(f"SFTConfig)\np.set_defaults({EVERY})  # kept\n")
 
 
 def test_a_namesake_stays_imported_from_trl() -> None:
@@ -282,34 +292,6 @@ def test_imports_of_what_is_not_there_stay() -> None:
 def test_a_script_without_trl_stays() -> None:
     script = "from other import SFTConfig\nx = SFTConfig(padding_free=True)  # trl sft --padding_free\n"
     assert migrate_script(script).text == script
-
-
-def test_commands_of_shell_scripts() -> None:
-    script = (
-        "pip install trl\ntrl vllm-serve --model m\naccelerate launch x.py --padding_free\n"
-        "A=1 trl sft --max_seq_length 5 --padding_free \\\n  --is_encoder_decoder \\\n"
-        "  --vllm_mode 'x'\ncontrol/trl sft\n"
-    )
-    result = migrate_commands(script)
-    assert result.text == (
-        "pip install prefrl\nprefrl vllm-serve --model m\naccelerate launch x.py --padding_free\n"
-        "A=1 prefrl sft --max_length 5 \\\n  --is_encoder_decoder\ncontrol/trl sft\n"
-    )
-    assert [line for line, _ in result.open] == [5]
-    assert migrate_commands(result.text).text == result.text
-
-
-def test_yaml_of_trl_keeps_comments() -> None:
-    text = (
-        "# a run\nmax_seq_length: 512  # tokens\ntransformers_continuous_batching_config:\n  a: true\n"
-        "generation_kwargs: {top_p: 0.9}\nlog_completions_hub_repo: x\nlearning_rate: 1e-5\n"
-    )
-    result = migrate_trl_yaml(text)
-    assert result.text == (
-        "# a run\nmax_length: 512  # tokens\ntop_p: 0.9\nlog_completions_hub_repo: x\nlearning_rate: 1e-5\n"
-    )
-    assert [line for line, _ in result.open] == [6]
-    assert migrate_trl_yaml(result.text).text == result.text
 
 
 VERL = """\
@@ -569,7 +551,7 @@ def test_files_are_written_beside_or_in_place_or_not_at_all(
     assert main(["migrate", str(script), "--diff"]) == 0
     assert "-from trl import SFTTrainer\n+from prefrl import SFTTrainer\n" in capsys.readouterr().out
     assert not beside.exists()
-    assert main(["migrate", str(script), str(toml)]) == 0
+    assert main(["migrate", str(script), str(toml)]) == 3
     assert (script.read_text(), beside.read_text()) == (old, new)
     assert (tmp_path / "b_prefrl.yaml").read_text().startswith("# prefrl sft --config FILE\n")
     assert f"{toml}:12: to do: policy.parallelism.tp_size=4" in capsys.readouterr().out

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from prefrl.scripts.migrate.python import migrate_script
 from tests.golden.cases import AGREEMENT_CASES, prefrl_values
+from tests.golden.trl_script import SCRIPT, values_of
 
-STORED = json.loads((Path(__file__).parent / "trl_1_16.json").read_text(encoding="utf-8"))["values"]
+GOLDEN = json.loads((Path(__file__).parent / "trl_1_16.json").read_text(encoding="utf-8"))
+STORED = GOLDEN["values"]
 EQUAL = [name for name, case in AGREEMENT_CASES.items() if case.differs_because is None]
 
 
@@ -27,3 +30,9 @@ def test_the_inputs_tell_losses_apart() -> None:
     """Sorting changes something, and KTO's KL is above its lower bound 0."""
     assert STORED["dpo aot"] != STORED["dpo sigmoid even"]
     assert prefrl_values(AGREEMENT_CASES["kto"])["kl"] > 0.1
+
+
+def test_a_migrated_script_starts_as_the_original_does() -> None:
+    result = migrate_script(SCRIPT)
+    assert not result.open
+    assert values_of(result.text) == pytest.approx(GOLDEN["script"], rel=1e-4)

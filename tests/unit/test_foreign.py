@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -11,26 +12,61 @@ from typing import Any
 import pytest
 
 import prefrl
-from prefrl import ConfigError, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from prefrl import ConfigError, DPOConfig, GRPOConfig, PPOConfig, SFTConfig, rewards
 from prefrl.options.foreign import ARGUMENTS, LIBRARIES, advice, row_of
-from prefrl.options.foreign.trl import DEFAULTS, TRL, VALUES
+from prefrl.options.foreign.transformers import TRANSFORMERS
+from prefrl.options.foreign.trl import DEFAULTS, REWARDS, TRAINER_NAMES, TRL, VALUES
 from prefrl.options.foreign.verl import VERL
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import every_option, options_of
+from prefrl.scripts.schema.parser import options_of as schema_options
 from prefrl.trainer.base.options.kwargs import KwargsOption
+from prefrl.trainer.online.flat_names import FLAT_NAMES
+from tests.trl_defaults import CONFIGS, NOT_COMPARED, defaults_of
 
-NAMES = json.loads((Path(__file__).parents[1] / "data" / "trl_1_16_names.json").read_text(encoding="utf-8"))
-VERL_KEYS = (Path(__file__).parents[1] / "data" / "verl_ppo_trainer_keys.txt").read_text(encoding="utf-8").split()
+DATA = Path(__file__).parents[1] / "data"
+NAMES = json.loads((DATA / "trl_1_16_names.json").read_text(encoding="utf-8"))
+VERL_KEYS = (DATA / "verl_ppo_trainer_keys.txt").read_text(encoding="utf-8").split()
 
 
 def parameters(name: str) -> set[str]:
     return set(inspect.signature(getattr(prefrl, name).__init__).parameters) - {"self"}
 
 
-@pytest.mark.parametrize("config", NAMES["configs"])
+def command_of(config: str) -> str:
+    return next(row.name for row in REGISTRY.values() if row.config.endswith(f":{config}"))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_each_option_of_trl_is_one_here_or_in_the_table(config: str) -> None:
-    known = options_of(next(row.name for row in REGISTRY.values() if row.config.endswith(f":{config}")))
-    assert not {*NAMES["configs"][config]} - known - TRL.keys()
+    counted = {*("batch_size", "mini_batch_size", "micro_batch_size", "local_batch_size", "local_mini_batch_size")}
+    computed = {*counted, "world_size", "num_total_batches", "stop_token_id"} if config == "PPOConfig" else set()
+    assert not defaults_of(config).keys() - options_of(command_of(config)) - TRL.keys() - computed
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_default_that_differs_is_in_the_table(config: str) -> None:
+    ours = {option["name"]: option.get("default") for option in schema_options(command_of(config))}
+    theirs = defaults_of(config)
+    renamed = {name: row.options[0] for name, row in TRL.items() if row.kind == "renamed" and name not in ours}
+    theirs |= {renamed[name]: theirs[name] for name in renamed.keys() & theirs.keys()}
+    compared = ours.keys() & theirs.keys() - NOT_COMPARED
+    differing = {name: theirs[name] for name in compared if theirs[name] not in (ours[name], [ours[name]])}
+    no_limit = {"max_prompt_length": None} if "max_prompt_length" in ours else {}
+    assert {**differing, **no_limit} == DEFAULTS[config]
+
+
+OF_TRL = [name for name, place in FLAT_NAMES.items() if place.key is not None and not place.is_deprecated]
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TRL if name != "use_bias_correction_kl"])
+def test_keys_have_the_defaults_of_trl(name: str) -> None:
+    """A keyword that is not given leaves the default to the class of the key."""
+    option = next(option for option in GRPOConfig.kwargs_options if option.name == FLAT_NAMES[name].option)
+    fields = [field for params in option.choices.values() for field in dataclasses.fields(params)]
+    defaults = [field.default for field in fields if field.name == FLAT_NAMES[name].key]
+    theirs = next(values[name] for values in map(defaults_of, CONFIGS) if name in values)
+    assert theirs in defaults
 
 
 def test_each_key_of_verl_is_one_here_or_in_the_table() -> None:
@@ -69,13 +105,24 @@ def test_keys_of_mappings_are_keys_of_these() -> None:
                 assert any(key in params.names() for params in options[option].choices.values()), name
 
 
-def test_defaults_and_values_of_trl_differ_from_ours() -> None:
-    for config, values in DEFAULTS.items():
-        made = getattr(prefrl, config)(output_dir="x", use_cpu=True)
-        assert all(getattr(made, option) != value for option, value in values.items()), config
+def test_values_of_trl_differ_from_ours() -> None:
     for (config, option, value), ours in VALUES.items():
         assert option in parameters(config)
         assert value != ours
+
+
+def test_names_of_transformers_4_are_not_those_of_5() -> None:
+    assert not TRANSFORMERS.keys() & defaults_of("SFTConfig").keys()
+
+
+def test_arguments_that_are_renamed_are_not_those_of_trainers() -> None:
+    trainers = [row.load_trainer() for row in REGISTRY.values()]
+    accepted = {(cls.__name__, name) for cls in trainers for name in inspect.signature(cls.__init__).parameters}
+    assert {pair for pair in accepted if pair[1] in TRAINER_NAMES} == {("PPOTrainer", "reward_model")}
+
+
+def test_rewards_of_trl_are_there() -> None:
+    assert {*REWARDS} <= {*rewards.__all__}
 
 
 ADVICE = [
@@ -92,8 +139,8 @@ ADVICE = [
     (SFTConfig, "optm_name", "'optm_name', an option of cosmos-rl, becomes here: optim: AdamW is 'adamw_torch_fused'"),
     (SFTConfig, "clipvalue", "'clipvalue' is max_grad_value here."),
     (SFTConfig, "percentile_clipping", "'percentile_clipping' has no counterpart here: bitsandbytes has removed it"),
-    (GRPOConfig, "warmup_ratio", "'warmup_ratio' is warmup_steps here."),
-    (DPOConfig, "group_by_length", "'group_by_length' is not needed here: nothing is padded"),
+    (GRPOConfig, "warmup_ratio", "'warmup_ratio', an option of transformers, is warmup_steps here."),
+    (DPOConfig, "group_by_length", "'group_by_length', an option of transformers, is not needed here: nothing"),
     (
         SFTConfig,
         "modality_dropout",

@@ -1,4 +1,4 @@
-"""What names of TRL, verl, cosmos-rl, Ludwig and axolotl are here: for messages, guides and `prefrl migrate`."""
+"""What names of other libraries are here: for messages, guides and `prefrl migrate`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prefrl.options.foreign.cosmos_rl import COSMOS_RL
 from prefrl.options.foreign.ludwig import LUDWIG
 from prefrl.options.foreign.others import OTHERS
 from prefrl.options.foreign.row import Row
+from prefrl.options.foreign.transformers import TRANSFORMERS
 from prefrl.options.foreign.trl import ARGUMENTS, TRL
 from prefrl.options.foreign.verl import VERL
 from prefrl.options.foreign.verl_sft import VERL_SFT
@@ -18,7 +19,8 @@ __all__ = ["ARGUMENTS", "LIBRARIES", "Row", "advice", "row_of"]
 # Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
 LIBRARIES: dict[str, Mapping[str, Row]] = {
     **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},
-    **{"verl's SFT trainer": VERL_SFT, "Ludwig": LUDWIG, "axolotl": AXOLOTL, "others": OTHERS},
+    **{"verl's SFT trainer": VERL_SFT, "Ludwig": LUDWIG, "axolotl": AXOLOTL},
+    **{"transformers": TRANSFORMERS, "others": OTHERS},
 }
 
 

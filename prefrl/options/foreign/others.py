@@ -1,4 +1,4 @@
-"""Names that users of transformers, peft, Ludwig and other libraries try, for messages alone."""
+"""Names that users of peft, Ludwig and other libraries try, for messages alone."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ OTHERS: dict[str, Row] = {
     "clipnorm": renamed("max_grad_norm"),
     "clipvalue": renamed("max_grad_value"),
     "lora_rank": renamed("lora_r"),
-    "group_by_length": not_needed("nothing is padded; max_tokens_per_micro_batch balances tokens"),
-    "warmup_ratio": renamed("warmup_steps"),
     "warmup_fraction": renamed("warmup_steps"),
     "reduce_on_plateau_patience": renamed("reduce_on_plateau_kwargs", "patience"),
     "reduce_on_plateau_rate": renamed("reduce_on_plateau_kwargs", "factor"),
@@ -57,8 +55,6 @@ OTHERS: dict[str, Row] = {
     "skip_all_evaluation": not_needed("eval_strategy is 'no' unless it is set"),
     "steps_per_checkpoint": renamed("save_steps"),
     "checkpoints_per_epoch": not_there("save_strategy='epoch' and save_epochs, the epochs between two checkpoints"),
-    "evaluation_strategy": renamed("eval_strategy"),
-    "no_cuda": renamed("use_cpu"),
     "tp_size": not_there("a server takes --tensor_parallel_size; for training see docs/distributed.md"),
     "model_resume_path": renamed("resume_from_checkpoint"),
     "skip_save_progress": not_there("set save_strategy='no'"),

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
-    *("Row", "asked", "becomes", "column", "if_set", "if_set_key", "instead", "layers", "loggers", "not_needed"),
-    *("not_there", "renamed", "sampled_top_k", "server", "together"),
+    *("Row", "aside", "asked", "becomes", "column", "if_set", "if_set_key", "instead", "layers", "loggers"),
+    *("not_needed", "not_there", "renamed", "sampled_top_k", "server", "together"),
 ]
 
 _UNSET = (None, "", "None", -1)
 
-Kind = Literal["renamed", "becomes", "instead", "not needed", "server", "not there"]
+Kind = Literal["renamed", "becomes", "instead", "not needed", "server", "not there", "aside"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Row:
             "not needed": f"is not needed here: {self.text}",
             "server": f"belongs to prefrl vllm-serve here: {self.text}",
             "not there": f"has no counterpart here: {self.text}",
+            "aside": f"has no counterpart here: {self.text}",
         }[self.kind]
 
     @property
@@ -140,3 +141,8 @@ def instead(what: str) -> Row:
 def not_there(why: str) -> Row:
     """There is no counterpart."""
     return Row("not there", why)
+
+
+def aside(why: str) -> Row:
+    """There is no counterpart, but most runs mean the same without it: `prefrl migrate` turns it into a comment."""
+    return Row("aside", why)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefrl.options.foreign.row import Row, becomes, not_needed, not_there, renamed, server
+from prefrl.options.foreign.row import Row, aside, becomes, not_needed, not_there, renamed, server
 
-__all__ = ["ARGUMENTS", "DEFAULTS", "METHODS", "NAMES", "SCRIPT_OPTIONS", "TRAINER_NAMES", "TRL", "VALUES"]
+__all__ = [
+    *("ARGUMENTS", "DEFAULTS", "METHODS", "NAMES", "REWARDS", "SAME_VALUES", "SCRIPT_OPTIONS"),
+    *("TRAINER_NAMES", "TRL", "VALUES"),
+]
 
 _NO_PADDING = "batches are laid out without padding"
 _LOCAL = "completions are sampled by prefrl's own loop or on a server"
@@ -20,6 +23,12 @@ def _sampling(value: Any) -> Mapping[str, Any]:
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} has no counterpart")
     return dict(value)
+
+
+def _server_mode(mode: Any) -> Mapping[str, Any]:
+    if mode != "server":
+        raise ValueError("that server shares the GPUs of training")
+    return {}
 
 
 # Options of configs and of the command line.
@@ -36,7 +45,11 @@ TRL: dict[str, Row] = {
     "use_transformers_continuous_batching": not_needed(_LOCAL),
     "transformers_continuous_batching_config": not_needed(_LOCAL),
     "use_transformers_paged": not_needed(_LOCAL),
-    "vllm_mode": server("completions come from a server of its own, or from the training process with use_vllm=False"),
+    "vllm_mode": Row(
+        "server",
+        "completions come from a server on GPUs of its own, for 'colocate' too; without one, set use_vllm=False",
+        convert=_server_mode,
+    ),
     "vllm_model_impl": server(_SERVER.format("model-impl")),
     "vllm_gpu_memory_utilization": server(_SERVER.format("gpu_memory_utilization")),
     "vllm_tensor_parallel_size": server(_SERVER.format("tensor_parallel_size")),
@@ -56,10 +69,10 @@ TRL: dict[str, Row] = {
     ),
     "sft_model_path": not_there("the model given to the trainer is the policy, and its weights are the reference"),
     "is_encoder_decoder": not_there("models with an encoder are not supported; use a decoder-only model"),
-    "max_completion_length": not_there("max_length bounds prompt and completion together"),
-    "max_prompt_length": not_there("max_length bounds prompt and completion together"),
+    "max_completion_length": aside("max_length bounds prompt and completion together"),
+    "max_prompt_length": aside("max_length bounds prompt and completion together"),
     "max_seq_length": renamed("max_length"),
-    "max_length": not_there("max_prompt_length and max_completion_length bound prompts and completions"),
+    "max_length": aside("max_prompt_length and max_completion_length bound prompts and completions"),
     "num_of_sequences": not_needed("packing needs no estimate"),
     "chars_per_token": not_needed("packing needs no estimate"),
     "ref_model_init_kwargs": not_there("give ref_model as an instance that you loaded"),
@@ -130,14 +143,24 @@ NAMES: dict[str, str] = {
     "MergeConfig": "prefrl soup averages checkpoints; merge with other models by mergekit itself",
     "WinRateCallback": "compute_metrics gets the completions of an evaluation, and get_judge_reward uses a judge",
 }
+# The functions of trl.rewards, which prefrl.rewards has, too.
+REWARDS = (
+    *("accuracy_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
+    *("reasoning_accuracy_reward", "think_format_reward"),
+)
 # Values of options that have another name: config, option, value -> ours.
 VALUES: dict[tuple[str, str, str], str] = {
     ("SFTConfig", "loss_type", "chunked_nll"): "nll",
     ("SFTConfig", "packing_strategy", "bfd_split"): "wrapped",
 }
-_EVERY = {"gradient_checkpointing": True, "bf16": True}
-_ONLINE = {"max_completion_length": 512, "max_prompt_length": None, "temperature": 1.0, **_EVERY}
-# What an option is in TRL if it is not given, where that differs here.
+# Values that say what is so here anyway, and may not be given.
+SAME_VALUES: dict[str, Any] = {"remove_unused_columns": True}
+_LOGS = {"logging_first_step": False, "logging_nan_inf_filter": True}
+_EVERY = {"gradient_checkpointing": True, "bf16": True, **_LOGS}
+_SAMPLED = {"max_prompt_length": None, "vllm_server_timeout": 240.0}
+_ONLINE = {"max_completion_length": 512, "temperature": 1.0, "num_completions_to_print": None, **_SAMPLED, **_EVERY}
+# What an option is in TRL if it is not given, where that differs here: those of TRL 1.16, and of 1.12 for the configs
+# that later versions do not have.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "SFTConfig": _EVERY,
     "DPOConfig": _EVERY,
@@ -145,12 +168,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "RewardConfig": _EVERY,
     "CPOConfig": _EVERY,
     "ORPOConfig": _EVERY,
+    "BCOConfig": {"learning_rate": 5e-7, **_EVERY},
     "GRPOConfig": {"beta": 0.0, **_ONLINE},
     "RLOOConfig": _ONLINE,
     "OnlineDPOConfig": {
-        **{"learning_rate": 5e-7, "max_completion_length": 64, "max_prompt_length": None, "disable_dropout": True},
-        **_EVERY,
+        **{"learning_rate": 5e-7, "max_completion_length": 64, "disable_dropout": True, **_SAMPLED, **_EVERY}
     },
-    "BCOConfig": _EVERY,
-    "PPOConfig": {"learning_rate": 5e-5, **_ONLINE, "max_completion_length": 53, "temperature": 0.7},
+    "PPOConfig": {
+        **{"learning_rate": 3e-6, "max_completion_length": 53, "max_prompt_length": None, "temperature": 0.7, **_EVERY}
+    },
 }

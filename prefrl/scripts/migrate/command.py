@@ -12,6 +12,8 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
+from prefrl.options.suggest import nearest
+from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.config import migrate_trl_yaml
 from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.edits import Migrated
@@ -21,6 +23,7 @@ from prefrl.scripts.migrate.shell import migrate_commands
 from prefrl.scripts.migrate.values import library_of
 from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.parsing.option_parser import BOOLEANS
 from prefrl.scripts.parsing.yaml_file import parse_yaml
 
 __all__ = ["main"]
@@ -40,12 +43,17 @@ class MigrateArguments:
             "help": "Library that the files were written for; None: detected from each file.",
         },
     )
+    algorithm: str | None = opt(
+        None, "What YAML files of TRL are for, such as grpo; None: the only algorithm that has their options."
+    )
     diff: bool = opt(False, "Only print the changes.")
     in_place: bool = opt(False, "Rewrite the files, and keep the old ones as FILE.orig.")
     output: str | None = opt(None, "File to write to, if one is migrated; None: FILE with _prefrl before its ending.")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.algorithm is not None and self.algorithm not in REGISTRY:
+            raise ConfigError(f"algorithm={self.algorithm!r}: {nearest(self.algorithm, [*REGISTRY])}")
         if self.diff + self.in_place + (self.output is not None) > 1:
             raise ConfigError("diff, in_place, output: set one of them")
 
@@ -54,47 +62,67 @@ def main(argv: Sequence[str]) -> int:
     """Migrate files, and print what was changed and what is left to do.
 
     Args:
-        argv: The files, then the options.
+        argv: The files and the options, in any order.
 
     Returns:
-        0.
+        0, or 3 if something is left to do.
 
     Raises:
         ConfigError: A file cannot be read, is not what it seems to be, or would overwrite another one.
     """
-    num_files = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    description = "Rewrite Python and shell scripts, YAML and TOML of TRL, verl, cosmos-rl and Ludwig for prefrl."
-    (options,) = CommandParser("migrate FILE ...", (MigrateArguments,), description, takes_config=False).parse(
-        argv[num_files:]
+    description = (
+        "Rewrite Python and shell scripts, YAML and TOML of TRL, verl, cosmos-rl and Ludwig for prefrl. "
+        "Exit code: 0 if all is done, 3 if something is left to do, 2 for an error."
     )
-    files = [Path(name) for name in argv[:num_files]]
-    if not files:
+    parser = CommandParser("migrate FILE ...", (MigrateArguments,), description, takes_config=False)
+    names, words = _files_and_options(argv)
+    (options,) = parser.parse(words)
+    if not names:
         raise ConfigError("no files: the command is prefrl migrate FILE ... [--diff] [--in_place] [--output FILE]")
-    if options.output is not None and len(files) > 1:
-        raise ConfigError(f"output={options.output!r}: one file for {len(files)}. Leave it out.")
-    for file in files:
-        _migrate(file, options)
-    return 0
+    if options.output is not None and len(names) > 1:
+        raise ConfigError(f"output={options.output!r}: one file for {len(names)}. Leave it out.")
+    has_yaml = options.source in (None, "trl") and any(name.endswith((".yaml", ".yml")) for name in names)
+    if options.algorithm is not None and not has_yaml:
+        raise ConfigError(f"algorithm={options.algorithm!r}: only YAML files of TRL need it. Leave it out.")
+    return 3 if sum(_migrate(Path(name), options) for name in names) else 0
 
 
-def _migrate(file: Path, options: MigrateArguments) -> None:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-    if file.suffix in _YAML:
-        parse_yaml(text, file, str(file))
+def _files_and_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that are files, and the options with their values.
+
+    A switch takes the word after it only if that says yes or no.
+    """
+    switches = ("--diff", "--in_place", "--in-place", "-h", "--help", "--help_all", "--help-all")
+    files: list[str] = []
+    options: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            files.append(word)
+            continue
+        options.append(word)
+        if rest and "=" not in word and (word not in switches or rest[0].lower() in BOOLEANS):
+            options.append(rest.pop(0))
+    return files, options
+
+
+def _migrate(file: Path, options: MigrateArguments) -> int:
+    """Migrate a file, and return how much is left to do."""
+    text = _read(file)
     try:
         source = options.source or _source_of(file, text)
-        result = _migrated(file, text, source)
+        result = _migrated(file, text, source, options.algorithm)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     except (SyntaxError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as {file.suffix or 'a script'}: {error}") from error
+    except (MemoryError, RecursionError) as error:
+        raise ConfigError(f"{file}: an expression is nested too deeply to be read. Simplify it.") from error
     target = _target(file, source, options)
-    if result.text == text:
+    if result.text == text and not result.open:
         print(f"{file}: nothing to change")
-    else:
+    if result.text != text:
         print("".join(_diff(file, target, text, result.text)), end="")
         if not options.diff:
             _write(file, target, text, result.text)
@@ -102,6 +130,17 @@ def _migrate(file: Path, options: MigrateArguments) -> None:
         print(f"{file}:{line}: {said}")
     for line, said in result.open:
         print(f"{file}:{line}: to do: {said}")
+    return len(result.open)
+
+
+def _read(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    if file.suffix in _YAML:
+        parse_yaml(text, file, str(file))
+    return text
 
 
 def _source_of(file: Path, text: str) -> Library:
@@ -112,7 +151,7 @@ def _source_of(file: Path, text: str) -> Library:
     return "verl" if file.suffix != ".py" and "verl.trainer" in text else "trl"
 
 
-def _migrated(file: Path, text: str, source: Library) -> Migrated:
+def _migrated(file: Path, text: str, source: Library, algorithm: str | None) -> Migrated:
     is_yaml = file.suffix in _YAML
     if source == "cosmos_rl":
         return migrate_cosmos_rl(text)
@@ -121,7 +160,7 @@ def _migrated(file: Path, text: str, source: Library) -> Migrated:
     if source == "verl":
         return migrate_verl(text, is_command=not is_yaml)
     if is_yaml:
-        return migrate_trl_yaml(text)
+        return migrate_trl_yaml(text, algorithm)
     return migrate_script(text) if file.suffix == ".py" else migrate_commands(text)
 
 

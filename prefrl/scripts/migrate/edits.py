@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, AnyStr
 
 from prefrl.options.foreign import Row
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
+from prefrl.scripts.arguments.launch import LaunchArguments
+from prefrl.scripts.schema.parser import options_of as schema_options
 
 __all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "options_of"]
 
@@ -40,29 +41,31 @@ class Edit:
     text: str
 
 
-def applied(text: bytes, edits: Collection[Edit]) -> bytes:
-    """The text with all edits, which do not overlap."""
+def applied(text: AnyStr, edits: Collection[Edit], as_text: Callable[[str], AnyStr]) -> AnyStr:
+    """The text with all edits, which do not overlap.
+
+    Args:
+        text: As characters or as bytes.
+        edits: Their places count those.
+        as_text: Turns what is new into characters or bytes.
+    """
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
-        text = text[: edit.start] + edit.text.encode() + text[edit.end :]
+        text = text[: edit.start] + as_text(edit.text) + text[edit.end :]
     return text
 
 
 @cache
 def accepted(config: str) -> frozenset[str]:
-    """The keywords of the constructor of a config or a trainer with this name; none if there is no such class."""
-    paths = [path for row in REGISTRY.values() for path in (row.config, row.trainer) if path.endswith(f":{config}")]
-    if not paths:
-        return frozenset()
-    row = next(row for row in REGISTRY.values() if paths[0] in (row.config, row.trainer))
-    found = row.load_config() if paths[0] == row.config else row.load_trainer()
-    return frozenset(inspect.signature(found.__init__).parameters) - {"self"}
+    """The options of a config with this name, without those of the command alone; none if there is no such class."""
+    of_command = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
+    found = (row.name for row in REGISTRY.values() if row.config.endswith(f":{config}"))
+    return frozenset[str]().union(*(options_of(name) for name in found)) - of_command - {"preset"}
 
 
 @cache
 def options_of(command: str) -> frozenset[str]:
     """The options of `prefrl <command>`."""
-    script = {entry.name for entry in dataclasses.fields(RewardArguments)}
-    return accepted(REGISTRY[command].config.partition(":")[2]) | script
+    return frozenset(option["name"] for option in schema_options(command))
 
 
 @cache

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import prefrl
 from prefrl.options.foreign import ARGUMENTS
-from prefrl.options.foreign.trl import DEFAULTS, METHODS, NAMES, SCRIPT_OPTIONS, TRAINER_NAMES, TRL, VALUES
+from prefrl.options.foreign.trl import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS, TRAINER_NAMES
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate.edits import Edit, Migrated, accepted, applied, converted, every_option, options_of
+from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.arguments.model_config import ModelConfig
+from prefrl.scripts.migrate import options
+from prefrl.scripts.migrate.edits import Edit, Migrated, accepted, applied, every_option, options_of
 from prefrl.scripts.migrate.parsed import parsed_options
 from prefrl.scripts.migrate.shell import migrate_commands
 
@@ -39,9 +41,7 @@ def _home(name: str) -> str | None:
     """The module that has a public name of TRL here."""
     if name in prefrl.__all__:
         return "prefrl"
-    from prefrl import rewards  # imports torch, which mistakes on the command line do not need
-
-    return "prefrl.rewards" if name in rewards.__all__ else None
+    return "prefrl.rewards" if name in REWARDS else None
 
 
 class _Script:
@@ -57,7 +57,6 @@ class _Script:
             self.starts.append(self.starts[-1] + len(line))
         self.names: dict[str, str] = {}  # names in the script -> those of TRL
         self.module: str | None = None  # what the script calls trl
-        self.removed: list[ast.keyword | ast.alias] = []
         self.needs_trl = False  # whether it still imports something of trl
         self.own: list[str] = []  # options that no trainer reads, only the script
 
@@ -81,7 +80,7 @@ class _Script:
             self._own_options()
             self._defaults_of_parsed_configs()
             self._texts()
-        self.result.text = applied(self.source, self.edits).decode()
+        self.result.text = applied(self.source, self.edits, str.encode).decode()
         self.result.changes.sort()
         self.result.open.sort()
         return self.result
@@ -140,7 +139,7 @@ class _Script:
             self._edit(start, start + len("trl"), "prefrl")
         if self.parsed is not None and base in self.parsed.variables and self._of_other_class(node, base):
             return
-        row = TRL.get(node.attr) if "args" in base or "config" in base else None
+        row = options.NAMES.get(node.attr) if "args" in base or "config" in base else None
         is_user = bool(self.names or self.module)
         if row is None or not is_user or any(node.attr in accepted(name) for name in self.names.values()):
             return
@@ -189,7 +188,10 @@ class _Script:
             self._edit(start, end, line.rstrip())
         else:
             self._edit(start, start, line)
-            self._remove(alias)
+            start, end = self._whole(alias)
+            if alias is node.names[-1]:  # with the comma before it
+                start = self.source.rindex(b",", 0, start)
+            self._edit(start, end, "")
         self._edit(*self._span(self.parsed.parser), "ArgumentParser")
         self.result.changes.append((self.parsed.parser.lineno, "prefrl's ArgumentParser also knows TRL's names"))
 
@@ -244,108 +246,122 @@ class _Script:
             self._config(node, name)
 
     def _trainer(self, node: ast.Call, name: str) -> None:
-        known = accepted(name)
+        of_config = accepted(name.replace("Trainer", "Config"))
         for keyword in node.keywords:
-            if keyword.arg is None or keyword.arg in known:
+            if keyword.arg is None or (name, keyword.arg) == ("PPOTrainer", "reward_model"):
                 continue
-            ours = TRAINER_NAMES.get(keyword.arg)
-            if ours is not None:
-                self._rename(keyword, ours)
-            elif keyword.arg in ARGUMENTS:
-                is_none = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
-                if not is_none:
-                    self.result.open.append((keyword.lineno, f"{name}({keyword.arg}=...): {ARGUMENTS[keyword.arg]}"))
+            is_none = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
+            where = f"{name}({keyword.arg}=...)"
+            if keyword.arg in TRAINER_NAMES:
+                self._rename(keyword, TRAINER_NAMES[keyword.arg])
+            elif keyword.arg in ARGUMENTS and not is_none:
+                self.result.open.append((keyword.lineno, f"{where}: {ARGUMENTS[keyword.arg]}"))
+            elif keyword.arg in of_config or keyword.arg in options.NAMES:
+                self.result.open.append((keyword.lineno, f"{where}: an option of {name.replace('Trainer', 'Config')}"))
 
     def _config(self, node: ast.Call, name: str) -> None:
-        known = accepted(name)
-        given = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
-        values = {keyword.arg: _literal(keyword.value) for keyword in node.keywords if keyword.arg is not None}
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                continue
-            if keyword.arg not in known:
-                self._option(keyword, name, given)
-            elif (value := VALUES.get((name, keyword.arg, str(values[keyword.arg])))) is not None:
-                start, end = self._span(keyword.value)
-                self._edit(start, end, repr(value).replace("'", '"'))
-                self.result.changes.append(
-                    (keyword.lineno, f"{keyword.arg}: {values[keyword.arg]!r} is {value!r} here")
-                )
-        if name == "GRPOConfig" and values.get("loss_type") == "cispo":
-            self._cispo(node, given, values.get("epsilon_high"))
-        self._defaults(node, name, given)
+        keywords = {keyword.arg: keyword for keyword in node.keywords if keyword.arg is not None}
+        values = {option: _literal(keyword.value) for option, keyword in keywords.items()}
+        if node.args:
+            values["output_dir"] = _literal(node.args[0])
+        removed: list[ast.expr | ast.keyword] = []
+        for step in options.steps_of(name, accepted(name), values):
+            keyword = keywords[step.name]
+            said = f"{name}({step.name}=...) {step.says}"
+            if step.kind == "rename":
+                start, _ = self._span(keyword)
+                self._edit(start, start + len(step.name), next(iter(step.options)))
+            elif step.kind == "replace" and step.options:
+                self._edit(*self._span(keyword), ", ".join(_assignments(step.options)))
+            elif step.kind != "keep":
+                removed.append(keyword)
+            if step.kind == "comment":
+                self._comment(node, keyword, f"to do: {_flat(self.source[slice(*self._span(keyword))])} {step.says}")
+            (self.result.open if step.is_open else self.result.changes).append((keyword.lineno, said))
+            values.update(step.options)
+        self._replace(node, removed, self._defaults(node, name, values))
 
-    def _option(self, keyword: ast.keyword, name: str, given: set[str]) -> None:
-        """An option that the config does not have."""
-        assert keyword.arg is not None
-        row = TRL.get(keyword.arg)
-        if row is None:
-            return
-        where = f"{name}({keyword.arg}=...)"
-        if row.may_go:
-            self._remove(keyword)
-            self.result.changes.append((keyword.lineno, f"{where} removed: it {row.says}"))
-        elif row.kind == "renamed" and row.options[0] in accepted(name) and row.options[0] not in given:
-            self._rename(keyword, row.options[0])
-            given.add(row.options[0])
-        else:
-            options = converted(row, _literal(keyword.value))
-            if isinstance(options, str) or any(option in given for option in options):
-                self.result.open.append((keyword.lineno, f"{where} {row.says}"))
-                return
-            start, end = self._span(keyword)
-            self._edit(start, end, ", ".join(f"{option}={_code(value)}" for option, value in options.items()))
-            given.update(options)
-            self.result.changes.append((keyword.lineno, f"{where} {row.says}"))
+    def _comment(self, node: ast.Call, keyword: ast.keyword, text: str) -> None:
+        """A comment in a line of its own above an argument of a call."""
+        line = keyword.lineno
+        for part in sorted(_arguments(node), key=lambda part: -part.lineno):
+            if part.lineno < line <= (part.end_lineno or 0):
+                line = part.lineno  # not inside another argument
+        while self.source[: self.starts[line - 1]].endswith(b"\\\n"):
+            line -= 1
+        indent = re.compile(rb"[ \t]*").match(self.source, self.starts[line - 1])
+        assert indent is not None
+        self._edit(indent.start(), indent.start(), f"{indent[0].decode()}# {text}\n")
 
-    def _cispo(self, node: ast.Call, given: set[str], bound: Any) -> None:
-        """TRL's bound of the ratio is epsilon_high itself, prefrl's is 1 + epsilon_high; nothing is cut off below."""
-        if not isinstance(bound, int | float):
-            text = "loss_type='cispo': set epsilon=1.0, and epsilon_high to TRL's minus 1"
+    def _defaults(self, node: ast.Call, name: str, values: dict[str, Any]) -> list[str]:
+        """The arguments that say what TRL would have taken, where the default differs."""
+        missing = options.missing_defaults(name, values)
+        parts = _assignments(missing)
+        if parts and any(keyword.arg is None for keyword in node.keywords):
+            text = f"{name}: TRL's defaults are {', '.join(parts)}, unless ** sets them"
             self.result.open.append((node.lineno, text))
-            return
-        keyword = next(keyword for keyword in node.keywords if keyword.arg == "epsilon_high")
-        start, end = self._span(keyword)
-        lower = "" if "epsilon" in given else "epsilon=1.0, "
-        self._edit(start, end, f"{lower}epsilon_high={bound - 1.0!r}")
-        given.add("epsilon")
-        self.result.changes.append((keyword.lineno, "loss_type='cispo': epsilon_high is relative to 1 here"))
+            return []
+        if parts:
+            said = options.say_written(missing, values, ", ".join(parts))
+            self.result.changes.append((node.lineno, f"{name}: {said}"))
+        return parts
 
-    def _defaults(self, node: ast.Call, name: str, given: set[str]) -> None:
-        """Add what TRL would have taken, where the default differs."""
-        missing = {option: value for option, value in DEFAULTS.get(name, {}).items() if option not in given}
-        if given & {"fp16", "bf16"}:
-            missing.pop("bf16", None)
-        if name == "GRPOConfig" and "beta" in given and "use_bias_correction_kl" not in given:
-            beta = next(keyword.value for keyword in node.keywords if keyword.arg == "beta")
-            if _literal(beta) != 0:
-                missing["use_bias_correction_kl"] = True
-        if not missing:
+    def _replace(self, node: ast.Call, removed: Collection[ast.expr | ast.keyword], added: list[str]) -> None:
+        """Remove arguments of a call, and add others at its end."""
+        given = sorted(_arguments(node), key=self._span)
+        kept = [part for part in given if part not in removed]
+        begin = self.source.index(b"(", self._span(node.func)[1]) + 1
+        stop = self._span(kept[-1])[1] if kept else begin
+        last = [part for part in given if part in removed and self._span(part)[0] >= stop]
+        is_one_line = bool(last) and last[-1].end_lineno == (kept[-1].end_lineno if kept else node.lineno)
+        for part in removed:
+            if not (is_one_line and part in last):
+                self._edit(*self._whole(part), "")
+        if is_one_line:  # with the comma before them
+            self._edit(stop, self._span(last[-1])[1], "")
+        if not added:
             return
-        shown = ", ".join(f"{option}={_code(value)}" for option, value in missing.items())
-        if any(keyword.arg is None for keyword in node.keywords):
-            self.result.open.append((node.lineno, f"{name}: TRL's defaults are {shown}, unless ** sets them"))
-            return
-        kept: list[Any] = [part for part in [*node.args, *node.keywords] if part not in self.removed]
-        last = max(kept, key=lambda part: self._span(part)[1], default=None)
-        if last is None:
-            begin = self.source.index(b"(", self._span(node.func)[1]) + 1
-            self._edit(begin, begin, shown)
+        if kept:
+            self._add(node, kept[-1], added)
         else:
-            start, end = self._span(last)
-            line = self.source[self.starts[last.lineno - 1] : start]
-            is_alone = not line.strip() and last.lineno > node.lineno
-            between = f",\n{line.decode()}" if is_alone else ", "
-            parts = [f"{option}={_code(value)}" for option, value in missing.items()]
-            self._edit(end, end, between + between.join(parts))
-        self.result.changes.append((node.lineno, f"{name}: TRL's defaults are written out: {shown}"))
+            self._edit(begin, begin, ", ".join(added))
+
+    def _whole(self, part: ast.expr | ast.keyword | ast.alias) -> tuple[int, int]:
+        """The place of an argument with the comma behind it, and its lines if nothing else is on them."""
+        start, end = self._span(part)
+        comma = re.compile(rb"[ \t]*,").match(self.source, end)
+        end = end if comma is None else comma.end()
+        line = self.source.rfind(b"\n", 0, start) + 1
+        rest = re.compile(rb"[ \t]*(#[^\n]*)?\n").match(self.source, end)
+        if rest is not None and not self.source[line:start].strip():
+            return line, rest.end()
+        blanks = re.compile(rb"[ \t]*").match(self.source, end)
+        return start, end if comma is None or blanks is None or rest is not None else blanks.end()
+
+    def _add(self, node: ast.Call, last: ast.expr | ast.keyword, parts: list[str]) -> None:
+        """Add arguments after the last one, in lines of their own if it has its own."""
+        start, stop = self._span(last)
+        line = self.source[self.starts[last.lineno - 1] : start]
+        if line.strip() or last.lineno == node.lineno:
+            self._edit(stop, stop, ", " + ", ".join(parts))
+            return
+        indent = line.decode()
+        rest = re.compile(rb"[ \t]*,?[ \t]*(#[^\n]*)?\n").match(self.source, stop, self._span(node)[1])
+        if rest is None:  # the call ends in this line, or what is removed begins
+            self._edit(stop, stop, "".join(f",\n{indent}{part}" for part in parts))
+            return
+        # The line's own comment stays behind its argument.
+        if b"," not in rest[0].partition(b"#")[0]:
+            self._edit(stop, stop, ",")
+        self._edit(rest.end(), rest.end(), "".join(f"{indent}{part},\n" for part in parts))
 
     def _defaults_of_parsed_configs(self) -> None:
         """Give the parser TRL's defaults where they differ; if it has no name, say so."""
         statement = None if self.parsed is None else self.parsed.statement
         config = None if self.parsed is None else self.parsed.config
-        if statement is not None and config in DEFAULTS:
-            parts = [f"{option}={_code(value)}" for option, value in DEFAULTS[config].items()]
+        missing = options.missing_defaults(str(config), {})
+        if statement is not None and missing:
+            parts = _assignments(missing)
             start, end = self._span(statement.targets[0])
             indent = f"\n{' ' * statement.col_offset}"
             call = f"{indent}{self.source[start:end].decode()}.set_defaults("
@@ -354,14 +370,14 @@ class _Script:
                 line = f"{call}{''.join(f'{indent}    {part},' for part in parts)}{indent})"
             _, end = self._span(statement)
             self._edit(end, end, line)
-            text = f"{config}: TRL's defaults are written out: {', '.join(parts)}"
-            self.result.changes.append((statement.lineno, text))
+            said = options.say_written(missing, {}, ", ".join(parts))
+            self.result.changes.append((statement.lineno, f"{config}: {said}"))
             return
         called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         for node in ast.walk(self.tree):
             name = self._name(node) if isinstance(node, ast.Name) and node not in called else None
-            if isinstance(node, ast.Name) and name in DEFAULTS:
-                shown = ", ".join(f"{option}={_code(value)}" for option, value in DEFAULTS[str(name)].items())
+            if isinstance(node, ast.Name) and (missing := options.missing_defaults(str(name), {})):
+                shown = ", ".join(_assignments(missing))
                 text = f"{name} is parsed from options, and some defaults differ; TRL's are {shown}"
                 self.result.open.append((node.lineno, text))
                 return
@@ -410,24 +426,6 @@ class _Script:
         self._edit(start, start + len(keyword.arg), name)
         self.result.changes.append((keyword.lineno, f"{keyword.arg} is {name} here"))
 
-    def _remove(self, keyword: ast.keyword | ast.alias) -> None:
-        """Remove a keyword or an imported name with its comma, and its lines if nothing else is on them."""
-        self.removed.append(keyword)
-        start, end = self._span(keyword)
-        comma = re.compile(rb"\s*,").match(self.source, end)
-        if comma is not None:
-            end = comma.end()
-        line = self.source.rfind(b"\n", 0, start) + 1
-        rest = re.compile(rb"[ \t]*(#[^\n]*)?\n").match(self.source, end)
-        if rest is not None and not self.source[line:start].strip():
-            start, end = line, rest.end()
-        elif comma is not None:
-            end = re.compile(rb"[ \t]*").match(self.source, end).end()  # type: ignore[union-attr]  # matches nothing, too
-        else:
-            before = re.compile(rb",\s*$").search(self.source, 0, start)
-            start = start if before is None else before.start()
-        self._edit(start, end, "")
-
 
 def _remedy_of(name: str) -> str:
     return NAMES.get(name, "trl stays imported")
@@ -441,7 +439,8 @@ def _options_of(config: str | None) -> frozenset[str]:
 
 def _fields_of(name: str) -> frozenset[str]:
     """The options of a dataclass of ours."""
-    return frozenset(field.name for field in dataclasses.fields(getattr(prefrl, name)))
+    plain = {cls.__name__: cls for cls in (DatasetMixtureConfig, ModelConfig, ScriptArguments)}
+    return frozenset(vars(plain[name])["__dataclass_fields__"]) if name in plain else accepted(name)
 
 
 def _is_docstring_or_future(node: ast.stmt) -> bool:
@@ -458,12 +457,20 @@ def _import_line(module: str, names: list[str], indent: int) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of an expression, or the expression if it is no literal."""
+    """The value of an expression, if it is a literal."""
     try:
         return ast.literal_eval(node)
     except ValueError:
-        return node
+        return options.UNKNOWN
 
 
-def _code(value: Any) -> str:
-    return repr(value).replace("'", '"')
+def _arguments(node: ast.Call) -> list[ast.expr | ast.keyword]:
+    return [*node.args, *node.keywords]
+
+
+def _assignments(values: Mapping[str, Any]) -> list[str]:
+    return [f"{option}={repr(value).replace(chr(39), chr(34))}" for option, value in values.items()]
+
+
+def _flat(source: bytes) -> str:
+    return " ".join(source.decode().split())

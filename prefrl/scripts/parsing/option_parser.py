@@ -21,8 +21,13 @@ from prefrl.scripts.arguments.dataset_config import DatasetConfig
 from prefrl.scripts.arguments.reward_entry import RewardEntry
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
 
-__all__ = ["EarlyParser", "Form", "OptionParser", "boolean", "form_of"]
+__all__ = ["BOOLEANS", "EarlyParser", "Form", "OptionParser", "boolean", "form_of"]
 
+# Words that mean yes or no.
+BOOLEANS = {
+    **dict.fromkeys(("yes", "true", "t", "y", "1"), True),
+    **dict.fromkeys(("no", "false", "f", "n", "0"), False),
+}
 _NULL = "null"
 _AUTO = "auto"
 
@@ -367,11 +372,9 @@ def boolean(text: str) -> bool:
     Raises:
         ValueError: It means neither.
     """
-    words = {"yes": True, "true": True, "t": True, "y": True, "1": True}
-    words |= {"no": False, "false": False, "f": False, "n": False, "0": False}
-    if text.lower() not in words:
+    if text.lower() not in BOOLEANS:
         raise argparse.ArgumentTypeError(f"Truthy value expected: {text!r} is neither true nor false")
-    return words[text.lower()]
+    return BOOLEANS[text.lower()]
 
 
 def _scalar(action: argparse.Action, node: yaml.Node) -> Any:
