@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.rewards.base import completion_text
 from prefrl.rewards.batch import answer_all
+from prefrl.rewards.check import excerpt
 from prefrl.rewards.numerals import final_part
 from prefrl.rewards.sandbox import LANGUAGES, AssertionTest, InputOutputTest, LocalSandbox, Sandbox, Verdict
 
@@ -22,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 Test = InputOutputTest | AssertionTest
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*")
+_LINE_END = re.compile(r"\r\n?|\n")  # of Python and Markdown; `splitlines` also splits within texts
 _MOST_WORKERS = 8
+# A completion whose failed tests took more than this part of its share of a batch's time waits for all others.
+_PATIENCE = 0.5
 
 
 def last_code_block(text: str, language: str) -> str | None:
@@ -46,7 +53,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """Mark and content of each closed block."""
     fence = mark = ""
     lines: list[str] = []
-    for line in text.splitlines():
+    for line in _LINE_END.split(text):
         match = _FENCE.fullmatch(line)
         if not fence:
             if match:
@@ -71,7 +78,8 @@ def get_code_reward(
 
     The code is the last fenced block of the completion; without one, the reward is 0. Each test runs in new processes.
     An end without a verdict, for any reason, is a failure. Tests that were not run because the batch took too long
-    leave a completion without a score (None), and a sandbox that does not start is an error.
+    leave a completion without a score (None). If its own failed tests took long, they count as failures instead. A
+    sandbox that does not start is an error, and so is a test that cannot judge any completion.
 
     Args:
         tests: Which column has the tests. test_cases: for each row, a list of `{"input": ..., "output": ...}`, the
@@ -104,9 +112,21 @@ def get_code_reward(
 class _Candidate:
     """A completion's code, and what is known about it."""
 
+    row: int  # of the batch
     code: str | None
     tests: list[Test]
-    verdicts: list[Verdict | None]
+    patience_s: float
+    verdicts: list[Verdict | None] = field(init=False)
+    num_begun: int = 0
+    num_running: int = 0
+    lost_s: float = 0.0  # in tests that failed
+
+    def __post_init__(self) -> None:
+        self.verdicts = [None] * len(self.tests)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.lost_s > self.patience_s
 
     def score(self, all_or_nothing: bool) -> float | None:
         if not self.tests:
@@ -116,7 +136,7 @@ class _Candidate:
         num_passed = sum(verdict is not None and verdict.passed for verdict in self.verdicts)
         if all_or_nothing and self.has_failed():
             return 0.0
-        if None in self.verdicts:
+        if None in self.verdicts and not self.is_slow:
             return None
         return float(num_passed == len(self.tests)) if all_or_nothing else num_passed / len(self.tests)
 
@@ -131,6 +151,36 @@ class _Candidate:
             return "no code"
         reasons = ["not run" if verdict is None else verdict.reason for verdict in self.verdicts]
         return "; ".join(dict.fromkeys(reasons))
+
+
+class _Line:
+    """The tests of a batch that wait for a worker."""
+
+    def __init__(self, candidates: Sequence[_Candidate]) -> None:
+        self.candidates = candidates
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def next(self) -> Iterator[tuple[_Candidate, int]]:
+        """Context of a test: the next one of the completion that has the fewest running. Slow completions come last.
+
+        Then a completion that sleeps until its tests are ended holds up one worker at a time, and not for long.
+        """
+        with self._lock:
+            waiting = (candidate for candidate in self.candidates if candidate.num_begun < len(candidate.tests))
+            candidate = min(waiting, key=lambda candidate: (candidate.is_slow, candidate.num_running))
+            number = candidate.num_begun
+            candidate.num_begun += 1
+            candidate.num_running += 1
+        began = time.monotonic()
+        try:
+            yield candidate, number
+        finally:
+            verdict = candidate.verdicts[number]
+            with self._lock:
+                candidate.num_running -= 1
+                if verdict is not None and not verdict.passed:
+                    candidate.lost_s += time.monotonic() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +206,13 @@ class _CodeReward:
         log_metric: Callable[[str, float], None] | None,
     ) -> list[float | None]:
         codes = [last_code_block(completion_text(completion), self.language) for completion in completions]
+        patience_s = _PATIENCE * self.budget * self.num_workers / max(len(codes), 1)
         candidates = [
-            _Candidate(code, its_tests, [None] * len(its_tests)) for code, its_tests in zip(codes, tests, strict=True)
+            _Candidate(row, code, its_tests, patience_s)
+            for row, (code, its_tests) in enumerate(zip(codes, tests, strict=True))
         ]
         self._run(candidates)
+        _tell_doubts(candidates)
         scores = [candidate.score(self.all_or_nothing) for candidate in candidates]
         tested = [(c, score) for c, score in zip(candidates, scores, strict=True) if c.tests]
         if log_extra is not None:
@@ -171,10 +224,10 @@ class _CodeReward:
 
     def _run(self, candidates: Sequence[_Candidate]) -> None:
         """Run all tests, or as many as the budget allows."""
-        numbered = list(enumerate(candidates))
-        questions = [(row, c, i) for row, c in numbered if c.code is not None for i in range(len(c.tests))]
+        line = _Line([candidate for candidate in candidates if candidate.code is not None])
+        numbers = range(sum(len(candidate.tests) for candidate in line.candidates))
         answers = answer_all(
-            questions, self._worker, budget=self.budget, num_threads=self.num_workers, name="code tests"
+            numbers, lambda: self._worker(line), budget=self.budget, num_threads=self.num_workers, name="code tests"
         )
         num_left = sum(answer is None for answer in answers)
         if num_left:
@@ -182,23 +235,27 @@ class _CodeReward:
                 "code_reward: %d of %d tests were not run within budget=%s s. Raise budget or num_workers, or lower "
                 "the limits of the sandbox",
                 num_left,
-                len(questions),
+                len(numbers),
                 self.budget,
             )
 
     @contextmanager
-    def _worker(self) -> Iterator[Callable[[tuple[int, _Candidate, int]], bool]]:
-        yield self._answer
+    def _worker(self, line: _Line) -> Iterator[Callable[[int], bool]]:
+        yield lambda _: self._answer(line)
 
-    def _answer(self, question: tuple[int, _Candidate, int]) -> bool:
-        row, candidate, number = question
-        assert candidate.code is not None
-        if self.all_or_nothing and candidate.has_failed():
-            return True
-        verdict = self.sandbox.check(self.language, candidate.code, candidate.tests[number])
-        if verdict.defect is not None:
-            raise DataError(f"code_reward, row {row}, test {number} cannot judge completions: {verdict.defect}")
-        candidate.verdicts[number] = verdict
+    def _answer(self, line: _Line) -> bool:
+        with line.next() as (candidate, number):
+            assert candidate.code is not None
+            if self.all_or_nothing and candidate.has_failed():
+                return True
+            test = candidate.tests[number]
+            verdict = self.sandbox.check(self.language, candidate.code, test)
+            if verdict.defect is not None:
+                raise DataError(
+                    f"code_reward, row {candidate.row} of the batch: test {number} cannot judge any completion: "
+                    f"{_complaint(test, verdict.defect)}"
+                )
+            candidate.verdicts[number] = verdict
         return True
 
 
@@ -253,6 +310,35 @@ def _assertion_tests(row: int, code: object) -> list[Test]:
     if not isinstance(codes, Sequence) or not all(isinstance(text, str) for text in codes):
         raise DataError(_not_allowed("test_code", row, code, "a text of Python code, a list of such texts, or None"))
     return [AssertionTest(text) for text in codes]
+
+
+def _tell_doubts(candidates: Sequence[_Candidate]) -> None:
+    """Warn of a test that several completions all failed in a way that may be the test's fault, but need not be."""
+    verdicts: dict[Test, list[Verdict | None]] = {}
+    for candidate in candidates:
+        if candidate.code is not None:
+            for test, verdict in zip(candidate.tests, candidate.verdicts, strict=True):
+                verdicts.setdefault(test, []).append(verdict)
+    for test, found in verdicts.items():
+        doubts = [verdict.doubt for verdict in found if verdict is not None and verdict.doubt is not None]
+        if len(doubts) == len(found) > 1:
+            _warn_once(test, doubts[0])
+
+
+@functools.cache
+def _warn_once(test: Test, doubt: str) -> None:
+    logger.warning(
+        "code_reward: all completions of a row failed a test in a way for which the test may be to blame: %s",
+        _complaint(test, doubt),
+    )
+
+
+def _complaint(test: Test, problem: str) -> str:
+    shown = excerpt(test.code if isinstance(test, AssertionTest) else test.input)
+    return (
+        f"{problem}. Correct the test or leave it out; if it needs a package, give LocalSandbox(python=...) an "
+        f"interpreter that has it. The test is {shown}"
+    )
 
 
 _CASES_ALLOWED = 'a list of {"input": text, "output": text}, or None'

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from prefrl.errors import ConfigError, RewardError
+from prefrl.errors import ConfigError, DataError, RewardError
 from prefrl.rewards.call import Call, EventLoopThread, Outcome, call_all, is_async, result_of
 from prefrl.rewards.check import checked_values, excerpt
 from prefrl.rewards.compute_score import ComputeScore, is_compute_score
@@ -200,6 +200,7 @@ class RewardRunner:
                 functions use the generators as they are.
         Raises:
             ConfigError: A column is missing.
+            DataError: A function cannot use a row.
             RewardError: A function raised, took too long or returned something that is not B rewards.
             ValueError: The arguments have different lengths.
         """
@@ -242,13 +243,13 @@ class RewardRunner:
         try:
             result = result_of(call, outcome, timeout=self.timeout, batch=batch)
             values = checked_values(call.name, result, prompts, completions)
-        except RewardError as error:
+        except (RewardError, DataError) as error:
             self._note_failure(call, error)
             return [None] * count
         self._failures[call.name] = 0
         return values
 
-    def _note_failure(self, call: Call, error: RewardError) -> None:
+    def _note_failure(self, call: Call, error: RewardError | DataError) -> None:
         """Raise, unless errors are skipped. Ranks take turns in a model, so one that leaves it cannot go on."""
         if not self._skips_errors or isinstance(call.function, ModelReward):
             raise error
@@ -260,9 +261,10 @@ class RewardRunner:
         if call.name not in self._warned:
             self._warned.add(call.name)
             logger.warning(
-                "%s. Its values are None for this batch, because on_reward_error='skip'; later batches like this are "
-                "counted in rewards/%s/failed",
+                "%s. The values of reward %r are None for this batch, because on_reward_error='skip'; later batches "
+                "like this are counted in rewards/%s/failed",
                 error,
+                call.name,
                 call.name,
             )
 

@@ -67,8 +67,10 @@ class Verdict:
 
     passed: bool
     reason: str = "passed"
-    # What makes the test useless for any completion. It is an error of the dataset.
+    # What makes the test useless for any completion, and is seen without one. It is an error of the dataset.
     defect: str | None = None
+    # What may be such a defect, or the fault of the completion.
+    doubt: str | None = None
 
 
 class SandboxError(RewardError):

@@ -4,12 +4,13 @@ Its text is given to `python -c`, with the JSON of its configuration as argument
 standard input. `program` runs a completion as a program. `functions` runs it as a module, whose functions the other
 side calls. `tests` runs the tests: in a process of its own, in another sandbox, so that the completion can neither see
 the tests nor change what they compare or report. Names of the completion stand for calls across; only plain data is
-copied.
+copied. Without another side, `tests` finds out whether the tests can judge any completion.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import json
 import operator
@@ -29,12 +30,8 @@ _PR_SET_DUMPABLE = 4
 _STARTED, _DONE = b"s", b""
 
 
-class Unsendable(Exception):
-    """A test gives the completion something that is not plain data."""
-
-
 class CandidateError(Exception):
-    """The completion raised an exception that Python does not define, or ended."""
+    """The completion ended, or raised an exception that Python does not define or that would steer the tests."""
 
 
 def main() -> None:
@@ -56,12 +53,12 @@ def main() -> None:
     if config["role"] == "program":
         _run_program(config, header["code"])
     os.close(config["status"])
-    link = _Link(config["incoming"], config["outgoing"])
     if config["role"] == "functions":
         os.close(result)
-        _Server(link).serve(header["code"])
+        _Server(_Link(config["incoming"], config["outgoing"])).serve(header["code"])
     else:
-        verdict = _run_tests(link, header["code"])
+        client = _Client(_Link(config["incoming"], config["outgoing"])) if "incoming" in config else _Nobody()
+        verdict = _run_tests(client, header["code"])
         os.write(result, json.dumps({"nonce": header["nonce"], **verdict}).encode())
 
 
@@ -162,6 +159,8 @@ def _decode(value: Any, reference: Callable[[int], Any]) -> Any:
         return bytes.fromhex(content)
     if tag == "g":
         return range(*content)
+    if tag == "l":
+        return slice(*content)
     if tag == "c":
         return complex(*content)
     if tag == "d":
@@ -175,6 +174,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
     str: str.__str__,
     bytes: lambda value: {"b": bytes(value).hex()},
     range: lambda value: {"g": [value.start, value.stop, value.step]},
+    slice: lambda value: {"l": [value.start, value.stop, value.step]},
     complex: lambda value: {"c": [value.real, value.imag]},
 }
 _COLLECTIONS: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset}
@@ -305,49 +305,116 @@ class _Client:
     def __init__(self, link: _Link) -> None:
         self.link = link
         self.num_uses = 0  # of anything that is the completion's
+        self.raised: BaseException | None = None  # the last exception that came from there
+        self.unsendable: str | None = None  # complaint about an argument that cannot be copied
 
     def do(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        message = [operation, [_encode(arg, self._refer) for arg in args], _encode(kwargs, self._refer)]
         self.num_uses += 1
-        encoded = [_encode(arg, self._refer) for arg in args]
-        self.link.send([operation, encoded, _encode(kwargs, self._refer)])
-        reply = self._receive()
+        reply = self._ask(message)
         for number, theirs in enumerate(self._decoded(reply["args"])[: len(args)]):
             _change(args[number], theirs)
         return self._decoded(reply["value"])
 
+    def named(self, name: str) -> Any:
+        """What the completion calls by this name. KeyError: nothing."""
+        value = self._decoded(self._ask(["global", name, None])["value"])
+        self.num_uses += not isinstance(value, _Remote)
+        return value
+
     def globals(self, names: list[str]) -> dict[str, Any]:
-        """What the completion calls by these names, as far as it does."""
+        """The global names of tests that use these names."""
         found = {}
         for name in names:
-            self.link.send(["global", name, None])
-            try:
-                found[name] = self._decoded(self._receive()["value"])
-            except KeyError:
-                continue
-            self.num_uses += not isinstance(found[name], _Remote)
+            with contextlib.suppress(KeyError):
+                found[name] = self.named(name)
         return found
 
     def wait_until_loaded(self) -> None:
-        self._receive()
+        self._answer("load")
 
-    def _receive(self) -> dict[str, Any]:
+    def _ask(self, message: list[Any]) -> dict[str, Any]:
+        self.link.send(message)
+        return self._answer(message[0])
+
+    def _answer(self, operation: str) -> dict[str, Any]:
         try:
             reply = self.link.receive()
         except (EOFError, OSError) as error:
             raise CandidateError("the completion ended its process") from error
         if "error" not in reply:
             return {"value": reply["value"], "args": reply["args"]}
-        kind = getattr(builtins, str(reply["error"]), CandidateError)
-        is_usual = isinstance(kind, type) and issubclass(kind, Exception)
-        raise (kind if is_usual else CandidateError)(str(reply["text"]))
+        self.raised = _exception(operation, str(reply["error"]), str(reply["text"]))
+        raise self.raised
 
     def _decoded(self, value: Any) -> Any:
         return _decode(value, lambda number: _Remote(self, number))
 
     def _refer(self, value: Any) -> dict[str, int]:
         if not isinstance(value, _Remote):
-            raise Unsendable(f"a test gives the completion a {type(value).__name__}")
+            self.unsendable = f"it gives the completion a {type(value).__name__}, which is not plain data"
+            raise TypeError(self.unsendable)
         return {"r": value._remote[1]}
+
+
+class _Nobody(_Client):
+    """In place of a completion: has every name that is asked for, and fails in every use."""
+
+    def __init__(self) -> None:
+        super().__init__(_Link(-1, -1))
+
+    def wait_until_loaded(self) -> None:
+        pass
+
+    def named(self, name: str) -> Any:
+        self.num_uses += 1
+        return _Remote(self, 0)
+
+    def globals(self, names: list[str]) -> dict[str, Any]:
+        return {"__builtins__": _AllNames(self)}  # where Python looks for names that the tests do not define
+
+    def _ask(self, message: list[Any]) -> dict[str, Any]:
+        raise CandidateError("there is no completion")
+
+
+class _AllNames(dict[str, Any]):
+    """Python's built-in names, and all others."""
+
+    def __init__(self, client: _Client) -> None:
+        super().__init__(vars(builtins))
+        self._client = client
+
+    def __missing__(self, name: str) -> Any:
+        if name[:2] == "__":
+            raise KeyError(name)
+        return self._client.named(name)
+
+
+class _Solution(types.ModuleType):
+    """The module `solution`, from which tests may import names of the completion. For `import *`, it has none."""
+
+    def __init__(self, client: _Client) -> None:
+        super().__init__("solution")
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] != "__":
+            with contextlib.suppress(KeyError):
+                return self._client.named(name)
+        raise AttributeError(f"the completion has no {name!r}")
+
+
+def _exception(operation: str, name: str, text: str) -> Exception:
+    """What a call raises here. StopIteration would end a `map` of the tests as if all calls had been made."""
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return CandidateError(text)
+    if issubclass(kind, (StopIteration, StopAsyncIteration)) and operation != "next":
+        return CandidateError(f"{name} {text}")
+    try:
+        return kind(text)
+    except TypeError:  # UnicodeDecodeError and others need more than a text
+        return kind.__new__(kind, text)
 
 
 def _change(ours: Any, theirs: Any) -> None:
@@ -361,24 +428,63 @@ def _change(ours: Any, theirs: Any) -> None:
         ours.update(theirs)
 
 
-def _run_tests(link: _Link, code: str) -> dict[str, Any]:
-    """The verdict. Only tests that run to their end pass, so that no completion gains by ending them early."""
-    client = _Client(link)
+def _run_tests(client: _Client, code: str) -> dict[str, Any]:
+    """The verdict: `passed`; `failed`, why; or `doubt`, what is wrong with the tests rather than with the completion.
+
+    Only tests that run to their end pass, or that exit with code 0, which no completion can do for them.
+    """
+    failure: BaseException | None = None
     try:
         compiled = compile(code, "<tests>", "exec")
     except (SyntaxError, ValueError) as error:
-        return {"defect": f"{type(error).__name__}: {error}"}
+        return {"doubt": f"{type(error).__name__}: {error}"}
     try:
         client.wait_until_loaded()
-        # A completion's `all` or `abs` must not be the one that the tests use.
-        names = [name for name in sorted(_names(compiled)) if not hasattr(builtins, name) and name[:2] != "__"]
-        space = {**client.globals(names), "__name__": "tests"}
-        exec(compiled, space)
-    except Unsendable as error:
-        return {"defect": str(error)}
+        _exec_tests(client, compiled)
+    except SystemExit as end:
+        failure = None if end.code in (None, 0) else end
     except BaseException as error:
-        return {"failed": f"{type(error).__name__}: {_text(error)}"}
-    return {"passed": True, "num_uses": client.num_uses}
+        failure = error
+    if client.unsendable is not None:
+        return {"doubt": client.unsendable}
+    if failure is not None:
+        is_theirs = isinstance(failure, ImportError) and failure is not client.raised and failure.name != "solution"
+        return {"doubt" if is_theirs else "failed": f"{type(failure).__name__}: {_text(failure)}"}
+    if client.num_uses == 0:
+        return {"doubt": "it passes without using anything from the completion"}
+    return {"passed": True}
+
+
+def _exec_tests(client: _Client, compiled: types.CodeType) -> None:
+    """Run tests as a script."""
+    # A completion's `all` or `abs` must not be the one that the tests use.
+    names = [name for name in sorted(_names(compiled)) if not hasattr(builtins, name) and name[:2] != "__"]
+    main = types.ModuleType("__main__")
+    vars(main).update(client.globals(names))
+    sys.modules.update({"__main__": main, "solution": _Solution(client)})
+    sys.argv = ["tests"]
+    if "unittest" in names:
+        _make_unittest_tell()
+    exec(compiled, vars(main))
+
+
+def _make_unittest_tell() -> None:
+    """Let `unittest.main` raise what failed, also with `exit=False`, which ignores failures."""
+    import unittest
+
+    class Program(unittest.TestProgram):
+        exit: bool
+
+        def runTests(self) -> None:
+            exits, self.exit = self.exit, False
+            super().runTests()
+            if not self.result.wasSuccessful():
+                texts = [text.splitlines()[-1] for _, text in (*self.result.failures, *self.result.errors)]
+                raise AssertionError("; ".join(texts))
+            if exits:
+                raise SystemExit(0)
+
+    unittest.main = unittest.TestProgram = Program  # type: ignore[misc]  # it is a subclass
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -117,10 +117,18 @@ def _compared(output: Output, test: InputOutputTest, limits: SandboxLimits) -> V
 
 def _lines(text: str) -> list[str]:
     """Lines without white space at their ends and without empty lines at the end of the text."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _asserted(launcher: _Launcher, code: str, test: AssertionTest) -> Verdict:
+    """A doubt about the test is certain if the test raises it without any completion, too."""
+    verdict = _judged(launcher, code, test)
+    if verdict.doubt is None:
+        return verdict
+    return replace(verdict, defect=_judged(launcher, None, test).doubt)
+
+
+def _judged(launcher: _Launcher, code: str | None, test: AssertionTest) -> Verdict:
     nonce = secrets.token_hex(16)
     output = launcher.run_assertions(code, test.code, nonce)
     if output.ended_by == "wall":
@@ -131,13 +139,10 @@ def _asserted(launcher: _Launcher, code: str, test: AssertionTest) -> Verdict:
         verdict = None
     if not isinstance(verdict, dict) or verdict.get("nonce") != nonce:
         return Verdict(False, "the tests did not finish")
-    if "defect" in verdict:
-        return Verdict(False, "not run", defect=str(verdict["defect"]))
-    if verdict.get("passed") is not True:
-        return Verdict(False, str(verdict.get("failed")))
-    if verdict["num_uses"] == 0:
-        return Verdict(False, "not run", defect="it uses nothing from the completion, so every completion passes")
-    return Verdict(True)
+    if verdict.get("passed") is True:
+        return Verdict(True)
+    doubt = verdict.get("doubt")
+    return Verdict(False, str(verdict.get("failed", doubt)), doubt=doubt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +170,18 @@ class _Launcher:
             program = self._jailed(stack, settings, {"code": code}, rest=text.encode(errors="surrogatepass"))
             return run([program], wall_s=self.limits.wall_s, output_bytes=self.limits.output_bytes)
 
-    def run_assertions(self, code: str, tests: str, nonce: str) -> Output:
-        """Run tests in one sandbox, against a completion in another."""
-        calls, replies = os.pipe(), os.pipe()
+    def run_assertions(self, code: str | None, tests: str, nonce: str) -> Output:
+        """Run tests in one sandbox, against a completion in another, or against nothing."""
+        header = {"code": tests, "nonce": nonce}
         with ExitStack() as stack:
+            if code is None:
+                judge = self._jailed(stack, {"role": "tests"}, header)
+                return run([judge], wall_s=self.limits.wall_s, output_bytes=_VERDICT_BYTES)
+            calls, replies = os.pipe(), os.pipe()
             ends = {"incoming": calls[0], "outgoing": replies[1]}
             candidate = self._jailed(stack, {"role": "functions", **ends}, {"code": code})
             ends = {"incoming": replies[0], "outgoing": calls[1]}
-            judge = self._jailed(stack, {"role": "tests", **ends}, {"code": tests, "nonce": nonce})
+            judge = self._jailed(stack, {"role": "tests", **ends}, header)
             return run([candidate, judge], wall_s=self.limits.wall_s, output_bytes=_VERDICT_BYTES)
 
     def _jailed(

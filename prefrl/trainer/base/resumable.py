@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, IntervalStrategy
 
 from prefrl import distributed
-from prefrl.errors import HubError, OutOfMemoryError, RewardError
+from prefrl.errors import DataError, HubError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import load_renamed
 from prefrl.printable import reason_of
@@ -187,14 +187,14 @@ class ResumableTrainer(OptimizedTrainer):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Context of a wait for rewards in which nothing changes that is saved: an error of a reward loses no step.
+        """Context of a wait for rewards in which nothing changes that is saved: no error of theirs, or of a row, loses a step.
 
         A single process saves a checkpoint before the error goes on, unless there is one or `save_strategy` is "no".
         After other errors, the journal is enough; and weights that cannot be sampled from must not push others out.
         """
         try:
             yield
-        except RewardError:
+        except (RewardError, DataError):
             step = self.state.global_step
             is_saved = (self.run_folder.path / checkpoint_name(step)).exists()
             if step and not is_saved and self.args.save_strategy != "no" and distributed.num_processes() == 1:

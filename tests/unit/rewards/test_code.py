@@ -5,39 +5,46 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefrl.errors import ConfigError, DataError, RewardError
-from prefrl.rewards import LocalSandbox, RewardRunner, get_code_reward
+from prefrl.rewards import LocalSandbox, RewardRunner, batch, get_code_reward
+from prefrl.rewards import code as code_module
 from prefrl.rewards.code import last_code_block
 from prefrl.rewards.sandbox import AssertionTest, InputOutputTest, SandboxError, Verdict
+from tests.patience import PATIENCE
 
 DOUBLE = "```python\nprint(2 * int(input()))\n```"
 
 
 @dataclass
 class Scripted:
-    """A sandbox in which code is a table of the tests that it passes; `sleep` takes half a second."""
+    """A sandbox in which code is a table of the tests that it passes; `sleep` takes ten seconds of its own clock."""
 
     seen: list[str] = field(default_factory=list)
-    num_running: list[int] = field(default_factory=list)
+    now: float = 0.0
+    company: threading.Barrier = field(default_factory=lambda: threading.Barrier(3))
 
     def setup(self) -> None:
         raise ConfigError("no sandbox here")
 
     def check(self, language: str, code: str, test: InputOutputTest | AssertionTest) -> Verdict:
         name = test.input if isinstance(test, InputOutputTest) else test.code
-        self.num_running.append(sum(thread.name == "code tests" for thread in threading.enumerate()))
         self.seen.append(name)
         if "sleep" in code:
-            time.sleep(0.5)
+            self.now += 10.0
+        if "together" in code:
+            self.company.wait(PATIENCE)
         if "broken" in code:
             raise SandboxError("sandbox: no room")
-        return Verdict(True) if name in code.split() else Verdict(False, f"not {name}", "bad" if name == "?" else None)
+        if name in code.split():
+            return Verdict(True)
+        doubt = "odd" if "odd" in code else None
+        return Verdict(False, f"not {name}", defect="bad" if name == "?" else None, doubt=doubt)
 
 
 def scores(completions: list[str], tests: Any, column: str = "test_cases", **options: Any) -> list[float | None]:
@@ -72,6 +79,7 @@ def block(code: str) -> str:
         ("<think>\n```python\nb\n```\n</think>\nDone.", None),
         ("<think>\n```python\nb\n```\n", None),
         ("  ```python\n  a\n  ```", "  a\n"),
+        ("```python\na = '\u2028\x1c\x0b'\n```", "a = '\u2028\x1c\x0b'\n"),
         ("```python\r\na\r\n```", "a\n"),
     ],
 )
@@ -101,18 +109,61 @@ def test_rows_without_tests_have_no_score() -> None:
     assert scores([block("a")] * 4, [None, [], "a", ["a", "b"]], "test_code") == [None, None, 1.0, 0.5]
 
 
-def test_tests_run_concurrently_and_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+def test_tests_run_concurrently() -> None:
+    assert scores([block("together a")] * 3, [cases("a")] * 3, num_workers=3) == [1.0] * 3
+
+
+@pytest.fixture
+def slow_sandbox(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     sandbox = Scripted()
+    for module in (batch, code_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: sandbox.now))
+    return sandbox
+
+
+def test_a_budget_that_is_too_small_leaves_completions_without_a_score(
+    slow_sandbox: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"sandbox": slow_sandbox, "num_workers": 1, "budget": 25.0}
     with caplog.at_level(logging.WARNING):
-        found = scores([block("sleep a b")] * 4, [cases("a", "b")] * 4, budget=0.3, num_workers=3, sandbox=sandbox)
-    assert found == [1.0, None, None, None]  # three of eight tests were begun
-    assert max(sandbox.num_running) == 3
-    assert "5 of 8 tests were not run within budget=0.3 s" in caplog.text
+        assert scores([block("sleep a b")] * 3, [cases("a", "b")] * 3, **options) == [1.0, None, None]
+    assert "3 of 6 tests were not run within budget=25.0 s" in caplog.text
 
 
-def test_a_known_failure_needs_no_more_tests() -> None:
-    found = scores([block("sleep b")], [cases("a", "b")], budget=0.3, num_workers=1, all_or_nothing=True)
-    assert found == [0.0]
+def test_a_completion_that_sleeps_scores_zero_and_takes_no_time_of_others(slow_sandbox: Scripted) -> None:
+    options: dict[str, Any] = {"sandbox": slow_sandbox, "num_workers": 1, "budget": 35.0}
+    completions = [block("sleep"), block("sleep a"), block("a b c"), block("c")]
+    assert scores(completions, [cases("a", "b", "c")] * 4, **options) == [0.0, 1 / 3, 1.0, 1 / 3]
+    assert "".join(slow_sandbox.seen) == "aab" + "abc" * 2 + "b"
+    slow_sandbox.now = 0.0
+    assert scores(completions[:2], [cases("a", "b", "c")] * 2, **options, all_or_nothing=True) == [0.0, 0.0]
+
+
+def test_a_completion_that_sleeps_holds_up_one_worker_at_a_time() -> None:
+    """The two that run together with the first test of the first completion are those of others."""
+    completions = [block("together a b"), block("together a b"), block("together a b")]
+    sandbox = Scripted()
+    assert scores(completions, [cases("a", "b")] * 3, num_workers=3, sandbox=sandbox) == [1.0] * 3
+    assert sandbox.seen[:3] == ["a"] * 3
+
+
+@pytest.mark.parametrize(
+    ("codes", "found", "num_told"),
+    [
+        (["odd b", "odd b", "odd"], [0.5, 0.5, 0.0], 1),
+        (["odd b", "wrong"], [0.5, 0.0], 0),
+        (["odd b", "a b"], [0.5, 1.0], 0),
+        (["odd b"], [0.5], 0),
+    ],
+)
+def test_a_doubt_that_all_completions_of_a_row_raise_is_told_once_and_ends_nothing(
+    codes: list[str], found: list[float], num_told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    code_module._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert scores(list(map(block, codes)), [["a", "b"]] * len(codes), "test_code") == found
+    assert [record.getMessage().count("The test is 'a'") for record in caplog.records] == [1] * num_told
 
 
 def test_verdicts_and_shares_are_logged() -> None:
@@ -157,7 +208,7 @@ def test_the_column_is_needed_before_training() -> None:
         ("test_cases", [{"input": "1"}], "row 0: {'input': '1'}; allowed is a list"),
         ("test_cases", [{"input": 1, "output": 2}], "row 0: {'input': 1, 'output': 2}"),
         ("test_code", [1], "column 'test_code', row 0: .*allowed is a text of Python code"),
-        ("test_code", "?", r"code_reward, row 0, test 0 cannot judge completions: bad"),
+        ("test_code", "?", r"row 0 of the batch: test 0 cannot judge any completion: bad\. .*The test is '\?'"),
     ],
 )
 def test_columns_that_are_no_tests(column: str, value: object, message: str) -> None:

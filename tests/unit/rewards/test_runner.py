@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefrl.errors import ConfigError, RewardError
+from prefrl.errors import ConfigError, DataError, RewardError
 from prefrl.rewards import REWARD_FUNCTIONS, RewardRunner, RewardScores, numeric_reward
 from prefrl.types import Episode
 from tests.patience import PATIENCE, before_a_deadline
@@ -308,7 +308,7 @@ def bad_on(numbers: set[int], result: Any) -> Any:
     return reward
 
 
-@pytest.mark.parametrize("result", [ValueError("boom"), [math.nan] * 3, [1.0]])
+@pytest.mark.parametrize("result", [ValueError("boom"), DataError("a bad row"), [math.nan] * 3, [1.0]])
 def test_a_failed_batch_can_be_skipped(result: Any, caplog: pytest.LogCaptureFixture) -> None:
     runner = RewardRunner([length, bad_on({1, 2}, result)], on_error="skip")
     scores = [runner.score(["p"] * 3, TEXTS, [[1]] * 3, {}) for _ in range(4)]
@@ -317,7 +317,7 @@ def test_a_failed_batch_can_be_skipped(result: Any, caplog: pytest.LogCaptureFix
     assert [each.metrics["rewards/reward/failed"] for each in scores] == [0.0, 1.0, 1.0, 0.0]
     assert scores[1].metrics["rewards/length/failed"] == 0.0
     (warning,) = caplog.records
-    assert "reward 'reward'" in warning.getMessage()
+    assert "values of reward 'reward' are None" in warning.getMessage()
     assert "counted in rewards/reward/failed" in warning.getMessage()
 
 

@@ -238,39 +238,6 @@ def test_nothing_survives_the_trainer(marker: str) -> None:
 # --- tests by assertions
 
 
-@pytest.mark.parametrize(
-    ("code", "test"),
-    [
-        pytest.param("def f(x): return 2 * x", "assert f(2) == 4", id="number"),
-        pytest.param("def f(x): x.sort()", "x = [2, 1]\nf(x)\nassert x == [1, 2]", id="in place"),
-        pytest.param("def f(x): x['a'] = {1}", "x = {}\nf(x)\nassert x == {'a': {1}}", id="dict in place"),
-        pytest.param("def f(*a, **k): return a, k", "assert f(1, b=(2,)) == ((1,), {'b': (2,)})", id="tuples"),
-        pytest.param(
-            "def f(x): return x",
-            "for x in [2**99, 1.5, 1j, b'x', 'x', None, {1: {2}}, range(3), frozenset()]:"
-            "\n  assert f(x) == x and type(f(x)) is type(x)",
-            id="round trip",
-        ),
-        pytest.param("def f():\n  yield 1\n  yield 2", "assert list(f()) == [1, 2]", id="generator"),
-        pytest.param(
-            "def f(): return 1 // 0", "try:\n  f()\nexcept ZeroDivisionError: pass\nelse: assert 0", id="raises"
-        ),
-        pytest.param(
-            "class A:\n  def __init__(s, x): s.x = x\n  def get(s): return s.x\n  def __len__(s): return 7",
-            "a = A(3)\na.x += 1\nassert a.get() == 4 and len(a) == 7",
-            id="class",
-        ),
-        pytest.param("LIMIT = 3", "assert LIMIT == 3", id="constant"),
-        pytest.param(
-            "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int", "assert P(1).x == 1", id="dataclass"
-        ),
-    ],
-)
-def test_tests_by_assertions_see_what_the_completion_does(code: str, test: str) -> None:
-    assert asserted(code, test)
-    assert not asserted("def f(*args): return 'wrong'", test)
-
-
 # The text at its end is what completions look for.
 FOUR = "y = f(2)\nassert y == 4 and isinstance(y, int) and abs(y - 4) < 0.1 and not all([False]), 'tgsvnoyr'"
 HACKS = {
@@ -370,18 +337,23 @@ def test_the_completion_and_the_tests_share_no_process_and_no_file() -> None:
         assert sandbox.check("python", code, AssertionTest(test)).passed
 
 
+def test_a_doubt_about_a_test_is_a_defect_if_the_test_raises_it_without_a_completion() -> None:
+    verdict = working()[-1].check("python", "def f(x): return 2", AssertionTest("import not_there\nassert f(1) == 2"))
+    missing = "ModuleNotFoundError: No module named 'not_there'"
+    assert verdict == Verdict(False, missing, doubt=missing, defect=missing)
+    test = AssertionTest("try: f(-1)\nexcept Exception: pass\nelse: raise AssertionError")
+    assert working()[-1].check("python", "def g(x): return 2", test) == Verdict(
+        False, doubt := "it passes without using anything from the completion", doubt=doubt
+    )
+
+
 @pytest.mark.parametrize(
-    ("test", "defect"),
-    [
-        ("def check(candidate): assert candidate(1) == 2", "uses nothing from the completion"),
-        ("assert f(", "SyntaxError"),
-        ("assert f(lambda: 1)", "gives the completion a function"),
-    ],
+    ("written", "is_equal"),
+    [("1 \r\n2\n\n", True), ("1\u20282", False), ("1\x0b2", False), ("1\x1c2", False), ("1\n2 3", False)],
 )
-def test_a_test_that_judges_no_completion_is_a_defect(test: str, defect: str) -> None:
-    verdict = working()[-1].check("python", "def f(x): return 2", AssertionTest(test))
-    assert not verdict.passed
-    assert defect in str(verdict.defect)
+def test_only_line_feeds_separate_lines_of_output(written: str, is_equal: bool) -> None:
+    output = Output(written.encode(), "itself")
+    assert local._compared(output, InputOutputTest("", "1\n2"), LIMITS).passed == is_equal
 
 
 # --- the sandbox itself
