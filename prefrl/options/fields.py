@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import math
-import numbers
-import operator
+import os
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal
-
-from annotated_types import Ge, Gt, Le, Lt
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from prefrl.errors import ConfigError
+from prefrl.options.types import check_value
 
 __all__ = [
-    "check_bounds",
     "check_fields",
     "check_no_effect",
     "check_range",
@@ -29,16 +26,9 @@ __all__ = [
     "opt",
     "parse_json",
     "plain_value",
+    "read_json",
+    "take_other_forms",
 ]
-
-
-# Kind of bound -> its sign, the attribute that holds the limit, and the comparison.
-_BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
-    Ge: (">=", "ge", operator.ge),
-    Gt: (">", "gt", operator.gt),
-    Le: ("<=", "le", operator.le),
-    Lt: ("<", "lt", operator.lt),
-}
 
 
 def opt(default: Any, description: str) -> Any:
@@ -58,21 +48,32 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def check_fields(config: Any) -> None:
-    """Check prefrl's own fields against the bounds and allowed values in their types.
+def check_fields(config: Any, hints: Mapping[str, Any] = MappingProxyType({}), *, of: type | None = None) -> None:
+    """Check fields of a dataclass against their types, and the bounds and allowed values in them.
+
+    Args:
+        config: A dataclass instance, whose values may still be of any type. A default is right in any case.
+        hints: Types of fields that are not those of their annotations.
+        of: The base whose fields are checked; None: all fields.
 
     Raises:
-        ConfigError: A number is out of bounds, or a value is not an allowed one.
+        ConfigError: A value has another type, is out of bounds, or is not an allowed one.
     """
-    config_class: Any = type(config)
-    for name, hint in _own_hints(config_class).items():
+    for name, (hint, default) in _typed_fields(of or type(config)).items():
         value = getattr(config, name)
-        for part in _alternatives(hint):
-            check_bounds(name, value, part)
-        allowed = [v for part in _alternatives(hint) for v in _literals(part)]
-        is_unset = value is None and type(None) in typing.get_args(hint)
-        if allowed and not is_unset and value not in allowed:
-            raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+        if value is not default:
+            check_value(name, value, hints.get(name, hint))
+
+
+def take_other_forms(config: Any) -> None:
+    """Make texts of paths, and lists of texts where an option takes lists of texts; in place."""
+    config_class: Any = type(config)
+    for name, (hint, _) in _typed_fields(config_class).items():
+        value = getattr(config, name)
+        if isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
+            setattr(config, name, os.fspath(value))
+        elif isinstance(value, str) and hint in (list[str], list[str] | None):
+            setattr(config, name, [value])
 
 
 def parse_json(config: Any, *names: str) -> None:
@@ -115,6 +116,22 @@ def json_mapping(text: str, name: str) -> dict[str, Any]:
     return parsed
 
 
+def read_json(config: Any, name: str) -> dict[str, Any]:
+    """The mapping of an option that may also be JSON text or the path of a JSON file; empty for other values.
+
+    Raises:
+        ConfigError: There is no such file, or it does not hold a mapping.
+    """
+    value = getattr(config, name)
+    if not isinstance(value, str):
+        return value if isinstance(value, dict) else {}
+    try:
+        text = value if value.startswith("{") else Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}={value!r}: must be a mapping, or a JSON file: {error}") from error
+    return json_mapping(text, name)
+
+
 def check_no_effect(*, name: str, value: object, unset: object, because: str, remedy: str) -> None:
     """Reject an option that is set but has no effect.
 
@@ -148,47 +165,7 @@ def check_range(bounds: Sequence[float] | None, name: str) -> None:
 
 
 @cache
-def _own_hints(config_class: type) -> dict[str, Any]:
-    hints: dict[str, Any] = {}
-    for cls in reversed(config_class.__mro__):
-        if cls.__module__.startswith("prefrl."):
-            hints |= {
-                n: h for n, h in typing.get_type_hints(cls, include_extras=True).items() if n in _annotations(cls)
-            }
-    names = {field.name for field in dataclasses.fields(config_class)}
-    return {name: hint for name, hint in hints.items() if name in names}
-
-
-def _annotations(cls: type) -> dict[str, Any]:
-    return inspect.get_annotations(cls)
-
-
-def _alternatives(hint: Any) -> list[Any]:
-    args = typing.get_args(hint)
-    is_union = typing.get_origin(hint) is not Annotated and type(None) in args
-    return [arg for arg in args if arg is not type(None)] if is_union else [hint]
-
-
-def _literals(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-
-
-def check_bounds(name: str, value: Any, hint: Any) -> None:
-    """Check a number against the bounds in a type; other types and None have none.
-
-    Raises:
-        ConfigError: It is out of bounds, NaN or no number.
-    """
-    if typing.get_origin(hint) is not Annotated or value is None:
-        return
-    bounds = typing.get_args(hint)[1:]
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
-        raise ConfigError(f"{name}={value!r}: must be a number {_describe(bounds)}")
-    for bound in bounds:
-        _, attribute, holds = _BOUNDS[type(bound)]
-        if not holds(value, getattr(bound, attribute)):
-            raise ConfigError(f"{name}={value!r}: must be a number {_describe(bounds)}")
-
-
-def _describe(bounds: tuple[Any, ...]) -> str:
-    return " and ".join(f"{_BOUNDS[type(b)][0]} {getattr(b, _BOUNDS[type(b)][1])}" for b in bounds)
+def _typed_fields(config_class: type) -> dict[str, tuple[Any, Any]]:
+    """The type of each field, and its default."""
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(config_class)}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from prefrl.options.fields import check_fields
-from prefrl.options.types import check_types
 
 __all__ = ["Params"]
 
@@ -25,7 +24,6 @@ class Params:
 
     def __post_init__(self) -> None:
         """Check types, bounds and rules."""
-        check_types(self, texts=True)
         check_fields(self)
         for rule in self.all_rules():
             rule(self)

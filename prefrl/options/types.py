@@ -1,86 +1,227 @@
-"""Checks that numeric and boolean options have the right type: a string would fail deep inside torch, or never."""
+"""Checks that a value is what its type annotation allows: the type itself, and the bounds of numbers."""
 
 from __future__ import annotations
 
-import dataclasses
+import enum
+import math
 import numbers
+import operator
+import os
+import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 
-__all__ = ["check_types"]
+__all__ = ["LARGEST_INTEGER", "BatchSize", "Length", "NumSamples", "Seconds", "check_value"]
 
+LARGEST_INTEGER = 2**63 - 1
+_LARGEST_FLOAT = 1e38  # in round numbers what 32 bits hold
+# What several options have in common. The bounds are above all that is in use, and below what hangs or overflows.
+BatchSize = Annotated[int, Ge(1), Le(10**9)]
+Length = Annotated[int, Ge(1), Le(2**24)]  # in tokens
+NumSamples = Annotated[int, Ge(1), Le(2**16)]  # completions of a prompt
+Seconds = Annotated[float, Gt(0), Le(10**9)]  # more than Python's locks can wait for is an OverflowError
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+_LONGEST = 200  # characters of a value in a message
 
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-# Type -> its name in error messages, and the test for a value. NumPy scalars count as numbers, too.
-_TYPES: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    float: ("a number", _is_number),
-    int: ("an integer", _is_integer),
-    bool: ("True or False", lambda value: not isinstance(value, str)),
-    str: ("a string", lambda value: isinstance(value, str)),
+# Kind of bound -> its sign, the attribute that holds the limit, and the comparison.
+_BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
+    Ge: (">=", "ge", operator.ge),
+    Gt: (">", "gt", operator.gt),
+    Le: ("<=", "le", operator.le),
+    Lt: ("<", "lt", operator.lt),
+}
+# What bounds a number on the sides on which its type has no bound: `Le(math.inf)` allows infinity.
+_DEFAULT_BOUNDS: dict[type, tuple[Any, Any]] = {
+    float: (Ge(-_LARGEST_FLOAT), Le(_LARGEST_FLOAT)),
+    int: (Ge(-LARGEST_INTEGER), Le(LARGEST_INTEGER)),
 }
 
 
-def check_types(config: Any, *, texts: bool = False) -> None:
-    """Check the type of every option that is a number, a boolean or a list of these, HuggingFace's included.
+@dataclass(frozen=True)
+class _Kind:
+    """What a type allows, in words and as a test; bounds are in the words only."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Check a value against a type.
 
     Args:
-        config: A dataclass instance, whose values may still be of any type.
-        texts: Whether to check strings, too. HuggingFace's string options may also be paths or enums.
+        name: What messages call the value.
+        value: Anything.
+        hint: The type: None, bool, int, float, str, any other class, Literal, lists and mappings of these, unions, and
+            Annotated numbers with bounds. A list may be a tuple, and numbers may be those of NumPy.
 
     Raises:
-        ConfigError: An option has another type, such as a string: YAML reads 1e-5 as a string.
+        ConfigError: The value has another type; or a number is NaN, infinite or too large, or out of its bounds; or
+            a text has the character NUL.
     """
-    config_class: Any = type(config)
-    for name, (kind, is_optional, is_list) in _typed_options(config_class).items():
-        value = getattr(config, name)
-        if (value is None and is_optional) or (kind is str and not texts):
-            continue
-        allowed, is_right = _TYPES[kind]
-        if is_list:
-            if not isinstance(value, list | tuple) or not all(is_right(item) for item in value):
-                raise ConfigError(f"{name}={value!r}: must be a list, each entry {allowed}")
-        elif not is_right(value):
-            raise ConfigError(f"{name}={value!r}: must be {allowed}.{_remedy(value, kind)}")
+    kind = _kind_of(hint)
+    if not kind.fits(value):
+        raise ConfigError(f"{name}={_shown(value)}: must be {kind.words}.{_remedy(value, hint)}")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{name}={_shown(value)}: must not contain the character NUL")
+    _check_bounds(name, value, hint)
+
+
+def _check_bounds(name: str, value: Any, hint: Any) -> None:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if _is_union(hint):
+        _check_bounds(name, value, next(part for part in arguments if _kind_of(part).fits(value)))
+    elif origin is list:
+        for number, item in enumerate(value):
+            _check_bounds(f"{name}[{number}]", item, arguments[0])
+    elif origin is dict:
+        for key, item in value.items():
+            _check_bounds(f"{name}[{key!r}]", item, arguments[1])
+    elif origin is Annotated or hint in _DEFAULT_BOUNDS:
+        bounds = arguments[1:]
+        broken = [bound for bound in _all_bounds(hint) if not _holds(value, bound)]
+        if broken:
+            described = _described([*bounds, *(bound for bound in broken if bound not in bounds)])
+            raise ConfigError(f"{name}={_shown(value)}: must be a number {described}")
+
+
+def _all_bounds(hint: Any) -> list[Any]:
+    """The bounds of a number, and the default ones on the sides on which it has none."""
+    arguments = typing.get_args(hint)
+    base, bounds = (arguments[0], arguments[1:]) if arguments else (hint, ())
+    low, high = _DEFAULT_BOUNDS[base]
+    sides = {type(bound) in (Ge, Gt) for bound in bounds}
+    return [*bounds, *[low] * (True not in sides), *[high] * (False not in sides)]
+
+
+def _holds(value: Any, bound: Any) -> bool:
+    _, attribute, comparison = _BOUNDS[type(bound)]
+    return bool(comparison(value, getattr(bound, attribute)))
+
+
+def _described(bounds: Iterable[Any]) -> str:
+    limits = [(_BOUNDS[type(bound)][0], getattr(bound, _BOUNDS[type(bound)][1])) for bound in bounds]
+    return " and ".join(f"{sign} {limit}" for sign, limit in limits if (sign, limit) != ("<=", math.inf))
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not _is_switch_type(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not _is_switch_type(value)
+
+
+def _is_switch_type(value: Any) -> bool:
+    return type(value).__name__ in ("bool", "bool_")  # the latter is NumPy's, which is not imported for this
+
+
+def _is_switch(value: Any) -> bool:
+    return _is_switch_type(value) or (isinstance(value, int) and value in (0, 1))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_KINDS: dict[Any, _Kind] = {
+    float: _Kind("a number", _is_number),
+    int: _Kind("an integer", _is_integer),
+    bool: _Kind("True or False", _is_switch),
+    str: _Kind("a string", _is_text),
+    type(None): _Kind("None", lambda value: value is None),
+    dict: _Kind('a mapping such as {"key": 1}', lambda value: isinstance(value, dict) and all(map(_is_text, value))),
+    list: _Kind("a list", lambda value: isinstance(value, list | tuple)),
+    os.PathLike: _Kind("a path", lambda value: isinstance(value, os.PathLike)),
+}
 
 
 @cache
-def _typed_options(config_class: type) -> dict[str, tuple[type, bool, bool]]:
-    """For each option of a type in `_TYPES`: the type, whether None is allowed, and whether it is a list of them."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
-    options = {}
-    for field in dataclasses.fields(config_class):
-        parts = _parts(hints[field.name])
-        kinds = [part for part in parts if part is not type(None)]
-        items = typing.get_args(kinds[0]) if len(kinds) == 1 and typing.get_origin(kinds[0]) is list else ()
-        kind = items[0] if items else kinds[0]
-        if len(kinds) == 1 and kind in _TYPES:
-            options[field.name] = (kind, len(parts) > len(kinds), bool(items))
-    return options
+def _kind_of(hint: Any) -> _Kind:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _KINDS:
+        return _KINDS[hint]
+    if origin is Annotated:
+        base = _kind_of(arguments[0])
+        return _Kind(f"{base.words} {_described(arguments[1:])}", base.fits)
+    if origin is Literal:
+        return _choice(arguments)
+    if _is_union(hint):
+        # HuggingFace makes an enum of a text, which must be one of its values.
+        has_enum = any(isinstance(part, type) and issubclass(part, enum.Enum) for part in arguments)
+        kinds = [_kind_of(part) for part in arguments if not (has_enum and part is str)]
+        return _any_of(kinds)
+    if origin is list:
+        return _list(_kind_of(arguments[0]))
+    if origin is dict:
+        return _mapping(*arguments)
+    return _class(origin or hint)
 
 
-def _parts(hint: Any) -> list[Any]:
-    """The members of a union type, without their bounds."""
-    if typing.get_origin(hint) is Annotated:
-        return _parts(typing.get_args(hint)[0])
-    arguments = typing.get_args(hint)
-    if type(None) in arguments:
-        return [part for argument in arguments for part in _parts(argument)]
-    return [hint]
+def _choice(choices: tuple[Any, ...]) -> _Kind:
+    words = ", ".join(map(repr, choices))
+    return _Kind(
+        f"one of {words}" if len(choices) > 1 else words,
+        lambda value: any(isinstance(value, type(choice)) and value == choice for choice in choices),
+    )
 
 
-def _remedy(value: Any, kind: type) -> str:
-    if not isinstance(value, str) or kind is str:
+def _any_of(kinds: list[_Kind]) -> _Kind:
+    *others, last = [kind.words for kind in kinds]
+    words = f"{', '.join(others)}, or {last}" if others else last
+    return _Kind(words, lambda value: any(kind.fits(value) for kind in kinds))
+
+
+def _list(item: _Kind) -> _Kind:
+    return _Kind(
+        f"a list, each entry {item.words}", lambda value: _KINDS[list].fits(value) and all(map(item.fits, value))
+    )
+
+
+def _mapping(key: Any, item: Any) -> _Kind:
+    whole, keys, items = _KINDS[dict], _kind_of(key), _kind_of(item)
+    words = whole.words if item is Any else f"{whole.words}, each value {items.words}"
+    return _Kind(
+        words,
+        lambda value: isinstance(value, dict) and all(map(keys.fits, value)) and all(map(items.fits, value.values())),
+    )
+
+
+def _class(hint: Any) -> _Kind:
+    """Any other class; what is no class, such as Any, allows everything."""
+    if not isinstance(hint, type) or getattr(hint, "_is_protocol", False) or hint is Any:
+        return _Kind("anything", lambda value: True)
+    if issubclass(hint, os.PathLike):
+        return _KINDS[os.PathLike]
+    if issubclass(hint, str) and issubclass(hint, enum.Enum):
+        return _choice(tuple(member.value for member in hint))
+    return _Kind(f"of type {hint.__name__}", lambda value: isinstance(value, hint))
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python writes
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _remedy(value: Any, hint: Any) -> str:
+    kinds = [part for part in _parts(hint) if part is not type(None)]
+    kind = kinds[0] if len(kinds) == 1 else None
+    if kind is str and isinstance(value, bool):
+        return " In YAML, put no, off, yes and on into quotation marks."
+    if not isinstance(value, str) or kind not in (bool, int, float):
         return ""
     if kind is bool:
         is_switch = value.lower() in ("true", "false")
@@ -90,6 +231,13 @@ def _remedy(value: Any, kind: type) -> str:
     except ValueError:
         return ""
     return f" Write {_literal(number)} without quotation marks; YAML reads 1e-5 as a string and 1.0e-5 as a number."
+
+
+def _parts(hint: Any) -> list[Any]:
+    """The members of a union, without their bounds."""
+    if typing.get_origin(hint) is Annotated:
+        return _parts(typing.get_args(hint)[0])
+    return [part for argument in typing.get_args(hint) for part in _parts(argument)] if _is_union(hint) else [hint]
 
 
 def _literal(number: float) -> str:

@@ -50,8 +50,6 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if isinstance(self.loss_type, str):
-            self.loss_type = [self.loss_type]
         super().validate()
         self.validate_reference()
         check_pair_losses(self, PAIR_LOSSES)

@@ -37,10 +37,14 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
             raise ConfigError(f"preset {name!r}: must be one of {', '.join(map(repr, PRESETS))}")
         return cls(**combined(PRESETS[name], options, cls.flat_names))
 
+    def take_other_forms(self) -> None:
+        """See `BaseConfig.take_other_forms`: rewards scaled True means by "group", False "none"."""
+        super().take_other_forms()
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if isinstance(self.scale_rewards, bool):  # also accepted: True means "group", False "none"
-            self.scale_rewards = "group" if self.scale_rewards else "none"
         super().validate()
         check_group(self)
 

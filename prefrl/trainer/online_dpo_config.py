@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 
 from prefrl.options.fields import opt
+from prefrl.options.types import NumSamples
 from prefrl.trainer.base.options.reference import ReferenceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.policy_rules import check_pairs
@@ -23,7 +24,7 @@ class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
     beta: Annotated[float, Gt(0)] = opt(
         0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
     )
-    num_generations: Annotated[int, Ge(1)] = opt(
+    num_generations: NumSamples = opt(
         2, "Completions per prompt, at least 2: the best and the worst of them form a pair."
     )
 

@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
+from prefrl.options.types import NumSamples
 from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
@@ -62,7 +63,7 @@ class PPOConfig(PolicyGradientConfig):
         0.2, "Value clipping: how far values may move from those before the first update; None: no clipping."
     )
     detach_trunk: bool = opt(False, "head: the value loss trains only the head; no gradient flows into the policy.")
-    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt; the critic is the baseline.")
+    num_generations: NumSamples = opt(1, "Completions per prompt; the critic is the baseline.")
     num_iterations: Annotated[int, Ge(1)] = opt(4, "PPO epochs: number of passes over each generation batch.")
     normalize_advantages: bool = opt(
         True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
+from prefrl.options.types import NumSamples
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
 from prefrl.trainer.online.policy_rules import check_reinforce_plus_plus
@@ -25,7 +26,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
         "minus the mean reward of the prompt's completions.",
     )
     gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
-    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt; a baseline needs more than 1.")
+    num_generations: NumSamples = opt(1, "Completions per prompt; a baseline needs more than 1.")
     normalize_advantages: bool = opt(
         True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
     )

@@ -9,6 +9,7 @@ from annotated_types import Ge
 
 from prefrl.losses.policy.losses import ImportanceLevel, LossType
 from prefrl.options.fields import opt
+from prefrl.options.types import NumSamples
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
 from prefrl.trainer.online.policy_rules import check_rloo
@@ -20,7 +21,7 @@ __all__ = ["RLOOConfig"]
 class RLOOConfig(PolicyGradientConfig):
     """Shared options with other defaults in `RLOOTrainer`."""
 
-    num_generations: Annotated[int, Ge(1)] = opt(2, "Completions per prompt, at least 2.")
+    num_generations: NumSamples = opt(2, "Completions per prompt, at least 2.")
     beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
     kl_estimator: KLEstimate = opt(
         "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."

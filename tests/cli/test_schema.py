@@ -75,7 +75,7 @@ def test_a_feature_that_is_switched_off_takes_its_options_of_the_file_along(
         ("packing: true", "run.yaml:4: unknown option .packing.. It is an option of sft"),
         ("seed: x", "run.yaml:4: seed='x': must be of type int"),
         ("dtype: int8", "run.yaml:4: dtype='int8': must be one of auto, bfloat16"),
-        ("temperature: -1", r"run.yaml:4: temperature=-1.0: must be a number > 0"),
+        ("temperature: -1", r"run.yaml:4: temperature=-1.0: must be a number >= 0.001"),
         ("max_staleness: 2", "run.yaml:4: max_staleness=2 has no effect because use_vllm=False"),
         ("preset: dapoo", "run.yaml:4: preset='dapoo': must be one of deepseekmath"),
         ("lora_r: 4", "run.yaml:4: lora_r=4 has no effect because use_peft=False"),

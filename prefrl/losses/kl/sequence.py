@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge
 
 from prefrl.losses.checks import check_same_shape
 from prefrl.losses.kl.estimators import KLParams
@@ -22,7 +22,7 @@ __all__ = ["SequenceKLParams", "row_prefix_sums", "sequence_kl"]
 class SequenceKLParams(KLParams):
     """Hyperparameters of `sequence_kl`."""
 
-    weight_cap: Annotated[float, Ge(1), Lt(math.inf)] | None = opt(
+    weight_cap: Annotated[float, Ge(1)] | None = opt(
         None, "Upper bound of the tokens' cumulative importance weights; None: no bound, no bias."
     )
 

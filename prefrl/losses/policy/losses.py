@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import torch
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 
 from prefrl.losses.policy.covariance import CovarianceBand, HighestCovariance, select_clip_cov, select_kl_cov
 from prefrl.losses.policy.terms import PolicyLossParams
@@ -158,7 +158,7 @@ def cispo(tokens: PolicyTokens, params: BoundParams) -> TokenLoss:
 class AipoParams(PolicyLossParams):
     """Hyperparameters of `aipo`."""
 
-    rho: Annotated[float, Ge(1), Lt(math.inf)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
+    rho: Annotated[float, Ge(1)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
 
 
 def aipo(tokens: PolicyTokens, params: AipoParams) -> TokenLoss:

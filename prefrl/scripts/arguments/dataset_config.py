@@ -124,9 +124,9 @@ class DatasetMixtureConfig:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
         # Entries are mappings in a YAML file, and texts on the command line: paths, or JSON.
         self.datasets = [part for i, entry in enumerate(self.datasets) for part in _parts(f"datasets[{i}]", entry)]
+        check_fields(self, of=DatasetMixtureConfig)
         for i, part in enumerate(self.datasets):
             _check_part(f"datasets[{i}]", part)
         self._check_shares()

@@ -44,6 +44,13 @@ _PEFT_NAMES = {
 }
 
 
+# What Python takes besides, and a command line does not.
+_HINTS: dict[str, Any] = {
+    "model_name_or_path": str | os.PathLike[str] | None,
+    "lora_target_modules": str | list[str] | None,
+}
+
+
 @dataclass
 class ModelConfig:
     """Options of the model. An option that would have no effect is refused.
@@ -98,7 +105,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, _HINTS, of=ModelConfig)
         parse_json(self, "lora_rank_pattern", "lora_alpha_pattern")
         if not self.use_peft:
             check_unset(self, *_PEFT_NAMES, because="use_peft=False", remedy="Set use_peft=True.")

@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.options.fields import parse_json
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
+from prefrl.options.types import check_value
 from prefrl.trainer.base.optimizers.table import check_named, check_not_refused, check_rates
 from prefrl.trainer.base.options.autopilot import AutopilotOptions, check_autopilot, name_best_metric
 from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
@@ -28,11 +29,12 @@ from prefrl.trainer.base.options.ignored import check_ignored_options
 from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.base.options.reference import OfflineReferenceOptions, ReferenceOptions
 from prefrl.trainer.base.options.rules import (
+    HUGGINGFACE,
     check_common,
     check_compilation,
     check_device,
+    check_intervals,
     check_liger_device,
-    check_numbers,
     check_schedule,
     check_update,
     check_warmup_evaluations,
@@ -237,7 +239,9 @@ def _nothing(config: Any) -> None:
 
 def _check_sizes(config: Any) -> None:
     config.automatic = take_automatic(config)
-    check_numbers(config)
+    for name, hint in HUGGINGFACE.items():
+        check_value(name, getattr(config, name), hint)
+    check_intervals(config)
     name_best_metric(config)
     # As transformers does.
     if config.eval_strategy == "steps" and not config.eval_steps:
@@ -257,6 +261,7 @@ def _check_online(config: Any) -> None:
         config.validate_generation_size()
         config.validate_generation_mode()
     config.validate_prompts()
+    config.validate_numbers()
     config.validate_local(use_vllm=config.use_vllm)
     config.validate_vllm()
     if hasattr(config, "sync_ref_model"):

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_bounds
 from prefrl.options.switches import SWITCHES
+from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser
@@ -23,7 +23,8 @@ from prefrl.scripts.schema.help import all_options, common_options, found_option
 __all__ = ["SCHEMA_FILE", "SchemaParser", "options_of"]
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
-_LIMITS = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
+_NUMBERS = {"int": int, "float": float}
+_LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 
 
 @cache
@@ -108,10 +109,14 @@ class SchemaParser(OptionParser):
         return self.read(argv)[0]
 
     def _check_number(self, name: str, value: Any) -> None:
-        bounds = self._options[name].get("bounds")
-        if bounds and isinstance(value, int | float):
-            limits: Any = [_LIMITS[kind](limit) for kind, limit in bounds.items()]
-            check_bounds(name, value, Annotated[(float, *limits)])
+        """Check a number of ours; those of HuggingFace are checked together with the rules."""
+        option = self._options[name]
+        hint: Any = _NUMBERS.get(option.get("kind", ""))
+        if hint is None or value is None or isinstance(value, str) or option.get("is_inherited"):
+            return
+        if "bounds" in option:
+            hint = Annotated[(hint, *(_LIMITS[kind](limit) for kind, limit in option["bounds"].items()))]
+        check_value(name, value, list[hint] if option.get("is_list") else hint)
 
     def _check_feature(self, name: str, values: Mapping[str, Any]) -> None:
         is_set = values[name] != self._options[name].get("default")

@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
-from prefrl.options.fields import check_fields, opt, parse_json
+from prefrl.options.fields import check_fields, mapping_of, opt, parse_json, read_json, take_other_forms
 from prefrl.options.foreign import advice
 from prefrl.options.length_bound import LengthBound
-from prefrl.options.suggest import nearest
-from prefrl.options.types import check_types
+from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
 from prefrl.trainer.base.optimizers.by_name import check_installed
 from prefrl.trainer.base.options.autopilot import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
@@ -31,7 +31,7 @@ from prefrl.trainer.base.options.ignored import check_ignored_options, check_ign
 from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.base.options.optimizer import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.options.precision import PrecisionOptions, check_precision
-from prefrl.trainer.base.options.rules import check_common, check_liger_device, check_numbers
+from prefrl.trainer.base.options.rules import HUGGINGFACE, check_common, check_intervals, check_liger_device
 from prefrl.trainer.base.options.schedule import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.options.size import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
 from prefrl.trainer.base.options.tokenizer import TokenizerOptions
@@ -56,6 +56,7 @@ _TRACKERS = {
     **{name: name for name in ("clearml", "codecarbon", "dagshub", "mlflow", "neptune", "swanlab", "tensorboard")},
     **{"trackio": "trackio", "wandb": "wandb", "comet_ml": "comet-ml"},
 }
+_HINTS = {**HUGGINGFACE, "accelerator_config": AcceleratorConfig | dict[str, Any] | str | None}
 _DOCS = "docs/trainers lists the options."
 
 
@@ -165,7 +166,9 @@ class BaseConfig(
         None,
         "Column that holds the images of a row, one or a list; None: the column images or image, if there is one.",
     )
-    dataset_num_proc: Annotated[int, Ge(1)] | None = opt(None, "Number of processes that tokenize the dataset.")
+    dataset_num_proc: Annotated[int, Ge(1), Le(1024)] | None = opt(
+        None, "Number of processes that tokenize the dataset."
+    )
     log_flops: bool = opt(
         False,
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
@@ -212,8 +215,10 @@ class BaseConfig(
     def __post_init__(self, *flat_values: Any) -> None:
         fill_places(self, flat_values, self.flat_names)
         self.automatic = take_automatic(self)  # the options that are "auto"
-        check_types(self)  # before HuggingFace's __post_init__, which already compares numbers
-        check_numbers(self)
+        self.take_other_forms()
+        check_fields(self, _HINTS)  # before HuggingFace's __post_init__, which already compares numbers
+        check_intervals(self)
+        self._check_json()
         self._set_both_names()
         name_best_metric(self)
         try:
@@ -223,6 +228,10 @@ class BaseConfig(
             raise ConfigError(str(error)) from error
         self.sought = derive_sizes(self, self.automatic)  # those of them that need a trial
         self.validate()
+
+    def take_other_forms(self) -> None:
+        """Give options one form that may be given in several, in place, before their types are checked."""
+        take_other_forms(self)
 
     def __init_subclass__(cls) -> None:
         """Keep `__repr__`: `dataclass` would write one that shows secrets into each subclass."""
@@ -244,6 +253,15 @@ class BaseConfig(
         }  # which HuggingFace takes for secrets
         values = {name: plain(value) for name, value in {**super().to_dict(), **tokens}.items()}
         return cast("dict[str, Any]", masked(values))
+
+    def _check_json(self) -> None:
+        """Check what HuggingFace reads as JSON: its errors do not name the option."""
+        for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs"):
+            mapping_of(self, name)
+        for name in ("deepspeed", "fsdp_config"):
+            read_json(self, name)
+        for key in read_json(self, "accelerator_config"):
+            check_known("accelerator_config", key, [field.name for field in fields(AcceleratorConfig)], "key")
 
     def _check_trackers(self) -> None:
         known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
@@ -329,7 +347,6 @@ class BaseConfig(
         Raises:
             ConfigError: Names the field, its value, what is allowed and what to do.
         """
-        check_fields(self)
         for option in self.kwargs_options:
             option.check(self)
         distributed.check_processes(self, os.environ)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from prefrl.options.fields import opt, parse_json
 from prefrl.options.length_bound import LengthBound
@@ -19,7 +19,9 @@ __all__ = ["OfflineConfig", "SampleOptions"]
 class OfflineConfig(BaseConfig):
     """Options of trainers that learn from a fixed dataset."""
 
-    max_length: Annotated[int, Ge(2)] | None = opt(1024, "Maximum sequence length in tokens; None: no limit.")
+    max_length: Annotated[int, Ge(2), Le(2**24)] | None = opt(
+        1024, "Maximum sequence length in tokens; None: no limit."
+    )
     truncation_mode: TruncationMode = opt(
         "keep_start", "How to handle longer sequences: keep their start, keep their end, or stop with an error."
     )

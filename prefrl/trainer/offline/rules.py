@@ -61,6 +61,8 @@ def check_divergence(config: Any) -> None:
         raise ConfigError(
             f"loss_weights={config.loss_weights}: must have one number for each of loss_type={config.loss_type}"
         )
+    if config.loss_weights and not any(config.loss_weights):
+        raise ConfigError(f"loss_weights={config.loss_weights}: all are 0, so there is nothing to learn")
     if config.f_divergence_type != "alpha_divergence":
         because = f"f_divergence_type={config.f_divergence_type!r}"
         remedy = "Set f_divergence_type='alpha_divergence'."

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.options.fields import opt, parse_json
 from prefrl.options.length_bound import LengthBound
+from prefrl.options.types import BatchSize, Length, NumSamples, Seconds
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.base.options.flat_names import FlatName
 from prefrl.trainer.base.options.kwargs import KwargsOption
@@ -26,7 +27,7 @@ from prefrl.trainer.online.rollout_options import (
     PromptOptions,
     ShapingOptions,
 )
-from prefrl.trainer.online.rules import GenerationRules
+from prefrl.trainer.online.rules import LEAST_TEMPERATURE, GenerationRules
 from prefrl.trainer.online.vllm_options import CORRECTION, VLLM, VLLMOptions
 
 if TYPE_CHECKING:
@@ -39,32 +40,32 @@ __all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
 class SamplingOptions:
     """How completions are sampled."""
 
-    max_prompt_length: Annotated[int, Ge(1)] | None = opt(512, "Maximum prompt length in tokens; None: no limit.")
+    max_prompt_length: Length | None = opt(512, "Maximum prompt length in tokens; None: no limit.")
     truncation_mode: TruncationMode = opt(
         "keep_end", "How to handle longer prompts: keep their end, keep their start, or stop with an error."
     )
     filter_overlong_prompts: bool = opt(False, "Drop prompts longer than max_prompt_length from the dataset.")
-    num_generations: Annotated[int, Ge(1)] = opt(8, "Completions per prompt: the size of a group.")
-    num_generations_eval: Annotated[int, Ge(1)] | None = opt(
+    num_generations: NumSamples = opt(8, "Completions per prompt: the size of a group.")
+    num_generations_eval: NumSamples | None = opt(
         None, "Completions per prompt in evaluation; None: same as num_generations."
     )
-    max_completion_length: Annotated[int, Ge(1)] | None = opt(
+    max_completion_length: Length | None = opt(
         256, "Maximum completion length in tokens; None: the rest of the model's context after max_prompt_length."
     )
-    temperature: Annotated[float, Gt(0)] = opt(
+    temperature: Annotated[float, Ge(LEAST_TEMPERATURE), Le(100)] = opt(
         0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
     )
-    temperature_eval: Annotated[float, Ge(0)] | None = opt(
+    temperature_eval: Annotated[float, Ge(0), Le(100)] | None = opt(
         None, "Temperature in evaluation; 0: greedy decoding. None: same as temperature."
     )
-    top_p: Annotated[float, Gt(0), Le(1)] = opt(
+    top_p: Annotated[float, Ge(0.001), Le(1)] = opt(
         1.0, "Sample from the smallest set of tokens whose total probability is at least this."
     )
     top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens; 0 or None: from all.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = opt(
         None, "Sample from tokens whose probability is at least this fraction of the most likely token's."
     )
-    repetition_penalty: Annotated[float, Gt(0)] = opt(
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = opt(
         1.0, "Above 1: tokens that already occur in the text become less likely."
     )
 
@@ -95,7 +96,7 @@ class RewardOptions:
     """Reward weights, what happens when rewards fail, and masking of truncated completions."""
 
     reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
-    reward_timeout: Annotated[float, Gt(0)] | None = opt(
+    reward_timeout: Seconds | None = opt(
         600.0, "Time limit of a reward function for a batch, in seconds; None: no limit."
     )
     on_reward_error: Literal["raise", "skip"] = opt(
@@ -153,10 +154,10 @@ class OnlineConfig(
     )
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
-    generation_batch_size: Annotated[int, Ge(1)] | None = opt(
+    generation_batch_size: BatchSize | None = opt(
         None, "Completions of a generation batch, over all processes; None: follows from steps_per_generation."
     )
-    steps_per_generation: Annotated[int, Ge(1)] | None = opt(
+    steps_per_generation: Annotated[int, Ge(1), Le(10**6)] | None = opt(
         None,
         "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
         "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
@@ -188,6 +189,7 @@ class OnlineConfig(
         parse_json(self, "chat_template_kwargs")
         self.validate_generation_size()
         self.validate_prompts()
+        self.validate_numbers()
         self.validate_evaluation(num_samples=self.samples_per_evaluated_prompt)
         self.validate_local(use_vllm=self.use_vllm)
         self.validate_vllm()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
@@ -84,7 +84,7 @@ class EntropyParams(Params):
     """Hyperparameters of `AdaptiveEntropy`."""
 
     min: Annotated[float, Ge(0)] = opt(0.0, "Lower bound of the weight.")
-    max: Annotated[float, Gt(0), Lt(math.inf)] = opt(1.0, "Upper bound of the weight.")
+    max: Annotated[float, Gt(0)] = opt(1.0, "Upper bound of the weight.")
     delta: Annotated[float, Gt(0)] = opt(0.005, "Change of the weight per step.")
     target: Annotated[float, Gt(0)] = opt(0.2, "Target entropy, in nats per token.")
 

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from prefrl.data.next_turn import ReasoningInHistory
 from prefrl.options.fields import check_no_effect, default_of, json_mapping, opt
+from prefrl.options.types import Seconds
 from prefrl.rollout.episodes.options import EnvironmentErrorMode, ToolErrorMode
 
 __all__ = ["CreditOptions", "EpisodeOptions"]
@@ -25,10 +26,10 @@ class EpisodeOptions:
     max_tool_calling_iterations: Annotated[int, Ge(0)] | None = opt(
         None, "Maximum number of turns per episode whose tool calls are run; None: no limit."
     )
-    tool_timeout: Annotated[float, Gt(0)] = opt(
+    tool_timeout: Seconds = opt(
         60.0, "Time limit of each call of a tool or of a method of an environment, in seconds."
     )
-    episode_timeout: Annotated[float, Gt(0)] | None = opt(
+    episode_timeout: Seconds | None = opt(
         None, "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit."
     )
     max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
@@ -20,10 +20,10 @@ __all__ = ["AT_K", "EVAL_SAMPLING", "EvalSamplingParams", "SampledEvaluationOpti
 class EvalSamplingParams(Params):
     """How completions are sampled in evaluations; None: as in training."""
 
-    top_p: Annotated[float, Gt(0), Le(1)] | None = opt(None, "See top_p.")
+    top_p: Annotated[float, Ge(0.001), Le(1)] | None = opt(None, "See top_p.")
     top_k: Annotated[int, Ge(0)] | None = opt(None, "See top_k; 0: from all tokens.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = opt(None, "See min_p; 0: off.")
-    repetition_penalty: Annotated[float, Gt(0)] | None = opt(None, "See repetition_penalty.")
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] | None = opt(None, "See repetition_penalty.")
 
     @property
     def given(self) -> dict[str, Any]:

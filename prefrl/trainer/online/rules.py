@@ -12,7 +12,9 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, check_unset
 
-__all__ = ["GenerationRules"]
+__all__ = ["LEAST_TEMPERATURE", "GenerationRules"]
+
+LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
 
 @dataclass
@@ -107,6 +109,24 @@ class GenerationRules:
         if not options.log_completions:
             names, because = ("num_completions_to_print", "log_unique_prompts"), "log_completions=False"
             check_unset(self, *names, because=because, remedy="Set log_completions=True.")
+
+    def validate_numbers(self) -> None:
+        """Reject a temperature of evaluations that only seems to sample, and weights with which no reward counts.
+
+        Raises:
+            ConfigError: Names the option, its value and what to do.
+        """
+        temperature, weights = self._all.temperature_eval, self._all.reward_weights
+        if temperature and temperature < LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature_eval={temperature!r}: must be 0, which is greedy decoding, or at least "
+                f"{LEAST_TEMPERATURE}"
+            )
+        if weights and not any(weights):
+            raise ConfigError(
+                f"reward_weights={weights!r}: all rewards count 0, so there is nothing to learn. Give one of them a "
+                "weight; those with weight 0 are only logged."
+            )
 
     def validate_generation_size(self) -> None:
         """Reject sizes of micro-batches, generation batches and groups that do not fit each other.

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, check_unset, opt
 from prefrl.options.params import Params
+from prefrl.options.types import Seconds
 from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.online.truncation_options import cuts_of
 
@@ -24,7 +25,7 @@ _REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
 class VLLMParams(Params):
     """Settings of requests and weight syncs that are rarely changed."""
 
-    request_timeout: Annotated[float, Gt(0)] = opt(
+    request_timeout: Seconds = opt(
         600.0, "Time limit of a request for all completions of a prompt, in seconds; a late request is repeated once."
     )
     guided_json: dict[str, Any] | None = opt(None, "Constrain completions to JSON that follows this schema.")
@@ -32,7 +33,7 @@ class VLLMParams(Params):
     sync_folder: str | None = opt(
         None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
     )
-    sync_timeout: Annotated[float, Gt(0)] = opt(300.0, "Time limit of a weight sync, in seconds.")
+    sync_timeout: Seconds = opt(300.0, "Time limit of a weight sync, in seconds.")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class VLLMOptions:
     )
     vllm_server_host: str = opt("127.0.0.1", "Host of the server.")
     vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port of the server.")
-    vllm_server_timeout: Annotated[float, Gt(0)] = opt(
+    vllm_server_timeout: Seconds = opt(
         120.0, "Seconds to wait for a server that is starting, unreachable or restarting."
     )
     vllm_guided_decoding_regex: str | None = opt(None, "Constrain completions to this regular expression.")
@@ -152,8 +153,6 @@ class VLLMOptions:
         Raises:
             ConfigError: Names the field, its value and what to do.
         """
-        if isinstance(self.vllm_server_base_url, str):
-            self.vllm_server_base_url = [self.vllm_server_base_url]
         if not self.use_vllm:
             names = [field.name for field in fields(VLLMOptions) if field.name != "use_vllm"]
             check_unset(self, *names, because="use_vllm=False", remedy="Set use_vllm=True.")

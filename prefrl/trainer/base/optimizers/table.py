@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_bounds, check_unset, mapping_of, plain_value
+from prefrl.options.fields import check_unset, mapping_of, plain_value
 from prefrl.options.suggest import nearest
+from prefrl.options.types import check_value
 
 __all__ = [
     "OPTIMIZERS",
@@ -206,7 +207,7 @@ def check_rates(config: Any) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"learning_rates: {pattern!r} is not a valid regular expression: {error}") from error
-        check_bounds(f"learning_rates[{pattern!r}]", rate, _RATE)
+        check_value(f"learning_rates[{pattern!r}]", rate, _RATE)
     if rates and any(word in name for word in _WITHOUT_GROUPS):
         raise ConfigError(
             f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights. Choose another "

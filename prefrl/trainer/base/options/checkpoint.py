@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-from annotated_types import Gt
+from typing import Any, ClassVar, Literal
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
 from prefrl.options.params import Params
+from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
 from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
@@ -43,7 +42,7 @@ class UploadParams(Params):
     checkpoints: Literal["all", "final"] = opt(
         "all", "all: every checkpoint, the last first. final: the last one, when training is complete."
     )
-    timeout: Annotated[float, Gt(0)] = opt(
+    timeout: Seconds = opt(
         600.0,
         "Maximum time to wait for uploads at the end of training, in seconds; other processes wait at most "
         "ddp_timeout.",

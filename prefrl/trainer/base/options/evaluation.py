@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt, plain_value
 
 __all__ = ["EvaluationOptions", "check_evaluation"]
 
-_Epochs = Annotated[float, Gt(0), Lt(math.inf)]
+_Epochs = Annotated[float, Gt(0)]
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of
+from prefrl.options.types import check_value
 
 __all__ = ["FlatName", "fill_place", "fill_places", "flat_parameters"]
 
@@ -48,6 +50,13 @@ def flat_parameters(config_class: type) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if name not in fields}
 
 
+@cache
+def _types(config_class: type) -> dict[str, Any]:
+    """The types of `dataclasses.InitVar`s."""
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    return {name: hint.type for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)}
+
+
 def fill_places(config: Any, values: Sequence[Any], places: Mapping[str, FlatName]) -> None:
     """Put the values of keywords that were given into their places. A default means: not given.
 
@@ -57,10 +66,12 @@ def fill_places(config: Any, values: Sequence[Any], places: Mapping[str, FlatNam
         places: The places of the keywords.
 
     Raises:
-        ConfigError: A place is taken, or the keyword belongs to another value of an option.
+        ConfigError: A value has another type, a place is taken, or the keyword belongs to another value of an option.
     """
     config_class: Any = type(config)
+    hints = _types(config_class)
     for (name, parameter), value in zip(flat_parameters(config_class).items(), values, strict=True):
+        check_value(name, value, hints[name])
         if value == parameter.default:
             continue
         place = places[name]

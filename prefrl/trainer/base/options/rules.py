@@ -6,48 +6,62 @@ Plain values alone: the command checks them before torch is imported.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_bounds, check_no_effect, check_unset, mapping_of, plain_value
+from prefrl.options.fields import check_no_effect, check_unset, mapping_of, plain_value
 from prefrl.options.references import check_references
+from prefrl.options.types import LARGEST_INTEGER, BatchSize, check_value
 
 __all__ = [
+    "HUGGINGFACE",
     "check_common",
     "check_compilation",
     "check_device",
+    "check_intervals",
     "check_liger_device",
-    "check_numbers",
     "check_schedule",
     "check_update",
     "check_warmup_evaluations",
 ]
 
-# What HuggingFace's options must be, which it does not check.
-_BOUNDS: dict[str, Any] = {
-    "num_train_epochs": Annotated[float, Gt(0), Lt(math.inf)],
-    "per_device_train_batch_size": Annotated[int, Ge(1)],
-    "per_device_eval_batch_size": Annotated[int, Ge(1)],
-    "gradient_accumulation_steps": Annotated[int, Ge(1)],
-    "effective_batch_size": Annotated[int, Ge(1)],
-    "learning_rate": Annotated[float, Ge(0), Lt(math.inf)],
-    "weight_decay": Annotated[float, Ge(0), Lt(math.inf)],
-    "max_grad_norm": Annotated[float, Ge(0)],
+_LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
+# HuggingFace's options whose annotations say less, or other than what they take: bounds that it does not check, and
+# None for what is optional in TRL.
+HUGGINGFACE: dict[str, Any] = {
+    "resume_from_checkpoint": str | bool | None,
+    "fsdp": bool | str | list[str] | None,
+    "debug": str | list[str] | None,
+    "bf16": bool | None,
+    "fp16": bool | None,
+    "remove_unused_columns": bool | None,
+    "log_level": _LogLevel,
+    "log_level_replica": _LogLevel,
+    "num_train_epochs": Annotated[float, Ge(1e-6), Le(10**9)],
+    "max_steps": Annotated[int, Ge(-1)],
+    "per_device_train_batch_size": BatchSize,
+    "per_device_eval_batch_size": BatchSize,
+    "gradient_accumulation_steps": Annotated[int, Ge(1), Le(10**6)],
+    "learning_rate": Annotated[float, Ge(0)],
+    "weight_decay": Annotated[float, Ge(0), Le(1000)],
+    "max_grad_norm": Annotated[float, Ge(0), Le(math.inf)],
     "adam_beta1": Annotated[float, Ge(0), Lt(1)],
     "adam_beta2": Annotated[float, Ge(0), Lt(1)],
-    "adam_epsilon": Annotated[float, Ge(0), Lt(math.inf)],
-    "warmup_steps": Annotated[float, Ge(0), Lt(math.inf)],
+    "adam_epsilon": Annotated[float, Ge(0), Le(1)],
+    "warmup_steps": Annotated[float, Ge(0), Le(10**9)],
     "seed": Annotated[int, Ge(0), Lt(2**32)],
-    "data_seed": Annotated[int, Ge(0), Lt(2**32)],
-    "dataloader_num_workers": Annotated[int, Ge(0)],
-    "eval_delay": Annotated[float, Ge(0), Lt(math.inf)],
-    "save_total_limit": Annotated[int, Ge(1)],
-    "ddp_timeout": Annotated[int, Ge(1)],
+    "data_seed": Annotated[int, Ge(0), Lt(2**32)] | None,
+    "dataloader_num_workers": Annotated[int, Ge(0), Le(1024)],
+    "dataloader_prefetch_factor": Annotated[int, Ge(1), Le(10**6)] | None,
+    "eval_delay": Annotated[float, Ge(0), Le(LARGEST_INTEGER)],
+    "save_total_limit": Annotated[int, Ge(1)] | None,
+    "ddp_timeout": Annotated[int, Ge(1), Le(10**9)],
+    "torch_empty_cache_steps": Annotated[int, Ge(1)] | None,
 }
-# What they must be with logging_strategy="steps" and so on.
-_INTERVAL = Annotated[float, Gt(0), Lt(math.inf)]
+# What intervals must be with logging_strategy="steps" and so on. People write large numbers for "never".
+_INTERVAL = Annotated[float, Gt(0), Le(LARGEST_INTEGER)]
 # Files and folders, on this machine or another, and what names folders of trackers.
 _PATHS = (
     *("output_dir", "resume_from_checkpoint", "upload_to", "chat_template_path"),
@@ -64,17 +78,16 @@ _FIXED = {
 }
 
 
-def check_numbers(config: Any) -> None:
-    """Check HuggingFace's numbers, before its __post_init__ and ours calculate with them.
+def check_intervals(config: Any) -> None:
+    """Check the numbers of steps, before HuggingFace's __post_init__ and ours calculate with them.
 
     Raises:
         ConfigError: One is out of bounds.
     """
-    for name, bounds in _BOUNDS.items():
-        check_bounds(name, getattr(config, name), bounds)
     for what in ("logging", "eval", "save"):
-        if plain_value(getattr(config, f"{what}_strategy")) == "steps":
-            check_bounds(f"{what}_steps", getattr(config, f"{what}_steps"), _INTERVAL)
+        interval = getattr(config, f"{what}_steps")
+        if plain_value(getattr(config, f"{what}_strategy")) == "steps" and interval is not None:
+            check_value(f"{what}_steps", interval, _INTERVAL)
     if config.max_steps < 1 and config.max_steps != -1:
         raise ConfigError(
             f"max_steps={config.max_steps}: must be at least 1, or -1, which trains for num_train_epochs. To train "

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt, plain_value
 from prefrl.options.params import Params
+from prefrl.options.types import BatchSize
 from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = [
@@ -67,7 +68,7 @@ class SizeOptions:
         "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
         "speed, never the update.",
     )
-    effective_batch_size: Annotated[int, Ge(1)] | None = opt(
+    effective_batch_size: BatchSize | None = opt(
         None,
         "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
         "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
