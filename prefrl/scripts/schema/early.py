@@ -153,10 +153,10 @@ class _Derived:
         return self.estimator in self.rules["of_greedy"]
 
     @property
-    def of_sequences(self) -> bool:
-        """See `PolicyGradientConfig.of_sequences`."""
+    def reduction(self) -> str:
+        """See `PolicyGradientConfig.reduction`."""
         options: Any = self
-        return options.loss_type in self.rules["of_sequences"]
+        return str(self.rules["reductions"][options.loss_type])
 
     @property
     def kl_part(self) -> str | None:

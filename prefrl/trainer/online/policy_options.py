@@ -104,7 +104,9 @@ class PolicyLossOptions:
 class EntropyOptions:
     """The entropy bonus, and the selection of tokens by entropy."""
 
-    entropy_coef: Annotated[float, Ge(0)] = opt(0.0, "Weight of the entropy bonus; if adaptive, the initial weight.")
+    entropy_coef: Annotated[float, Ge(0)] = opt(
+        0.0, "Weight of the entropy bonus, the mean entropy of a token; if adaptive, the initial weight."
+    )
     use_adaptive_entropy: bool = opt(
         False, "Adapt entropy_coef after each step to keep the entropy at a target; no bonus above the target."
     )
