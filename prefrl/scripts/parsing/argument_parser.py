@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, form_of
-from prefrl.trainer.base.options.flat_names import flat_parameters
+from prefrl.trainer.base.options.flat_names import init_vars
 from prefrl.trainer.base.options.size import AUTO, AUTOMATIC
 
 __all__ = ["ArgumentParser", "TrlParser"]
@@ -79,7 +79,7 @@ class ArgumentParser(OptionParser, HfArgumentParser):
 
     def _add_flat_names(self, cls: type) -> None:
         """Take the keywords of a config that are no fields, without showing them in the help."""
-        self._flat[cls] = {name: parameter.default for name, parameter in flat_parameters(cls).items()}
+        self._flat[cls] = init_vars(cls)
         hints = {name: self._hints[name].type for name in self._flat[cls]}
         self._hints |= hints
         fields = [
