@@ -84,7 +84,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"curriculum": "band", "curriculum_kwargs": {"band": [0.5, 1.5]}}),
     ("grpo", {"reward_balance": "famo", "balance_kwargs": {"decay": 1.0}}),
     ("grpo", {"scale_rewards": "none", "advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"}}),
-    ("dpo", {"loss_type": ["sft", "exo_pair"]}),
+    ("dpo", {"loss_type": ["sft", "exo_pair"], "label_smoothing": 0.5}),
     ("dpo", {"loss_type": ["robust"], "label_smoothing": 0.5}),
     ("sft", {"on_spike": "rollback", "spike_kwargs": {"metrics": ["los"]}}),
     # Hyperparameters and options.

@@ -134,7 +134,9 @@ SFT_RULES = [
     pytest.param({"nan_patience": 2}, "nan_patience=2 has no effect because on_nan='stop'", id="nan"),
 ]
 DPO_RULES = [
-    pytest.param({"loss_type": ["sft", "exo_pair"]}, "label_smoothing=0.0: exo_pair needs 0 < label", id="exo"),
+    pytest.param(
+        {"loss_type": ["sft", "exo_pair"], "label_smoothing": 0.5}, "label_smoothing=0.5: exo_pair needs it", id="exo"
+    ),
     pytest.param(
         {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing=0.5: robust needs it below", id="robust"
     ),
