@@ -154,7 +154,7 @@ def test_defaults_exclude_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_exclude_nothing(preset: str) -> None:
-    check("grpo", {"preset": preset, "per_device_train_batch_size": 64})
+    check("grpo", {"preset": preset})
 
 
 def test_a_warmup_that_is_counted_in_evaluations_is_one() -> None:
