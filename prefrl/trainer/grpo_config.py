@@ -9,7 +9,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
-from prefrl.trainer.online.policy_rules import check_group
+from prefrl.trainer.online.policy_rules import check_group, name_scale
 
 __all__ = ["GRPOConfig"]
 
@@ -39,8 +39,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        if isinstance(self.scale_rewards, bool):  # also accepted: True means "group", False "none"
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        name_scale(self)
         super().validate()
         check_group(self)
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, form_of
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch
 from prefrl.trainer.base.options.flat_names import init_vars
 from prefrl.trainer.base.options.size import AUTO, AUTOMATIC
 
@@ -74,6 +74,8 @@ class ArgumentParser(OptionParser, HfArgumentParser):
             self._add_flat_names(cls)
         self._forms = {name: form_of(hint) for name, hint in self._hints.items()}
         for action in self._actions:
+            if has_switch(action.choices):
+                action.type = choice_of(action.choices or ())
             if action.dest in AUTOMATIC:
                 action.type = _or_auto(action.type)
 

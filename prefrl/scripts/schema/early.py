@@ -62,6 +62,7 @@ from prefrl.trainer.online.policy_rules import (
     check_reinforce_plus_plus,
     check_rloo,
     kl_part,
+    name_scale,
 )
 from prefrl.trainer.online.rules import GenerationRules
 from prefrl.trainer.online.truncation_options import TruncationOptions
@@ -79,6 +80,7 @@ _COMMON: tuple[_Check, ...] = (
 )
 # The rules of one algorithm; those before all others, and those after.
 _FIRST: dict[str, _Check] = {
+    "grpo": name_scale,
     "rloo": check_rloo,
     "reinforce_plus_plus": check_reinforce_plus_plus,
     "online_dpo": check_pairs,

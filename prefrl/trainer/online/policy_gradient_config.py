@@ -38,7 +38,7 @@ ADVANTAGE: KwargsOption[AdvantageParams] = KwargsOption(
 class GroupOptions:
     """How the completions of a prompt are compared."""
 
-    scale_rewards: Literal["group", "batch", "none"] = opt(
+    scale_rewards: Literal["group", "batch", "none", True, False] = opt(
         "group",
         "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or "
         "do not scale them (none; Dr. GRPO). True and False mean group and none.",
