@@ -88,7 +88,7 @@ def papers_of(algorithm: str) -> str:
     else:
         losses = load(_LOSSES_OF[algorithm])
         papers = {name: row.source for name, row in losses.items() if "arXiv" in row.source}
-        needed = {"exo_pair": {"label_smoothing": 0.001}, "alphapo": {"alpha": 0.25}}
+        needed = {"alphapo": {"alpha": 0.25}}
         entries = {name: (source, {"loss_type": name} | needed.get(name, {})) for name, source in papers.items()}
         start = f"--model_name_or_path {MODEL} --dataset_name pairs.jsonl --output_dir runs/{algorithm}"
     return "\n\n".join(

@@ -69,11 +69,11 @@ def check_decay_of_logits(params: Any) -> None:
 
 
 def check_exo(params: Any) -> None:
-    """The divergence from the smoothed label has to be finite, and to have a direction."""
-    if not 0 < params.label_smoothing < 0.5:
+    """The smoothed label has to have a direction."""
+    if params.label_smoothing >= 0.5:
         raise ConfigError(
-            f"label_smoothing={params.label_smoothing}: exo_pair needs 0 < label_smoothing < 0.5: its target "
-            "distribution is [1 - label_smoothing, label_smoothing]. Try 1e-3."
+            f"label_smoothing={params.label_smoothing}: exo_pair needs it below 0.5: its target distribution is "
+            "[1 - label_smoothing, label_smoothing]. The paper's value is 1e-3."
         )
 
 

@@ -9,7 +9,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
-from prefrl.trainer.online.policy_rules import check_group
+from prefrl.trainer.online.policy_rules import check_group, name_scale
 
 __all__ = ["GRPOConfig"]
 
@@ -40,8 +40,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
     def take_other_forms(self) -> None:
         """See `BaseConfig.take_other_forms`: rewards scaled True means by "group", False "none"."""
         super().take_other_forms()
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        name_scale(self)
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,25 @@ __all__ = ["PRESETS", "Preset", "combined"]
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Options that turn GRPO into the algorithm of a paper. Batch sizes and learning rates are left to the user."""
+    """Options that turn GRPO into the algorithm of a paper. Learning rates are left to the user; so are batch sizes,
+    but see `combined`.
+    """
 
     options: Mapping[str, Any]
     source: str
     note: str = ""  # what else the paper does, or leaves open
+
+
+_DEFAULT_ROWS = 8  # of per_device_train_batch_size
+# A user who sets one of these decides how many completions a step has.
+_SIZES = {
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "effective_batch_size",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_generations",
+}
 
 
 def _preset(source: str, note: str = "", **options: Any) -> Preset:
@@ -143,12 +158,17 @@ PRESETS: dict[str, Preset] = {
 def combined(preset: Preset, options: Mapping[str, Any], flat_names: Mapping[str, FlatName]) -> dict[str, Any]:
     """The options of a preset and the user's, which take precedence, for keys of mappings as well.
 
+    If the user sets no size, a step has whole groups of the preset: of 16 completions in two micro-batches, say.
+
     Args:
         preset: The preset.
         options: The user's.
         flat_names: Keywords that set keys of mappings.
     """
     both = {**preset.options, **options}
+    size = preset.options.get("num_generations", 1)
+    if size > 1 and _SIZES.isdisjoint(options):
+        both["gradient_accumulation_steps"] = size // gcd(size, _DEFAULT_ROWS)
     for option, of_preset in preset.options.items():
         if isinstance(of_preset, Mapping):
             given = options.get(option) or {}

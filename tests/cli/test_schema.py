@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 from prefrl.errors import ConfigError
 from prefrl.options.switches import SWITCHES
@@ -15,6 +16,7 @@ from prefrl.run.checkpoints import WRITER
 from prefrl.run.seal import seal
 from prefrl.scripts.arguments.given import Given
 from prefrl.scripts.arguments.reward_entry import reward_entries
+from prefrl.scripts.parsing.argument_parser import ArgumentParser
 from prefrl.scripts.schema.parser import SchemaParser, options_of
 from prefrl.scripts.train import check_files, read
 from prefrl.trainer.grpo_config import GRPOConfig
@@ -42,6 +44,16 @@ def test_only_what_is_given_is_handed_on_in_its_type(tmp_path: Path) -> None:
         "seed": 3,
         "shuffle_dataset": False,
     }
+
+
+@pytest.mark.parametrize(("word", "meant"), [("False", "none"), ("True", "group"), ("batch", "batch")])
+def test_a_switch_among_the_choices_is_read_as_in_python(word: str, meant: str, tmp_path: Path) -> None:
+    words = ["--output_dir", str(tmp_path), "--scale_rewards"]
+    for spelling in dict.fromkeys((word, word.lower())):
+        for given in (parse(tmp_path, "", words[-1], spelling), parse(tmp_path, f"scale_rewards: {spelling}\n")):
+            assert SchemaParser("grpo").check(given).scale_rewards == meant
+        assert ArgumentParser(GRPOConfig).parse_args_and_config([*words, spelling])[0].scale_rewards == meant
+    assert HfArgumentParser(GRPOConfig).parse_args_into_dataclasses([*words, word])[0].scale_rewards == meant
 
 
 def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path) -> None:

@@ -29,9 +29,14 @@ def online(algorithm: str, tmp_path: Path, **options: Any) -> OnlineTrainer[Poli
     return trainer
 
 
+def first_step(trainer: OnlineTrainer[PolicyBatch]) -> tuple[PolicyBatch, float]:
+    """The rows of the first step that have a loss, and the number of items that it is divided by."""
+    items, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
+    return PolicyBatch.concat(items[-1].micro_batches), count
+
+
 def first_batch(trainer: OnlineTrainer[PolicyBatch]) -> PolicyBatch:
-    items, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
-    return PolicyBatch.concat(items[-1].micro_batches)
+    return first_step(trainer)[0]
 
 
 def far_reference(trainer: OnlineTrainer[PolicyBatch]) -> None:
@@ -96,13 +101,14 @@ def total_with(trainer: OnlineTrainer[PolicyBatch], batch: TokenBatch, **options
     return total
 
 
-def test_the_entropy_bonus_lowers_the_loss(tmp_path: Path) -> None:
-    trainer = online("grpo", tmp_path, entropy_coef=0.2, beta=0.0, mask_truncated_completions=True)
-    batch = first_batch(trainer)
+@pytest.mark.parametrize("options", [{"loss_type": "dr_grpo"}, {"top_entropy_quantile": 0.25}], ids=str)
+def test_the_entropy_bonus_is_a_mean_over_tokens_with_a_policy_loss(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = online("grpo", tmp_path, entropy_coef=0.2, beta=0.0, mask_truncated_completions=True, **options)
+    batch, num_items = first_step(trainer)
     entropy = token_logprobs(trainer.policy, batch, want=("entropy",)).entropy
-    expected = -0.2 * float(entropy[batch.trainable].sum())
+    expected = -0.2 * float(entropy[batch.trainable & (batch.loss_scale > 0)].mean())
     added = total_with(trainer, batch) - total_with(trainer, batch, entropy_coef=0.0)
-    assert added == pytest.approx(expected, rel=1e-4)
+    assert added / num_items == pytest.approx(expected, rel=1e-4)
 
 
 def entropy_gradients(trainer: BaseTrainer, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:

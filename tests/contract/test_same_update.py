@@ -65,7 +65,12 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "grpo": [
         {"loss_type": "dapo", "beta": 0.0},
         {"loss_type": "grpo", "beta": 0.04, "updates": 2, "num_iterations": 2, "max_steps": 4},
-        {"loss_type": "dr_grpo", "scale_rewards": "none", "mask_truncated_completions": True},
+        {
+            "loss_type": "dr_grpo",
+            "scale_rewards": "none",
+            "mask_truncated_completions": True,
+            "entropy_coef": 0.1,
+        },
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "scale_rewards": "batch"},
         {"advantage_estimator": "optimal_token_baseline", "top_entropy_quantile": 0.3, "entropy_coef": 0.01},
         {
@@ -83,6 +88,9 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
             "selection_kwargs": {"num_selected": 2},
         },
         {
+            "loss_type": "luspo",
+            "importance_sampling_level": "sequence",
+            "entropy_coef": 0.1,
             "advantage_estimator": "remax",
             "rollout_selection": "max_min",
             "loss_kwargs": {"min_filter_prefix_tokens": 1},

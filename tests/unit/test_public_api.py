@@ -18,7 +18,7 @@ import prefrl.rewards
 import prefrl.trainer
 from prefrl.options.fields import default_of
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.options.flat_names import flat_parameters
+from prefrl.trainer.base.options.flat_names import init_vars
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"
 
@@ -35,7 +35,7 @@ def public_api() -> dict[str, Any]:
         "prefrl.trainer": sorted(prefrl.trainer.__all__),
         "prefrl.rewards": sorted(prefrl.rewards.__all__),
         "options": {name: own_defaults(row.load_config()) for name, row in REGISTRY.items()},
-        "flat names": {name: [*flat_parameters(row.load_config())] for name, row in REGISTRY.items()},
+        "flat names": {name: [*init_vars(row.load_config())] for name, row in REGISTRY.items()},
         "constructors": {
             name: [p for p in inspect.signature(row.load_trainer().__init__).parameters if p != "self"]
             for name, row in REGISTRY.items()

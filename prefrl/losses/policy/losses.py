@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
 from prefrl.losses.policy.covariance import CovarianceBand, HighestCovariance, select_clip_cov, select_kl_cov
 from prefrl.losses.policy.terms import PolicyLossParams
@@ -69,7 +69,7 @@ __all__ = [
 class BoundParams(PolicyLossParams):
     """Bounds of a ratio, or of the quantity that a loss bounds instead."""
 
-    epsilon: Annotated[float, Ge(0), Le(1)] = opt(0.2, "Lower bound: 1 - epsilon.")
+    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound: 1 - epsilon; from 1 on, there is none.")
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
         None, "Upper bound: 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
     )
@@ -81,7 +81,7 @@ class BoundParams(PolicyLossParams):
 
     @property
     def log_bounds(self) -> tuple[float, float]:
-        """Logarithms of 1 - epsilon and 1 + epsilon_high."""
+        """Logarithms of 1 - epsilon and 1 + epsilon_high. Ratios are above 0, so epsilon >= 1 bounds none of them."""
         return math.log1p(-self.epsilon) if self.epsilon < 1 else -math.inf, math.log1p(self.high)
 
 
@@ -135,7 +135,7 @@ def cispo(tokens: PolicyTokens, params: BoundParams) -> TokenLoss:
     """REINFORCE with a clipped weight: -sg[clip(r, 1 - epsilon, 1 + epsilon_high)] A log pi.
 
     No token loses its gradient. As always, the bounds are relative to 1. In TRL the bound is epsilon_high itself,
-    so its default scales every gradient by 0.2, and TRL's 5.0 is 4.0 here. epsilon=1 means no lower bound.
+    so its default scales every gradient by 0.2, and TRL's 5.0 is 4.0 here.
 
     Args:
         tokens: The tokens.

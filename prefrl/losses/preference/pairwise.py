@@ -225,17 +225,23 @@ class ExoParams(SmoothedParams):
 
     rules = (check_exo,)
 
+    @property
+    def smoothing(self) -> float:
+        """The effective value of `label_smoothing`: the paper's 1e-3 for 0, with which the divergence is infinite."""
+        return self.label_smoothing or 1e-3
+
 
 def exo_pair(pairs: Pairs, params: ExoParams) -> Tensor:
     """Reverse KL divergence from the policy's preference to the smoothed label: KL([p, 1 - p] || [1 - e, e]).
 
-    p = sigmoid(b m). The minimum, 0, is at b m = log((1 - e) / e), so e determines how far the margin is pushed.
+    p = sigmoid(b m). The minimum, 0, is at b m = log((1 - e) / e), so e determines how far the margin is pushed. It
+    is `smoothing`.
 
     Source: Ji et al. 2024, arXiv 2402.00856, eq. 16
     """
     margin = params.beta * pairs.score_margin
-    if_chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-params.label_smoothing))
-    if_rejected = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(params.label_smoothing))
+    if_chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-params.smoothing))
+    if_rejected = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(params.smoothing))
     return if_chosen + if_rejected
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, form_of
-from prefrl.trainer.base.options.flat_names import flat_parameters
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch
+from prefrl.trainer.base.options.flat_names import init_vars
 from prefrl.trainer.base.options.size import AUTO, AUTOMATIC
 
 __all__ = ["ArgumentParser", "TrlParser"]
@@ -74,12 +74,14 @@ class ArgumentParser(OptionParser, HfArgumentParser):
             self._add_flat_names(cls)
         self._forms = {name: form_of(hint) for name, hint in self._hints.items()}
         for action in self._actions:
+            if has_switch(action.choices):
+                action.type = choice_of(action.choices or ())
             if action.dest in AUTOMATIC:
                 action.type = _or_auto(action.type)
 
     def _add_flat_names(self, cls: type) -> None:
         """Take the keywords of a config that are no fields, without showing them in the help."""
-        self._flat[cls] = {name: parameter.default for name, parameter in flat_parameters(cls).items()}
+        self._flat[cls] = init_vars(cls)
         hints = {name: self._hints[name].type for name in self._flat[cls]}
         self._hints |= hints
         fields = [

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,7 @@ from prefrl.scripts.arguments.dataset_config import DatasetConfig
 from prefrl.scripts.arguments.reward_entry import RewardEntry
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
 
-__all__ = ["BOOLEANS", "EarlyParser", "Form", "OptionParser", "boolean", "form_of"]
+__all__ = ["BOOLEANS", "EarlyParser", "Form", "OptionParser", "boolean", "choice_of", "form_of", "has_switch"]
 
 # Words that mean yes or no.
 BOOLEANS = {
@@ -280,6 +280,8 @@ def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
         "reward": RewardEntry,
     }
     convert: Callable[[str], Any] = kinds.get(option["kind"], str)
+    if has_switch(option.get("choices")):
+        return choice_of(option["choices"])
     if not option.get("is_auto"):
         return convert
 
@@ -375,6 +377,23 @@ def boolean(text: str) -> bool:
     if text.lower() not in BOOLEANS:
         raise argparse.ArgumentTypeError(f"Truthy value expected: {text!r} is neither true nor false")
     return BOOLEANS[text.lower()]
+
+
+def has_switch(choices: Iterable[Any] | None) -> bool:
+    """Whether True or False is among the choices of an option."""
+    return any(isinstance(choice, bool) for choice in choices or ())
+
+
+def choice_of(choices: Iterable[Any]) -> Callable[[str], Any]:
+    """The type of an option with choices that are not all words: from a word to its choice, `false` to False."""
+    by_word = {str(choice): choice for choice in choices}
+    by_word |= {word.lower(): choice for word, choice in by_word.items() if isinstance(choice, bool)}
+
+    def read(text: str) -> Any:
+        return by_word.get(text, text)
+
+    read.__name__ = "str"
+    return read
 
 
 def _scalar(action: argparse.Action, node: yaml.Node) -> Any:

@@ -64,6 +64,7 @@ from prefrl.trainer.online.policy_rules import (
     check_reinforce_plus_plus,
     check_rloo,
     kl_part,
+    name_scale,
 )
 from prefrl.trainer.online.rules import GenerationRules
 from prefrl.trainer.online.truncation_options import TruncationOptions
@@ -81,6 +82,7 @@ _COMMON: tuple[_Check, ...] = (
 )
 # The rules of one algorithm; those before all others, and those after.
 _FIRST: dict[str, _Check] = {
+    "grpo": name_scale,
     "rloo": check_rloo,
     "reinforce_plus_plus": check_reinforce_plus_plus,
     "online_dpo": check_pairs,
@@ -155,10 +157,10 @@ class _Derived:
         return self.estimator in self.rules["of_greedy"]
 
     @property
-    def of_sequences(self) -> bool:
-        """See `PolicyGradientConfig.of_sequences`."""
+    def reduction(self) -> str:
+        """See `PolicyGradientConfig.reduction`."""
         options: Any = self
-        return options.loss_type in self.rules["of_sequences"]
+        return str(self.rules["reductions"][options.loss_type])
 
     @property
     def kl_part(self) -> str | None:

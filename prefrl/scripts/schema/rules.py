@@ -66,7 +66,7 @@ def rules_of(algorithm: Algorithm, table: ParamsTable) -> dict[str, Any]:
         rules["levels"] = {name: sorted(row.levels) for name, row in POLICY_LOSSES.items()}
         rules["of_tokens"] = [name for name, row in ADVANTAGES.items() if row.level == "token"]
         rules["of_greedy"] = [name for name, row in ADVANTAGES.items() if "greedy" in row.needs]
-        rules["of_sequences"] = [name for name, row in POLICY_LOSSES.items() if row.reduction == "sequence_mean"]
+        rules["reductions"] = {name: row.reduction for name, row in POLICY_LOSSES.items()}
         rules["estimator"] = None if "advantage_estimator" in names else config_class.estimator.fget(None)
     if "num_generations" in names:
         two = SimpleNamespace(per_device_train_batch_size=1, num_generations=2)

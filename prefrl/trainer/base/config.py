@@ -26,7 +26,7 @@ from prefrl.trainer.base.optimizers.by_name import check_installed
 from prefrl.trainer.base.options.autopilot import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
 from prefrl.trainer.base.options.checkpoint import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.options.evaluation import EvaluationOptions, check_evaluation
-from prefrl.trainer.base.options.flat_names import FlatName, fill_places
+from prefrl.trainer.base.options.flat_names import FlatName, fill_places, set_aside, without_flat_values
 from prefrl.trainer.base.options.ignored import check_ignored_options, check_ignored_parts
 from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.base.options.optimizer import OptimizerOptions, check_optimizer, named_for_huggingface
@@ -212,8 +212,9 @@ class BaseConfig(
         config: Self = super().__new__(cls)
         return config
 
-    def __post_init__(self, *flat_values: Any) -> None:
-        fill_places(self, flat_values, self.flat_names)
+    def __post_init__(self, *values: Any) -> None:
+        set_aside(self, values)
+        fill_places(self, self.flat_names)
         self.automatic = take_automatic(self)  # the options that are "auto"
         self.take_other_forms()
         check_fields(self, _HINTS)  # before HuggingFace's __post_init__, which already compares numbers
@@ -236,6 +237,8 @@ class BaseConfig(
     def __init_subclass__(cls) -> None:
         """Keep `__repr__`: `dataclass` would write one that shows secrets into each subclass."""
         super().__init_subclass__()
+        if "__post_init__" in vars(cls):
+            cls.__post_init__ = without_flat_values(cls.__post_init__)  # type: ignore[method-assign]
         if "__repr__" not in vars(cls):
             cls.__repr__ = BaseConfig.__repr__  # type: ignore[method-assign]
 

@@ -19,6 +19,7 @@ class PolicyBatch(ReadyBatch):
 
     cov_tokens: Tensor  # [N] bool: tokens that clip_cov and kl_cov treat differently; none for other losses
     nll_weights: Tensor  # [N] weights of the negative log-likelihood of good responses; 0 elsewhere
+    entropy_weights: Tensor  # [N] weights of the entropy in its bonus; 0 for tokens without a policy loss
     entropies: Tensor | None = (
         None  # [N] nats, of the policy before the first update from this generation batch, if it was computed
     )

@@ -149,12 +149,14 @@ class PolicyGradient:
             if result.returns is not None:
                 critic = {"values": scores.values, "returns": result.returns.float()}
         values = self._scaled(values, batch, (~totals.isnan() & is_kept)[mine], over_ranks=over_ranks)
+        scale = self._loss_scale(batch, scores, rollouts, totals[mine].tolist(), step=step)
         ready = self.objective.stage.of(
             batch,
             advantages=values,
-            loss_scale=self._loss_scale(batch, scores, rollouts, totals[mine].tolist(), step=step),
+            loss_scale=scale,
             cov_tokens=cov_tokens(self.args, self.loss_params, batch, scores, values, rollouts, step=step),
             nll_weights=self._nll_weights(batch, rollouts),
+            entropy_weights=batch.trainable * scale,
             old_logprobs=scores.get("old_logprobs"),
             entropies=scores.get("entropies"),
             **{name: scores.get(name) for name in self.objective.reference_needs},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
 from prefrl.losses.policy.losses import POLICY_LOSSES
@@ -18,6 +18,9 @@ from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptio
 from prefrl.trainer.online.policy_rules import check_ratio
 from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
 from prefrl.trainer.online.truncation_options import TruncationOptions
+
+if TYPE_CHECKING:
+    from prefrl.losses.reduce import Reduction
 
 __all__ = ["ADVANTAGE", "GroupOptions", "PolicyGradientConfig"]
 
@@ -35,7 +38,7 @@ ADVANTAGE: KwargsOption[AdvantageParams] = KwargsOption(
 class GroupOptions:
     """How the completions of a prompt are compared."""
 
-    scale_rewards: Literal["group", "batch", "none"] = opt(
+    scale_rewards: Literal["group", "batch", "none", True, False] = opt(
         "group",
         "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or "
         "do not scale them (none; Dr. GRPO). True and False mean group and none.",
@@ -89,9 +92,9 @@ class PolicyGradientConfig(
         return ADVANTAGES[self.estimator].level == "token"
 
     @property
-    def of_sequences(self) -> bool:
-        """Whether the loss is a mean over sequences."""
-        return POLICY_LOSSES[self.loss_type].reduction == "sequence_mean"
+    def reduction(self) -> Reduction:
+        """How the loss is averaged."""
+        return POLICY_LOSSES[self.loss_type].reduction
 
     @property
     def estimator(self) -> str:

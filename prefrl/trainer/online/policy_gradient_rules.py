@@ -16,8 +16,8 @@ class PolicyGradientRules(GenerationRules):
     """Checks of the options that advantages and losses connect; a base of policy-gradient configs.
 
     These configs also know `estimator`, `of_tokens` (whether it gives each token its own advantage), `needs_greedy`,
-    `of_sequences` (whether the loss is a mean over sequences), and the hyperparameters: `loss_params`,
-    `entropy_params`, `kl_params`, `advantage_params`, `selection_params` and `shaping_params`.
+    `reduction` (how the loss is averaged), and the hyperparameters: `loss_params`, `entropy_params`, `kl_params`,
+    `advantage_params`, `selection_params` and `shaping_params`.
     """
 
     @property
@@ -30,6 +30,12 @@ class PolicyGradientRules(GenerationRules):
             needs[f"top_entropy_quantile={options.top_entropy_quantile}"] = "Set it to 1."
         if options.loss_type in ("clip_cov", "kl_cov"):
             needs[f"loss_type={options.loss_type!r}"] = "Use another loss."
+        if self.bonus_has_own_count:
+            bonus = f"entropy_coef={options.entropy_coef}" if options.entropy_coef else "use_adaptive_entropy=True"
+            if options.reduction != "token":
+                needs[f"{bonus} and loss_type={options.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
+            else:
+                needs[f"{bonus} and a selection of tokens"] = "Remove one of them."
         if self._scale == "batch":
             needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
         if self._normalizes_each_reward:
@@ -45,6 +51,18 @@ class PolicyGradientRules(GenerationRules):
             "reward_balance": options.reward_balance,
         }
         return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return bool(self._all.entropy_coef > 0 or self._all.use_adaptive_entropy)
+
+    @property
+    def bonus_has_own_count(self) -> bool:
+        """Whether the bonus is a mean over something else than the items that the loss is divided by."""
+        options = self._all
+        selects = options.top_entropy_quantile < 1 or options.loss_params.min_filter_prefix_tokens is not None
+        return self.has_bonus and (selects or options.reduction != "token")
 
     @property
     def _scale(self) -> str | None:
@@ -103,7 +121,7 @@ class PolicyGradientRules(GenerationRules):
                 "kl_kwargs: bias_correction=True has no effect because kl_in='reward': the ratio of the policy loss "
                 "already weights the whole reward. Leave it False."
             )
-        if options.kl_estimator == "sequence" and options.of_sequences:
+        if options.kl_estimator == "sequence" and options.reduction == "sequence_mean":
             raise ConfigError(
                 f"kl_estimator='sequence' with loss_type={options.loss_type!r}: it weights sequences by 1 / length, "
                 "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens."

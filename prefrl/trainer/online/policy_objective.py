@@ -34,7 +34,10 @@ __all__ = ["PolicyObjective", "token_mean"]
 
 
 class PolicyObjective:
-    """Sum over tokens of policy loss + beta * KL - entropy_coef * entropy, with the policy loss's token weights.
+    """Sum over tokens of policy loss + beta * KL with the policy loss's token weights, minus an entropy bonus.
+
+    After division by the items of the step the bonus is entropy_coef * (mean entropy of the tokens that have a policy
+    loss), whatever the reduction of the loss.
 
     Args:
         args: Options.
@@ -47,7 +50,7 @@ class PolicyObjective:
         if distributed.is_main():
             args.warn_of_lengths()
         self._has_kl = args.beta > 0 and args.kl_in == "loss"
-        self._has_bonus = args.entropy_coef > 0 or args.use_adaptive_entropy
+        self._has_bonus = args.has_bonus
         self._has_critic = "values" in ADVANTAGES[args.estimator].needs
         self.stage: type[PolicyBatch] = CriticBatch if self._has_critic else PolicyBatch
         self.policy_loss = POLICY_LOSSES[args.loss_type]
@@ -105,12 +108,16 @@ class PolicyObjective:
         return row_items(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
 
     def prepared(self, batch: PolicyBatch, *, num_items: float) -> PolicyBatch:
-        """See `Objective`; scales the NLL weights of good responses, so that the NLL is a mean over their tokens."""
-        if self.loss_params.positive_nll_coef is None:
+        """See `Objective`; scales the weights of terms that are means over their own tokens: NLL and entropy."""
+        own = {"nll_weights": batch.nll_weights} if self.loss_params.positive_nll_coef is not None else {}
+        if self.args.bonus_has_own_count:
+            own["entropy_weights"] = batch.entropy_weights
+        if not own:
             return batch
-        good = batch.nll_weights
-        items, tokens = distributed.sum_over_ranks([num_items, float(good.sum())], self.args.device)
-        return batch.replace(nll_weights=good * (items / max(tokens, 1.0)))
+        counts = [float(weights.sum()) for weights in own.values()]
+        items, *counts = distributed.sum_over_ranks([num_items, *counts], self.args.device)
+        scales = [items / max(count, 1.0) for count in counts]
+        return batch.replace(**{name: own[name] * scale for name, scale in zip(own, scales, strict=True)})
 
     def ready(
         self,
@@ -171,7 +178,7 @@ class PolicyObjective:
             metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, batch)
         per_token = batch.loss_scale * per_token
         if self.adaptive_entropy is not None:
-            self._observe(3, scores.entropy, batch)
+            self._observe(3, scores.entropy, batch.entropy_weights > 0)
         if batch.ref_logprobs is not None:
             kl = self._kl(batch, scores, old_logprobs, batch.ref_logprobs)
             per_token = per_token + self.beta * kl
@@ -185,7 +192,7 @@ class PolicyObjective:
         if self._has_bonus:
             metrics |= {"policy_loss": Mean(total.detach(), self.row_items(batch).sum())}
         if self._entropy_weight != 0:
-            total = total - self._entropy_weight * (weights * scores.entropy).sum()
+            total = total - self._entropy_weight * (batch.entropy_weights * scores.entropy).sum()
         return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
 
     def metrics_without_pass(self, batch: PolicyBatch) -> dict[str, Metric]:
@@ -254,13 +261,14 @@ class PolicyObjective:
     def observe_kl(self, kl: Tensor, batch: TokenBatch) -> None:
         """Record the KL of these tokens, [N] nats, for the update at the end of the step."""
         if self.adaptive_kl is not None:
-            self._observe(0, kl, batch)
+            self._observe(0, kl, batch.trainable)
             self._observed[2] += batch.num_rows
 
-    def _observe(self, place: int, values: Tensor, batch: TokenBatch) -> None:
-        self._observed = self._observed.to(batch.device)
-        self._observed[place] += values.detach().where(batch.trainable, 0.0).sum(dtype=torch.float64)
-        self._observed[place + 1] += batch.num_trainable
+    def _observe(self, place: int, values: Tensor, counts: Tensor) -> None:
+        """Add the sum and the number of those [N] values that count."""
+        self._observed = self._observed.to(counts.device)
+        self._observed[place] += values.detach().where(counts, 0.0).sum(dtype=torch.float64)
+        self._observed[place + 1] += counts.sum()
 
     def end_step(self, device: torch.device) -> None:
         """Adapt the coefficients to the KL and entropy of all ranks in this optimizer step."""

@@ -63,8 +63,10 @@ class PolicyLossOptions:
         "(GSPO). sequence_token: the same value, but each token has its own gradient (GSPO-token). sequence_sum: one "
         "for each sequence, from its summed log-ratio (RLOO).",
     )
-    epsilon: Annotated[float, Ge(0), Le(1)] = opt(
-        0.2, "Clip the ratio to at least 1 - epsilon. dppo: how far a probability may fall (epsilon_high: rise)."
+    epsilon: Annotated[float, Ge(0)] = opt(
+        0.2,
+        "Clip the ratio to at least 1 - epsilon; from 1 on, there is no lower bound. dppo: how far a probability may "
+        "fall (epsilon_high: rise).",
     )
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
         None, "Clip the ratio to at most 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
@@ -104,7 +106,9 @@ class PolicyLossOptions:
 class EntropyOptions:
     """The entropy bonus, and the selection of tokens by entropy."""
 
-    entropy_coef: Annotated[float, Ge(0)] = opt(0.0, "Weight of the entropy bonus; if adaptive, the initial weight.")
+    entropy_coef: Annotated[float, Ge(0)] = opt(
+        0.0, "Weight of the entropy bonus, the mean entropy of a token; if adaptive, the initial weight."
+    )
     use_adaptive_entropy: bool = opt(
         False, "Adapt entropy_coef after each step to keep the entropy at a target; no bonus above the target."
     )

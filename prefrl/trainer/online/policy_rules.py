@@ -23,6 +23,7 @@ __all__ = [
     "check_reinforce_plus_plus",
     "check_rloo",
     "kl_part",
+    "name_scale",
 ]
 
 
@@ -85,6 +86,12 @@ def check_ratio(config: Any, *, of_tokens: bool) -> None:
             f"token-level advantages ({config.estimator}): a ratio of whole sequences gives every token's gradient "
             "the mean of their advantages. Use level 'token' or 'sequence_token', and another loss."
         )
+
+
+def name_scale(config: Any) -> None:
+    """Give `scale_rewards` the name of its value: True means "group", False "none"."""
+    if isinstance(config.scale_rewards, bool):
+        config.scale_rewards = "group" if config.scale_rewards else "none"
 
 
 def check_group(config: Any) -> None:

@@ -210,9 +210,22 @@ def assert_same_loss_and_gradient(found, expected, tokens):
     torch.testing.assert_close(*gradients)
 
 
-def test_epsilon_of_one_leaves_no_lower_bound():
-    assert one_token("grpo", 0.01, -1.0, epsilon=1.0)[:2] == pytest.approx((0.01, 0.01))
-    assert one_token("cispo", 0.01, -1.0, epsilon=1.0)[:2] == pytest.approx((-0.02, 0.01))
+@pytest.mark.parametrize("epsilon", [1.0, 10.0])
+def test_from_one_on_epsilon_leaves_no_lower_bound(epsilon):
+    """Loss and gradient of an unclipped token: -r A and -r A; -r A log pi and -r A."""
+    assert one_token("grpo", 0.01, -1.0, epsilon=epsilon)[:2] == pytest.approx((0.01, 0.01))
+    assert one_token("clip_cov", 0.01, -1.0, epsilon=epsilon)[:2] == pytest.approx((0.01, 0.01))
+    assert one_token("cispo", 0.01, -1.0, epsilon=epsilon)[:2] == pytest.approx((-0.02, 0.01))
+    assert one_token("dppo", 0.2, -1.0, epsilon=epsilon)[:2] == pytest.approx((-0.4, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [(10.5, 1.0, -10.5, -10.5), (11.5, 1.0, -11.0, 0.0), (11.5, -1.0, 11.5, 11.5), (13.0, -1.0, 12.0, 0.0)],
+)
+def test_an_epsilon_of_ten_bounds_ratios_by_eleven(ratio, advantage, loss, gradient):
+    found = one_token("grpo", ratio, advantage, epsilon=10.0, epsilon_high=None, delta=12.0)
+    assert found[:2] == pytest.approx((loss, gradient))
 
 
 @pytest.mark.parametrize(
@@ -461,13 +474,13 @@ def test_a_missing_selection_is_an_error(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        *((name, {"epsilon": 1.1}, "epsilon=1.1") for name in ("grpo", "cispo", "clip_cov", "dppo")),
         *((name, {"epsilon": -0.1}, "epsilon=-0.1") for name in ("grpo", "cispo", "clip_cov", "dppo", "gmpo")),
         *(
             (name, {"epsilon_high": -0.1}, "epsilon_high=-0.1")
             for name in ("grpo", "cispo", "clip_cov", "dppo", "gmpo")
         ),
         ("grpo", {"delta": 1.28}, "delta=1.28: must be above 1 [+] epsilon_high = 1.28"),
+        ("grpo", {"epsilon": 10.0, "epsilon_high": None, "delta": 11.0}, "must be above 1 [+] epsilon_high = 11.0"),
         ("dppo", {"delta": 0.0}, "delta=0.0: must be a number > 0"),
         ("aipo", {"rho": 0.9}, "rho=0.9"),
         ("aipo", {"rho": math.inf}, "rho=inf"),

@@ -66,6 +66,8 @@ def valid_values(name):
         ("ipo", {}, 25.0, -2.5, 5.0),
         # KL([1/2, 1/2] || [0.9, 0.1]) = ln(5/9) / 2 + ln(5) / 2; slope b / 4 * ln(e / (1 - e))
         ("exo_pair", {"label_smoothing": 0.1}, math.log(5 / 3), -0.025 * math.log(9), 0.025 * math.log(9)),
+        # Without smoothing, e = 0.001: -ln(4 * 0.999 * 0.001) / 2
+        ("exo_pair", {"label_smoothing": 0.0}, -math.log(0.003996) / 2, -0.025 * math.log(999), 0.025 * math.log(999)),
         ("nca_pair", {}, 2 * LN2, -0.025, 0.025),
         # slope b / 2 / (1 - 2 e): what label smoothing takes away is given back
         ("robust", {"label_smoothing": 0.1}, LN2, -0.0625, 0.0625),
@@ -221,8 +223,7 @@ def test_robust_is_unbiased_under_flipped_labels():
         ("sigmoid", 0.6, "label_smoothing=0.6: must be a number >= 0 and <= 0.5"),
         ("aot", 0.6, "label_smoothing=0.6: must be a number >= 0 and <= 0.5"),
         ("aot_unpaired", 0.6, "label_smoothing=0.6: must be a number >= 0 and <= 0.5"),
-        ("exo_pair", 0.0, "label_smoothing=0.0: exo_pair needs 0 < label_smoothing < 0.5"),
-        ("exo_pair", 0.5, "label_smoothing=0.5: exo_pair needs 0 < label_smoothing < 0.5"),
+        ("exo_pair", 0.5, "label_smoothing=0.5: exo_pair needs it below 0.5"),
         ("robust", 0.5, "label_smoothing=0.5: robust needs it below 0.5"),
         ("robust", -0.1, "label_smoothing=-0.1: must be a number >= 0 and <= 0.5"),
     ],

@@ -94,6 +94,7 @@ FULL: list[TokenBatch] = [
         values=torch.arange(6.0) + 3,
         returns=torch.arange(6.0) + 4,
         nll_weights=torch.zeros(6),
+        entropy_weights=torch.zeros(6),
         cov_tokens=torch.tensor([True, False] * 3),
     ),
     LabeledBatch.of(batch(10), is_preferred=(True, False, None), weights=(1.0, 0.5, 1 / 3)),

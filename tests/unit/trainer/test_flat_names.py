@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.trainer.base.options.flat_names import flat_parameters
+from prefrl.trainer.base.options.flat_names import init_vars
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 
 SERVER = {"use_vllm": True, "use_cpu": True}
@@ -122,11 +123,11 @@ def test_a_name_fills_its_place_and_warns_if_it_is_deprecated(name: str, tmp_pat
 
 
 def test_every_name_is_shown_above_and_declared_once() -> None:
-    assert PLACES.keys() == FLAT_NAMES.keys() == flat_parameters(GRPOConfig).keys()
+    assert PLACES.keys() == FLAT_NAMES.keys() == init_vars(GRPOConfig).keys()
     for row in REGISTRY.values():
         config = row.load_config()
-        assert flat_parameters(config).keys() <= config.flat_names.keys()
-        for name in flat_parameters(config):
+        assert init_vars(config).keys() <= config.flat_names.keys()
+        for name in init_vars(config):
             assert config.flat_names[name].option in {field.name for field in dataclasses.fields(config)}
 
 
@@ -227,3 +228,30 @@ def test_the_help_shows_keys_and_not_names(capsys: pytest.CaptureFixture[str]) -
     assert "clip_cov: ratio=0.0002, lb=1.0, ub=5.0" in text
     assert "SUPPRESS" not in text
     assert not [name for name in FLAT_NAMES if f"--{name} " in text]
+
+
+@pytest.mark.parametrize("algorithm", REGISTRY)
+def test_a_config_is_derived_as_any_dataclass_is(algorithm: str, tmp_path: Path) -> None:
+    base: Any = REGISTRY[algorithm].load_config()
+
+    @dataclasses.dataclass
+    class Mine(base):  # type: ignore[misc]
+        extra: int = 3
+        temporary: dataclasses.InitVar[int] = 4
+
+        def __post_init__(self, temporary: int) -> None:
+            self.learning_rate = self.extra * temporary / 100
+            super().__post_init__()
+
+    @dataclasses.dataclass
+    class Yours(Mine):
+        def __post_init__(self, *values: Any) -> None:
+            super().__post_init__(*values)
+
+    (parsed,) = HfArgumentParser(Yours).parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--extra", "5"])
+    assert (parsed.extra, parsed.learning_rate) == (5, 0.2)
+    if "reward_clip_range" in init_vars(base):
+        for config in (Mine, Yours):
+            made = config(output_dir=str(tmp_path), reward_clip_range=[-1.0, 1.0])
+            assert made.learning_rate == 0.12
+            assert made.reward_shaping_kwargs == {"clip_range": [-1.0, 1.0]}

@@ -156,6 +156,9 @@ BY_GROUP = [
     {"curriculum": "band"},
     {"rollout_selection": "pow"},
     {"loss_kwargs": {"positive_nll_coef": 0.1}},
+    {"entropy_coef": 0.1, "loss_type": "grpo"},
+    {"use_adaptive_entropy": True, "loss_type": "dr_grpo"},
+    {"entropy_coef": 0.1, "loss_kwargs": {"min_filter_prefix_tokens": 1}},
     {"reward_balance": "nash"},
     {"advantage_estimator": "gpg"},
     {"scale_rewards": "batch"},
@@ -187,6 +190,18 @@ def test_a_preset_is_a_config_with_its_options(name: str, tmp_path: Path) -> Non
     options = PRESETS[name].options
     config = GRPOConfig.preset(name, output_dir=str(tmp_path), per_device_train_batch_size=64)
     assert {key: getattr(config, key) for key in options} == dict(options)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_needs_no_further_option(name: str, tmp_path: Path) -> None:
+    config = GRPOConfig.preset(name, output_dir=str(tmp_path))
+    group = config.num_generations
+    assert config.completions_of_generation == max(group, 8)
+    own = GRPOConfig.preset(name, output_dir=str(tmp_path), per_device_train_batch_size=2 * group)
+    assert own.completions_of_generation == 2 * group
+    if group > 1:
+        with pytest.raises(ConfigError, match=f"multiple of num_generations={group}. The nearest that works is"):
+            GRPOConfig.preset(name, output_dir=str(tmp_path), per_device_train_batch_size=group - 1)
 
 
 def test_options_of_the_user_win_over_a_preset(tmp_path: Path) -> None:

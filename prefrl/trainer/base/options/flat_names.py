@@ -6,19 +6,18 @@ They are `dataclasses.InitVar`s of the config: its constructor and the command l
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of
 from prefrl.options.types import check_value
 
-__all__ = ["FlatName", "fill_place", "fill_places", "flat_parameters"]
+__all__ = ["FlatName", "fill_place", "fill_places", "init_vars", "set_aside", "without_flat_values"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,11 @@ class FlatName:
     is_fallback: bool = False
 
 
-@cache
-def flat_parameters(config_class: type) -> dict[str, inspect.Parameter]:
-    """The parameters of the constructor that are no fields, in the order in which `__post_init__` gets them."""
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    parameters = inspect.signature(config_class).parameters
-    return {name: parameter for name, parameter in parameters.items() if name not in fields}
+def init_vars(config_class: Any) -> dict[str, Any]:
+    """The `InitVar`s of a dataclass with their defaults, in the order in which `__post_init__` gets their values."""
+    every = config_class.__dataclass_fields__.values()  # dataclasses.fields leaves them out
+    kind = dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]  # there is no public name
+    return {field.name: field.default for field in every if field._field_type is kind}
 
 
 @cache
@@ -57,22 +55,51 @@ def _types(config_class: type) -> dict[str, Any]:
     return {name: hint.type for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)}
 
 
-def fill_places(config: Any, values: Sequence[Any], places: Mapping[str, FlatName]) -> None:
-    """Put the values of keywords that were given into their places. A default means: not given.
+def without_flat_values(post_init: Callable[..., None]) -> Callable[..., None]:
+    """The `__post_init__` of a derived class, which gets the values of its own `InitVar`s only.
+
+    `dataclass` passes the values of all `InitVar`s by position, but who derives a class from a config does not know
+    that the config has some.
+    """
+
+    @wraps(post_init)
+    def with_own_values(self: Any, *values: Any) -> None:
+        post_init(self, *set_aside(self, values))
+
+    return with_own_values
+
+
+def set_aside(config: Any, values: Sequence[Any]) -> list[Any]:
+    """Keep the values of flat names for `fill_places`, if `values` are those that `dataclass` passes.
 
     Args:
         config: The config.
-        values: One for each of `flat_parameters`.
+        values: What its `__post_init__` gets: from `dataclass`, or from that of a derived class, which comes first.
+
+    Returns:
+        The other values.
+    """
+    if "_flat_values" in vars(config):
+        return list(values)
+    given = dict(zip(init_vars(type(config)), values, strict=False))
+    config._flat_values = {name: value for name, value in given.items() if name in config.flat_names}
+    return [value for name, value in given.items() if name not in config.flat_names]
+
+
+def fill_places(config: Any, places: Mapping[str, FlatName]) -> None:
+    """Put the values of keywords that were given into their places. A default means: not given.
+
+    Args:
+        config: The config, after `set_aside`.
         places: The places of the keywords.
 
     Raises:
         ConfigError: A value has another type, a place is taken, or the keyword belongs to another value of an option.
     """
-    config_class: Any = type(config)
-    hints = _types(config_class)
-    for (name, parameter), value in zip(flat_parameters(config_class).items(), values, strict=True):
+    defaults, hints = init_vars(type(config)), _types(type(config))
+    for name, value in vars(config).pop("_flat_values").items():
         check_value(name, value, hints[name])
-        if value == parameter.default:
+        if value == defaults[name]:
             continue
         place = places[name]
         filled = fill_place(config, name, value, place)
