@@ -12,11 +12,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import prefrl
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.suggest import nearest
+from prefrl.printable import printable
 from prefrl.registry import REGISTRY
 
 __all__ = ["OTHERS", "Command", "main"]
@@ -89,7 +90,7 @@ def _report(command: str, error: BaseException) -> int:
     """Print an error in one line, unless there is nothing to say, and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    words = f"prefrl {command}: {type(error).__name__}: {error}"
+    words = printable(f"prefrl {command}: {type(error).__name__}: {error}")
     if isinstance(error, OSError):
         _leave_stdout()
         if not isinstance(error, BrokenPipeError):  # head and the like have read enough
@@ -113,11 +114,16 @@ def _leave_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
     commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()}
     commands |= {name: command.text for name, command in OTHERS.items()}
     width = max(map(len, commands))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="prefrl",
         description="Post-training of language models.",
         epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items()),
