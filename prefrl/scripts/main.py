@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 import prefrl
@@ -152,15 +152,21 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 def _train(command: str, arguments: Sequence[str]) -> int:
     is_done = threading.Event()
     atexit.register(_leave_worker, is_done)  # before torch is imported: exit handlers run in reverse order
-    train, algorithm = importlib.import_module("prefrl.scripts.train"), REGISTRY[command]
-    given = train.read(algorithm, arguments)  # refuses mistakes before torch is imported
-    train.check_files(given)
+    inputs, algorithm = importlib.import_module("prefrl.scripts.inputs"), REGISTRY[command]
+    given = inputs.read(algorithm, arguments)  # refuses mistakes before torch is imported
+    inputs.check_files(given)
     options = importlib.import_module("prefrl.scripts.arguments.launch").launch_options(given, os.environ)
     if options is not None:
         launch = importlib.import_module("prefrl.scripts.launch.command")
         return int(launch.start([command, *arguments], given, options))
-    as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
-    code = int(as_worker(lambda: train.main(algorithm, given)))
+    as_worker: Callable[[Callable[[], int]], int] = importlib.import_module("prefrl.distributed.launcher").as_worker
+
+    def train() -> int:
+        with importlib.import_module("prefrl.scripts.imports").uncollected():
+            training = importlib.import_module("prefrl.scripts.train")
+        return int(training.main(algorithm, given))
+
+    code = as_worker(train)
     is_done.set()
     return code
 
