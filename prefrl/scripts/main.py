@@ -11,12 +11,13 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 import prefrl
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.suggest import nearest
+from prefrl.printable import printable
 from prefrl.registry import REGISTRY
 
 __all__ = ["OTHERS", "Command", "main"]
@@ -90,7 +91,7 @@ def _report(command: str, error: BaseException) -> int:
     """Print an error in one line, unless there is nothing to say, and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    words = f"prefrl {command}: {type(error).__name__}: {error}"
+    words = printable(f"prefrl {command}: {type(error).__name__}: {error}")
     if isinstance(error, OSError):
         _leave_stdout()
         if not isinstance(error, BrokenPipeError):  # head and the like have read enough
@@ -114,11 +115,16 @@ def _leave_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
     commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()}
     commands |= {name: command.text for name, command in OTHERS.items()}
     width = max(map(len, commands))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="prefrl",
         description="Post-training of language models.",
         epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items()),
@@ -147,15 +153,21 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 def _train(command: str, arguments: Sequence[str]) -> int:
     is_done = threading.Event()
     atexit.register(_leave_worker, is_done)  # before torch is imported: exit handlers run in reverse order
-    train, algorithm = importlib.import_module("prefrl.scripts.train"), REGISTRY[command]
-    given = train.read(algorithm, arguments)  # refuses mistakes before torch is imported
-    train.check_files(given)
+    inputs, algorithm = importlib.import_module("prefrl.scripts.inputs"), REGISTRY[command]
+    given = inputs.read(algorithm, arguments)  # refuses mistakes before torch is imported
+    inputs.check_files(given)
     options = importlib.import_module("prefrl.scripts.arguments.launch").launch_options(given, os.environ)
     if options is not None:
         launch = importlib.import_module("prefrl.scripts.launch.command")
         return int(launch.start([command, *arguments], given, options))
-    as_worker = importlib.import_module("prefrl.distributed.launcher").as_worker
-    code = int(as_worker(lambda: train.main(algorithm, given)))
+    as_worker: Callable[[Callable[[], int]], int] = importlib.import_module("prefrl.distributed.launcher").as_worker
+
+    def train() -> int:
+        with importlib.import_module("prefrl.scripts.imports").uncollected():
+            training = importlib.import_module("prefrl.scripts.train")
+        return int(training.main(algorithm, given))
+
+    code = as_worker(train)
     is_done.set()
     return code
 

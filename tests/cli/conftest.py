@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import datasets
 import pytest
 
+from prefrl.scripts.main import main
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 
 # The template of `tiny_tokenizer`, which also shows the names of tools, and calls.
@@ -65,3 +69,18 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_jsonl(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def run_line(command: str) -> None:
+    """A command of a page, in this process: starting one would cost the imports once more."""
+    words = shlex.split(command, comments=True)
+    with contextlib.ExitStack() as stack:
+        if words[-2:-1] == [">"]:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(words[-1], "w"))))
+            words = words[:-2]
+        if words[0] == "python":
+            sys.argv = words[1:]
+            runpy.run_path(words[1], run_name="__main__")
+        else:
+            assert words[0] == "prefrl"
+            assert main(words[1:]) == 0, command

@@ -12,11 +12,12 @@ from prefrl.models import load
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.checkup import doctor
+from prefrl.scripts.checkup.findings import Section
 from prefrl.scripts.checkup.resources import footprint_of
 from prefrl.scripts.checkup.run import checkup_of
 from prefrl.scripts.checkup.subject import Subject
+from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
-from prefrl.scripts.train import options_of, read
 from tests.cli.conftest import write_jsonl
 
 
@@ -209,3 +210,10 @@ def test_env_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "- torch: 2." in printed
     assert "- CPU: " in printed
+
+
+@pytest.mark.parametrize("level", ["ok", "note", "warn", "problem"])
+def test_control_characters_in_a_finding_are_shown_as_text(level: str) -> None:
+    section = Section("Data")
+    getattr(section, level)("the column \x1b[2J\u202e")
+    assert section.entries[0][1] == r"the column \x1b[2J\u202e"

@@ -138,11 +138,11 @@ TRAINING = """
 import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)  # as a native thread does now and then
-train = types.ModuleType("prefrl.scripts.train")
-train.read = lambda *_: types.SimpleNamespace(values={{}})
-train.check_files = lambda *_: None
+inputs, train = types.ModuleType("prefrl.scripts.inputs"), types.ModuleType("prefrl.scripts.train")
+inputs.read = lambda *_: types.SimpleNamespace(values={{}})
+inputs.check_files = lambda *_: None
 train.main = lambda *_: atexit.register(print, "exit handler") and {code}
-sys.modules["prefrl.scripts.train"] = train
+sys.modules |= {{module.__name__: module for module in (inputs, train)}}
 from prefrl.scripts.main import main
 sys.exit(main(["sft"]))
 """
@@ -290,6 +290,12 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"prefrl {prefrl.__version__}\n"
 
 
+def test_control_characters_of_an_unknown_option_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--\x1b[2J"])
+    assert r"unrecognized arguments: --\x1b[2J" in capsys.readouterr().err
+
+
 def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "commands:" in capsys.readouterr().err
@@ -299,6 +305,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
     ("argv", "message"),
     [
         pytest.param(["grop"], "prefrl grop: ConfigError: unknown command. Did you mean 'grpo'?", id="command"),
+        pytest.param(["\x1b[2J"], r"prefrl \x1b[2J: ConfigError: unknown command.", id="control character"),
         pytest.param(["GRPO"], "prefrl GRPO: ConfigError: unknown command. Did you mean 'grpo'?", id="upper case"),
         pytest.param(
             ["xyz"],

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import runpy
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from prefrl.scripts.main import main
+from tests.cli.conftest import run_line
 from tests.cli.test_docs import IN_ORDER, ROOT, module
 
 MAKER = module(ROOT / "docs/make_notebooks.py")
@@ -29,21 +26,6 @@ def test_each_notebook_has_a_tutorial() -> None:
     assert {MAKER.notebook_of(page) for page in MAKER.pages()} == {*MAKER.NOTEBOOKS.iterdir()}
 
 
-def _run(command: str) -> None:
-    """A command of a cell, in this process: starting one would cost the imports once more."""
-    command, _, file = command.partition(" > ")
-    words = shlex.split(command, comments=True)
-    with contextlib.ExitStack() as stack:
-        if file:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(file, "w"))))
-        if words[0] == "python":
-            sys.argv = words[1:]
-            runpy.run_path(words[1], run_name="__main__")
-        else:
-            assert words[0] == "prefrl"
-            assert main(words[1:]) == 0, command
-
-
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two steps instead of all."""
@@ -54,7 +36,7 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "examples"), *sys.path])
     shell = InteractiveShell()
-    monkeypatch.setattr(shell, "system", _run)
+    monkeypatch.setattr(shell, "system", run_line)
     for cell in json.loads((MAKER.NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             code = re.sub(r"(max_steps(?:=|: ))\d+", r"\g<1>2", "".join(cell["source"]))

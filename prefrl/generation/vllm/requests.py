@@ -346,8 +346,10 @@ def _policy_versions(spans: Any, num_tokens: int, run: str) -> list[int]:
         owner, _, step = span["version"].partition(":")
         if owner != run or not step.isdecimal():
             raise OtherWeights(f"sampled with weights that the server calls {span['version']!r}, not {run}:<step>")
-        if span["start"] != len(steps) or span["end"] < span["start"]:
-            raise BadAnswer(f"the spans of its weight versions are not consecutive: {spans}")
+        if span["start"] != len(steps) or not span["start"] <= span["end"] <= num_tokens:
+            raise BadAnswer(
+                f"the spans of its weight versions are not consecutive and within the {num_tokens} tokens: {spans}"
+            )
         steps += [int(step)] * (span["end"] - span["start"])
     if len(steps) != num_tokens:
         raise BadAnswer(f"its weight versions cover {len(steps)} of {num_tokens} tokens: {spans}")

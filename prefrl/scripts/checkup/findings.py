@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import datasets
 
 from prefrl.errors import PrefrlError
+from prefrl.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -36,21 +37,25 @@ class Section:
 
     def ok(self, text: str) -> None:
         """Something is as it should be."""
-        self.entries.append(("ok", text))
+        self._add("ok", text)
 
     def note(self, text: str) -> None:
         """Something that could not be checked, or is good to know."""
-        self.entries.append(("note", text))
+        self._add("note", text)
 
     def warn(self, text: str) -> None:
         """The run would go on, but perhaps not as intended."""
-        if ("warning", text) not in self.entries:
-            self.entries.append(("warning", text))
+        self._add("warning", text)
 
     def problem(self, text: str) -> None:
         """The run would fail."""
-        if ("problem", text) not in self.entries:
-            self.entries.append(("problem", text))
+        self._add("problem", text)
+
+    def _add(self, level: Level, text: str) -> None:
+        """Once, without the control characters that names of columns and models may have."""
+        entry = (level, printable(text))
+        if entry not in self.entries:
+            self.entries.append(entry)
 
 
 @dataclass

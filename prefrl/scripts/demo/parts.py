@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
@@ -41,7 +43,10 @@ def keep_results(
     folder: Path, summary: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Write the summary, the reward curve and the model of a demo into its folder."""
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    # The figures differ between machines: kernels for other instructions add floats in another order.
+    cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    where = {"cpu": cpu, "torch": str(torch.__version__)}
+    (folder / "summary.json").write_text(json.dumps({**summary, **where}, indent=2) + "\n")
     _plot_rewards(folder)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

@@ -58,7 +58,7 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
     }
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"number": _number, "clock": _clock}
-    return environment.get_template("page.html").render(
+    text = environment.get_template("page.html").render(
         runs=runs,
         names=names,
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
@@ -81,6 +81,7 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
         version=__version__,
         is_live=is_live,
     )
+    return printable(text)  # names of metrics, options and packages, and commands, come from files
 
 
 def _main_metrics(series: Sequence[Mapping[str, Any]]) -> list[str]:

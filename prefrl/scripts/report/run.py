@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.printable import masked
+from prefrl.printable import masked, printable
 from prefrl.run.checkpoints import step_of
 from prefrl.run.identity import IDENTITY, Identity, read_identity
 from prefrl.run.metrics_file import METRICS_FILE, read_metrics
@@ -97,12 +97,12 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """The finite values of each metric with their steps."""
+    """The finite values of each metric with their steps; names have no control characters."""
     series: dict[str, list[Point]] = {}
     for row in rows:
         for name, value in row.items():
             if name not in _NOT_METRICS and _is_finite(value):
-                series.setdefault(name, []).append((row["step"], value))
+                series.setdefault(printable(name), []).append((row["step"], value))
     return series
 
 

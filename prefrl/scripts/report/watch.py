@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(
         "watch",
         (WatchArguments,),
-        "Show a run in the browser, while it trains or later. Only this machine can open the page. "
+        "Show a run in the browser, while it trains or later. Only this machine can open the page, with the address "
+        "that is printed: it contains a random token, which keeps out other users. "
         "Example: prefrl watch runs/a",
         takes_config=False,
         positional=("run", "other"),
@@ -60,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     live = LivePage(options.folders())
     live.current()
     with serve(live, options.port) as server:
-        print(f"http://{_LOOPBACK}:{server.server_port}  (Ctrl-C ends it)", flush=True)
+        print(f"http://{_LOOPBACK}:{server.server_port}{live.path}  (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -73,9 +76,14 @@ class LivePage:
 
     Args:
         folders: `output_dir` of one run, or of two.
+
+    Attributes:
+        path: The page's path on the server, with a random token: the page shows prompts and completions, and every
+            user of the machine can reach the port.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
+        self.path = f"/?token={secrets.token_urlsafe(32)}"
         self._folders = list(folders)
         self._lock = Lock()  # guards what follows
         self._stamp = ""
@@ -108,7 +116,7 @@ def serve(live: LivePage, port: int) -> ThreadingHTTPServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers `GET /` of a browser on this machine."""
+    """Answers the browser on this machine that has the token."""
 
     def __init__(self, live: LivePage, *arguments: Any) -> None:
         self._live = live
@@ -121,8 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in (_LOOPBACK, "localhost"):
             self.send_error(403, "only for this machine")
             return
-        if self.path != "/":
+        if self.path.partition("?")[0] != "/":
             self.send_error(404)
+            return
+        if not hmac.compare_digest(self.path.encode(), self._live.path.encode()):
+            self.send_error(403, "open the address that prefrl watch printed: it ends with a token")
             return
         try:
             tag, body = self._live.current()
@@ -135,7 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         headers = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(body)), "ETag": tag}
-        for name, value in {**headers, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}.items():
+        headers |= {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+        for name, value in {**headers, "X-Content-Type-Options": "nosniff"}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -180,7 +180,14 @@ def setter(number: int, **fields: Any) -> Callable[[Any], None]:
         (setter(1, finish_reason="length"), "finish_reason 'length' with the last token 1"),
         (setter(0, finish_reason=None), "finish_reason None is not one of"),
         (setter(0, weight_versions=[]), "cover 0 of 3 tokens"),
-        (lambda a: a["choices"][0]["weight_versions"].reverse(), "weight versions are not consecutive"),
+        *(
+            (setter(0, weight_versions=[{"version": "run:6", "start": 0, "end": end}]), "within the 3 tokens")
+            for end in (10**11, 10**30)  # a list of so many numbers would not fit into memory
+        ),
+        (
+            lambda a: a["choices"][0]["weight_versions"].reverse(),
+            "weight versions are not consecutive and within the 3 tokens",
+        ),
         (lambda a: a["choices"][0]["logprobs"]["content"].pop(), "the log-probs are for the tokens"),
         (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=float("inf")), "token 1 is inf"),
         (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob="-1.0"), "token 1 is '-1.0': must be a"),

@@ -110,6 +110,24 @@ def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
     assert "<img src=y>" in parsed.texts["td"]
 
 
+def test_control_characters_of_names_and_recorded_commands_are_shown_as_text(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    write_metrics(folder, [{"step": 1, "re\x00w\x1b\u202eard": 1.0}])
+    start = {
+        "run": "r",
+        "time": "now\x1b",
+        "command": "prefrl\x00",
+        "versions": {"to\u202erch": "\x1b"},
+        "platform": "\ud800",
+    }
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n", encoding="utf-8")
+    text = page([folder])
+    assert text.replace("\n", "").isprintable()
+    parsed = Parsed(text)
+    assert r"re\x00w\x1b\u202eard" in parsed.data["curves"]
+    assert parsed.texts["pre"][-1] == r"prefrl\x00"
+
+
 def test_the_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None:
     parsed = Parsed(page([run_folder(tmp_path / "run")]))
     addresses = [a[name] for _, a in parsed.elements for name in ("src", "href", "srcset", "action") if name in a]
@@ -276,11 +294,12 @@ def test_errors_are_one_line(
 
 def test_the_live_page_is_sent_when_it_is_new_and_only_to_this_machine(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
-    with serve(LivePage([folder]), 0) as server:
+    live = LivePage([folder])
+    with serve(live, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert server.server_address[0] == "127.0.0.1"
 
-        def get(path: str = "/", **headers: str) -> tuple[int, str | None, str]:
+        def get(path: str = live.path, **headers: str) -> tuple[int, str | None, str]:
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE)
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
@@ -296,6 +315,11 @@ def test_the_live_page_is_sent_when_it_is_new_and_only_to_this_machine(tmp_path:
         assert new_tag != tag
         assert get(Host="evil.example:80")[0] == 403
         assert get("/run.json")[0] == 404
+        for path in ("/", "/?token=", "/?token=%e9", live.path[:-1], f"{live.path}0", live.path.upper()):
+            status, tag, text = get(path)
+            assert (status, tag) == (403, None)
+            assert "open the address that prefrl watch printed" in text
+        assert LivePage([folder]).path != live.path
         with pytest.raises(ConfigError, match=rf"port={server.server_port}: .* in use"):
             serve(LivePage([folder]), server.server_port)
         server.shutdown()
