@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,33 @@ def test_one_process_at_a_time_writes(tmp_path: Path) -> None:
         os._exit(0 if writer_token(tmp_path) else 3)
 
     with only_writer(tmp_path):
+        shutil.copytree(tmp_path, tmp_path / "copy")  # opens and closes the locked file
         assert forked(enter) == 0
 
     def die() -> None:
-        only_writer(tmp_path).__enter__()
-        os.kill(os.getpid(), 9)
+        with only_writer(tmp_path):
+            os.kill(os.getpid(), 9)
 
     assert forked(die) == -9
     with only_writer(tmp_path):  # the kernel has released it
         pass
+
+
+def test_a_process_that_outlives_the_trainer_does_not_keep_its_folder(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+
+    def die() -> None:
+        os.close(writes)
+        with only_writer(tmp_path):
+            if os.fork() == 0:
+                os.read(reads, 1)  # until the test is over
+                os._exit(0)
+            os.kill(os.getpid(), 9)
+
+    assert forked(die) == -9
+    with only_writer(tmp_path):
+        os.close(writes)
+    os.close(reads)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
