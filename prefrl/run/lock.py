@@ -38,8 +38,8 @@ os.register_at_fork(after_in_child=_let_go)
 def only_writer(run_folder: Path) -> Iterator[str]:
     """Context in which this process is the only one that trains in a folder.
 
-    The kernel holds the lock and releases it when the process ends, however it ends, so nothing is left to clean up. It
-    belongs to the open file (`flock`), so it does not matter who else opens and closes the file, in this process too.
+    The kernel holds the lock and releases it when the process ends, however it ends, so nothing is left to clean up.
+    The lock belongs to the open file (`flock`): this process may open and close the file again, as a copy does.
 
     Args:
         run_folder: Created if it does not exist.
