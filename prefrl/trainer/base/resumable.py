@@ -207,6 +207,11 @@ class ResumableTrainer(OptimizedTrainer):
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """HuggingFace's hook."""
+        with nullcontext() if checkpoint is None else distributed.only_data(Path(checkpoint)):
+            super()._load_rng_state(checkpoint)
+
     def _init_training_state(
         self,
         max_steps: int,

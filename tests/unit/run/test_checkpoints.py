@@ -15,7 +15,7 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_folder
 from prefrl.run.identity import Identity
 from prefrl.run.lock import only_writer, writer_token
-from prefrl.run.seal import MANIFEST, problem_of, seal
+from prefrl.run.seal import MANIFEST, manifest_of, problem_of, seal
 from prefrl.trainer.base.checkpoints.saving import RunFolder
 from tests.contract.survival_worker import forked
 
@@ -55,12 +55,46 @@ def flip(path: Path) -> None:
 )
 def test_what_is_wrong_with_a_sealed_folder_is_named(harm: Any, message: str, tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
-    (folder / "more").write_text("what is added later is nobody's business")
-    assert problem_of(folder) is None
     harm(folder / "inner" / "weights")
     assert problem_of(folder) == message
-    flip(folder / MANIFEST)
+    (folder / MANIFEST).unlink()
     assert problem_of(folder) == f"{MANIFEST} is missing or damaged"
+
+
+def test_a_bit_that_changes_a_manifest_is_damage_whatever_it_says(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, run="run")
+    path = folder / MANIFEST
+    data = path.read_bytes()
+    for i in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[i // 8] ^= 1 << i % 8
+        path.write_bytes(changed)
+        assert manifest_of(folder) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("scaler.pt", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        *("pytorch_model.bin", "pytorch_model_fsdp_0/x.distcp", "adapter_model.bin", "more/adapter_model.safetensors"),
+        *("optimizer.bin", "optimizer_0/x.distcp", "rng_state_1.pth", "inner/pytorch_model.bin"),
+    ],
+)
+def test_a_file_that_was_added_and_would_be_loaded_is_a_problem(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    problem = problem_of(folder, reads_files=False)
+    assert problem is not None
+    assert name.startswith(problem.partition(" was added later")[0])
+
+
+@pytest.mark.parametrize("name", ["README.md", "notes.pt", "merged/model.safetensors", ".cache/huggingface/x"])
+def test_other_files_may_be_added(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).touch()
+    assert problem_of(folder) is None
 
 
 def test_the_last_whole_checkpoint_of_the_run_is_found(tmp_path: Path) -> None:
