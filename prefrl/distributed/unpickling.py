@@ -78,9 +78,10 @@ def only_data(checkpoint: Path) -> Iterator[None]:
         found = _what_is_more(error)
         if found is None:
             raise
+        file = _refused_file(error) or f"a file of {checkpoint}"
         raise CheckpointError(
-            f"{_refused_file(error) or f'a file of {checkpoint}'} holds more than data: {found}. Resume from a checkpoint that you trust. If you "
-            "trust this one, allow what it names with torch.serialization.add_safe_globals before training."
+            f"{file} holds more than data: {found}. Resume from a checkpoint that you trust. If you trust this one, "
+            "allow what it names with torch.serialization.add_safe_globals before training."
         ) from error
     finally:
         if before is None:

@@ -26,7 +26,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 _FORMAT = 2
 _HASH = "sha256"  # of the manifest's other values
-# What transformers, peft, accelerate and DeepSpeed load from a folder if it is there, beside or instead of other files.
+# What transformers, peft, accelerate and DeepSpeed load from a folder if it is there.
 _LOADED = re.compile(
     r"model.*\.safetensors(\.index\.json)?|pytorch_model.*|adapter_model\.(bin|safetensors)"
     r"|optimizer(\.bin|\.pt|_\d+)|scheduler\.pt|scaler\.pt|rng_state.*\.pth|.*_states\.pt"

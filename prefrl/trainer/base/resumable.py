@@ -6,7 +6,7 @@ import logging
 import shutil
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -87,6 +87,7 @@ class ResumableTrainer(OptimizedTrainer):
         self._last_saved = -1  # step of the last checkpoint
         self._lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
         self._changed: tuple[str, ...] = ()  # what may differ from the checkpoint and does
+        self._saved_sizes: Mapping[str, int] = {}  # those that the resumed run has found
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -124,7 +125,7 @@ class ResumableTrainer(OptimizedTrainer):
             if start.checkpoint is not None:
                 distributed.check_resumable(self.accelerator, start.checkpoint)
             check_parts(self.args.checkpoint_params, self.accelerator, start.checkpoint)
-            self._changed = start.changed
+            self._changed, self._saved_sizes = start.changed, start.sizes
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
 

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +46,7 @@ class Start:
     run: str  # id of the run
     checkpoint: Path | None  # None: at step 0
     changed: tuple[str, ...] = ()  # what decides the updates, differs from the checkpoint, and was allowed to
+    sizes: Mapping[str, int] = field(default_factory=dict)  # those that the run has found
 
 
 @dataclass
@@ -132,16 +133,16 @@ class RunFolder:
     def _start(self, given: str | bool | os.PathLike[str] | None, now: Identity, allowed: list[str]) -> Start:
         checkpoint = self._checkpoint(given)
         saved = read_identity(self.path if checkpoint is None else checkpoint) if given else None
-        run, changed = new_run_id(), []
+        now, changed = replace(now, run=new_run_id()), []
         if saved is not None and (checkpoint is not None or saved.decisive == now.decisive):
             where = str(self.path if checkpoint is None else checkpoint)
             changed = check_same_run(saved, now, where=where, allowed=allowed)
-            run = saved.run
+            now = replace(now, run=saved.run, sizes=saved.sizes)
         if not given:
             self._tell_of_others()
-        write_identity(self.path, replace(now, run=run))
-        record_start(self.path, run)
-        return Start(run, checkpoint, tuple(changed))
+        write_identity(self.path, now)
+        record_start(self.path, now.run)
+        return Start(now.run, checkpoint, tuple(changed), now.sizes)
 
     def _checkpoint(self, given: str | bool | os.PathLike[str] | None) -> Path | None:
         if not given:
