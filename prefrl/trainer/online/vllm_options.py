@@ -106,7 +106,7 @@ class VLLMOptions:
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
         "sync: generate, then train. overlap: train on finished groups while other groups of the same step are "
-        "still being generated; the update is the same. async: generate for later steps during training, at most "
+        "still being generated; the update is the same up to rounding. async: generate for later steps during training, at most "
         "max_staleness steps ahead.",
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
