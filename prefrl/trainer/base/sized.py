@@ -66,7 +66,7 @@ class SizedTrainer(GuardedTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """HuggingFace's hook: the loop, whose data loader and schedule depend on the sizes."""
         num_rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
-        self.sizes.settle(self._saved_sizes, num_rows=num_rows)
+        self.sizes.settle(self._start.sizes, num_rows=num_rows)
         if self.sizes.found:  # a resumed run needs them, also before there is a checkpoint
             distributed.on_main(lambda: write_identity(self.run_folder.path, self._identity()))
         self._train_batch_size = self.args.train_batch_size  # HuggingFace's copy, for its state

@@ -211,6 +211,60 @@ def test_a_run_that_has_no_checkpoint_yet_starts_at_its_beginning_under_the_same
     assert start(True, 2).run != first.run  # nothing was saved: it is another run
 
 
+# Models in a folder.
+
+
+def writer_of(path: Path) -> RunFolder:
+    path.mkdir(exist_ok=True)
+    return RunFolder(path, limit=None, in_background=False, is_first_of_node=True)
+
+
+def save_model(writer: RunFolder, folder: Path, text: str, *, overwrite: bool = False) -> None:
+    with writer.model_in(folder, Identity("", {}), overwrite=overwrite) as place:
+        (place / "model.safetensors").write_text(text)
+
+
+def test_a_model_of_another_run_is_kept_unless_it_shall_be_replaced(tmp_path: Path) -> None:
+    folder, first, other = tmp_path / "model", writer_of(tmp_path / "a"), writer_of(tmp_path / "b")
+    save_model(first, folder, "before it is trained")
+    first.start(None, Identity("", {}), allowed=[])
+    for text in ("1", "2"):
+        save_model(first, folder, text)
+    again = writer_of(tmp_path / "a")
+    again.start(True, Identity("", {}), allowed=[])
+    save_model(again, folder, "3")
+    with pytest.raises(CheckpointError, match=rf"{folder} holds a model of another run.*overwrite=True") as error:
+        save_model(other, folder, "4")
+    saved = tmp_path / "b" / f"saved-{other.run}"
+    assert str(saved) in str(error.value)
+    assert [(place / "model.safetensors").read_text() for place in (folder, saved)] == ["3", "4"]
+    (folder / "adapter_config.json").touch()  # with it, from_pretrained would load another model
+    save_model(other, folder, "5", overwrite=True)
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "run.json"}
+    with pytest.raises(CheckpointError, match="of another run"):
+        save_model(again, folder, "6")
+
+
+def test_training_does_not_begin_in_the_folder_of_a_model_that_it_would_replace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = Identity("", {})
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors belongs to a model that was not trained there"):
+        writer_of(tmp_path).start(None, now, allowed=[])
+    (tmp_path / "adapter_model.safetensors").unlink()
+    first = writer_of(tmp_path)
+    save_model(first, tmp_path, "before it is trained")
+    first.start(None, now, allowed=[])
+    save_model(first, tmp_path, "trained")
+    writer_of(tmp_path).start(True, now, allowed=[])
+    assert "the model of an earlier run" not in caplog.text
+    second = writer_of(tmp_path)
+    second.start(None, now, allowed=[])
+    assert "holds the model of an earlier run, model.safetensors" in caplog.text
+    save_model(second, tmp_path, "another run's")
+
+
 def test_seals_do_not_depend_on_the_order_of_files(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / name).write_text(name)
