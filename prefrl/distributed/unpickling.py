@@ -5,6 +5,7 @@ Both unpickle whatever is in a file. A pickle names the functions that are calle
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -76,9 +78,10 @@ def only_data(checkpoint: Path) -> Iterator[None]:
         found = _what_is_more(error)
         if found is None:
             raise
+        file = _refused_file(error) or f"a file of {checkpoint}"
         raise CheckpointError(
-            f"a file of {checkpoint} holds more than data: {found}. Resume from a checkpoint that you trust. If you "
-            "trust this one, allow what it names with torch.serialization.add_safe_globals before training."
+            f"{file} holds more than data: {found}. Resume from a checkpoint that you trust. If you trust this one, "
+            "allow what it names with torch.serialization.add_safe_globals before training."
         ) from error
     finally:
         if before is None:
@@ -94,7 +97,14 @@ def _what_is_more(error: BaseException) -> str | None:
     if not found:
         return None
     named = re.search(r"unsupported(?: global:)? GLOBAL (\S+)", found[0], re.IGNORECASE)
-    return f"it names {named[1]}" if named else found[0]
+    return f"it names {named[1]}" if named else "torch cannot read it as tensors and plain values"
+
+
+def _refused_file(error: BaseException) -> str | None:
+    """The file that torch was reading, which its error does not name; None: not known."""
+    load = inspect.unwrap(torch.load).__code__
+    read = [frame.f_locals["f"] for frame, _ in walk_tb(error.__traceback__) if frame.f_code is load]
+    return str(read[0]) if read and isinstance(read[0], str | os.PathLike) else None
 
 
 def _check_index(path: Path) -> None:

@@ -5,8 +5,11 @@ It is the table of completions for people, and what a resumed run reads instead 
 
 from __future__ import annotations
 
+import hashlib
+import io
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "Journal", "read_entry", "write_entry"]
 
 _METADATA = b"prefrl"
+# The last value of the metadata: a hash of all other bytes of the file. No text that a run writes comes after it.
+_SEAL, _HASH = b"prefrl.seal", b"sha256:"
+_NO_HASH = 64 * b"0"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Journal:
     _left_until: int = 0
 
     def begin(self, run: str, *, generations: Sequence[int], steps_each: int, device: torch.device) -> None:
-        """Find the batches that an interrupted run has left. All ranks must call it.
+        """Find the batches that an interrupted run has left, up to the first damaged one. All ranks must call it.
 
         Args:
             run: Id of the run.
@@ -82,7 +89,7 @@ class Journal:
         """The parts of a batch that an interrupted run has left; None: it must be collected.
 
         Raises:
-            CheckpointError: It was there when training began, and is not any more.
+            CheckpointError: It was there when training began, and is not any more, or is damaged now.
         """
         if generation >= self._left_until:
             return None
@@ -129,7 +136,18 @@ class Journal:
 
     def _has(self, generation: int, *, step: int) -> bool:
         path = self.path_of(step)
-        return path.exists() and _identity(pq.read_schema(path)) == (self._run, generation)
+        if not path.exists():
+            return False
+        try:
+            about = _about_entry(pq.read_schema(_whole(path)))
+        except CheckpointError as error:
+            _log.warning(
+                "%s. This generation batch and later ones are sampled and scored again. A local sampler repeats them "
+                "exactly; a vLLM server does not, so the final weights will be others than without the damage.",
+                error,
+            )
+            return False
+        return (about["run"], about["generation"]) == (self._run, generation)
 
     def _files(self) -> list[tuple[int, Path]]:
         """The files of this rank by step."""
@@ -154,7 +172,7 @@ def write_entry(entry: Entry, path: Path) -> None:
     aside = path.with_suffix(".part")
     aside.unlink(missing_ok=True)  # it could be a link
     with aside.open("wb") as file:
-        pq.write_table(_table(entry), file)
+        file.write(_file_of(_table(entry)))
         file.flush()
         os.fsync(file.fileno())
     os.rename(aside, path)
@@ -162,9 +180,13 @@ def write_entry(entry: Entry, path: Path) -> None:
 
 
 def read_entry(path: Path) -> Entry:
-    """Read a file of the journal."""
-    table = pq.read_table(path)
-    about = json.loads(table.schema.metadata[_METADATA])
+    """Read a file of the journal.
+
+    Raises:
+        CheckpointError: Its bytes are not those that were written.
+    """
+    table = pq.read_table(_whole(path))
+    about = _about_entry(table.schema)
     rows = table.to_pylist()
     parts, first = [], 0
     for part in about["parts"]:
@@ -174,9 +196,31 @@ def read_entry(path: Path) -> Entry:
     return Entry(about["run"], about["generation"], about["step"], parts)
 
 
-def _identity(schema: pa.Schema) -> tuple[str, int]:
-    about = json.loads(schema.metadata[_METADATA])
-    return about["run"], about["generation"]
+def _file_of(table: pa.Table) -> bytes:
+    """The bytes of a Parquet file, with the hash of all others in their metadata."""
+    file = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, _SEAL: _HASH + _NO_HASH}), file)
+    before, _, after = file.getvalue().rpartition(_NO_HASH)
+    return before + hashlib.sha256(before + after).hexdigest().encode() + after
+
+
+def _whole(path: Path) -> io.BytesIO:
+    """The bytes of a file, if they are those that were written.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    data = path.read_bytes()
+    start = data.rfind(_HASH) + len(_HASH)
+    end = start + len(_NO_HASH)
+    if hashlib.sha256(data[:start] + data[end:]).hexdigest().encode() != data[start:end]:
+        raise CheckpointError(f"{path} is damaged: its bytes differ from those that were written")
+    return io.BytesIO(data)
+
+
+def _about_entry(schema: pa.Schema) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads(schema.metadata[_METADATA])
+    return about
 
 
 def _table(entry: Entry) -> pa.Table:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Identity:
     # JSON values by name: "algorithm", "model", "data", "rewards", and the options that decide the updates.
     decisive: Mapping[str, Any]
     model: str = ""  # name or path of the model that it began with; empty: an instance that has none
+    sizes: Mapping[str, int] = field(default_factory=dict)  # those that were "auto", once they are found
 
 
 def new_run_id() -> str:
@@ -33,15 +35,18 @@ def new_run_id() -> str:
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
-    """Write `run.json`."""
-    write_synced(folder / IDENTITY, json.dumps(asdict(identity), indent=1, sort_keys=True))
+    """Write `run.json`, in place of the one that is there; a kill leaves one of the two."""
+    aside = folder / f"{IDENTITY}.part"
+    aside.unlink(missing_ok=True)  # it could be a link
+    write_synced(aside, json.dumps(asdict(identity), indent=1, sort_keys=True))
+    os.replace(aside, folder / IDENTITY)
 
 
 def read_identity(folder: Path) -> Identity | None:
     """Read `run.json`; None if there is none that can be read."""
     try:
         values = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
-        return Identity(values["run"], dict(values["decisive"]), values["model"])
+        return Identity(values["run"], dict(values["decisive"]), values["model"], dict(values["sizes"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import logging
 import os
@@ -20,6 +21,17 @@ __all__ = ["only_writer", "writer_token"]
 _FILE = ".writer"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _log = logging.getLogger(__name__)
+_held: set[io.FileIO] = set()  # the locked files of this process
+
+
+def _let_go() -> None:
+    """In a fork, close the locked files that it shares with the trainer, which may die before it."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
@@ -27,6 +39,7 @@ def only_writer(run_folder: Path) -> Iterator[str]:
     """Context in which this process is the only one that trains in a folder.
 
     The kernel holds the lock and releases it when the process ends, however it ends, so nothing is left to clean up.
+    The lock belongs to the open file (`flock`): this process may open and close the file again, as a copy does.
 
     Args:
         run_folder: Created if it does not exist.
@@ -44,21 +57,23 @@ def only_writer(run_folder: Path) -> Iterator[str]:
         raise ConfigError(
             f"output_dir={str(run_folder)!r} cannot be written to: {error.strerror}. Choose another folder."
         ) from error
-    try:
-        _lock(descriptor, run_folder)
-        token = secrets.token_hex(8)
-        os.ftruncate(descriptor, 0)
-        writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
-        os.pwrite(descriptor, json.dumps(writer).encode(), 0)
-        os.fsync(descriptor)
-        yield token
-    finally:
-        os.close(descriptor)
+    with io.FileIO(descriptor, "r+") as file:
+        _held.add(file)
+        try:
+            _lock(descriptor, run_folder)
+            token = secrets.token_hex(8)
+            os.ftruncate(descriptor, 0)
+            writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+            os.pwrite(descriptor, json.dumps(writer).encode(), 0)
+            os.fsync(descriptor)
+            yield token
+        finally:
+            _held.discard(file)
 
 
 def _lock(descriptor: int, run_folder: Path) -> None:
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NOT_SUPPORTED:
             _log.warning("%s: its file system has no locks, so a second run in it would not be noticed", run_folder)
@@ -71,10 +86,7 @@ def _lock(descriptor: int, run_folder: Path) -> None:
 
 
 def writer_token(run_folder: Path) -> str | None:
-    """The token of the process that trains in a folder; None if there is none.
-
-    Never call it in that process: to close the file would release its lock.
-    """
+    """The token of the process that trains in a folder; None if there is none."""
     try:
         return str(json.loads((run_folder / _FILE).read_bytes())["token"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -5,14 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-__all__ = ["MANIFEST", "Manifest", "manifest_of", "parsed", "problem_of", "seal", "sync_folder", "write_synced"]
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "manifest_of",
+    "parsed",
+    "problem_of",
+    "seal",
+    "sync_folder",
+    "text_of",
+    "write_synced",
+]
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
+_HASH = "sha256"  # of the manifest's other values
+# What transformers, peft, accelerate and DeepSpeed load from a folder if it is there.
+_LOADED = re.compile(
+    r"model.*\.safetensors(\.index\.json)?|pytorch_model.*|adapter_model\.(bin|safetensors)"
+    r"|optimizer(\.bin|\.pt|_\d+)|scheduler\.pt|scaler\.pt|rng_state.*\.pth|.*_states\.pt"
+)
 # Files are read for their hash side by side: hashing releases the interpreter's lock.
 _READERS = 4
 
@@ -51,8 +69,7 @@ def seal(folder: Path, *, run: str, step: int, resumable: bool) -> None:
     with ThreadPoolExecutor(_READERS) as readers:
         seals = list(readers.map(_seal_file, paths))
     files = {path.relative_to(folder).as_posix(): value for path, value in zip(paths, seals, strict=True)}
-    manifest = {"format": _FORMAT, **asdict(Manifest(run, step, resumable, files))}
-    write_synced(folder / MANIFEST, json.dumps(manifest, indent=1))
+    write_synced(folder / MANIFEST, text_of(Manifest(run, step, resumable, files)))
     for inner in [path for path in folder.rglob("*") if path.is_dir()]:
         sync_folder(inner)
     sync_folder(folder)
@@ -66,18 +83,31 @@ def manifest_of(folder: Path) -> Manifest | None:
         return None
 
 
+def text_of(manifest: Manifest) -> str:
+    """What a file `manifest.json` holds."""
+    values = {"format": _FORMAT, **asdict(manifest)}
+    return json.dumps({**values, _HASH: _hash_of(values)}, indent=1)
+
+
 def parsed(text: bytes) -> Manifest | None:
-    """The manifest that a file `manifest.json` holds; None if it holds none."""
+    """The manifest that a file `manifest.json` holds; None if it holds none, or not what was written."""
     try:
         values = json.loads(text)
+        is_whole = values.pop(_HASH) == _hash_of(values)
         files = {name: FileSeal(**value) for name, value in values["files"].items()}
-        return Manifest(values["run"], values["step"], values["resumable"], files)
+        return Manifest(values["run"], values["step"], values["resumable"], files) if is_whole else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
+def _hash_of(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def problem_of(folder: Path, *, reads_files: bool = True) -> str | None:
-    """What a sealed folder lacks: the first file that is missing or was changed. None: it is whole.
+    """What is wrong with a sealed folder: the first file that is missing, changed or added. None: it is whole.
+
+    Other files may be added, such as notes. An added file is a problem if it has the name of one that is loaded.
 
     Args:
         folder: The sealed folder.
@@ -92,6 +122,9 @@ def problem_of(folder: Path, *, reads_files: bool = True) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected.size:
             return f"{name} has {path.stat().st_size} bytes instead of {expected.size}"
+    added = _added(folder, manifest)
+    if added:
+        return f"{added[0]} was added later, and would be loaded with the checkpoint: move it to another folder"
     if not reads_files:
         return None
     names = list(manifest.files)
@@ -99,6 +132,15 @@ def problem_of(folder: Path, *, reads_files: bool = True) -> str | None:
         hashes = readers.map(lambda name: _sha256(folder / name), names)
         changed = [name for name, found in zip(names, hashes, strict=True) if found != manifest.files[name].sha256]
     return f"{changed[0]} is damaged: its bytes differ from those that were saved" if changed else None
+
+
+def _added(folder: Path, manifest: Manifest) -> list[str]:
+    """The files and folders that a manifest does not list, and that loaders look for."""
+    listed = {PurePosixPath(name) for name in manifest.files}
+    folders = {parent for path in listed for parent in path.parents}
+    found = [path for parent in folders for path in (folder / parent).iterdir() if _LOADED.fullmatch(path.name)]
+    found += folder.glob("*/adapter_model.*")  # such folders are loaded as further adapters
+    return sorted({path.relative_to(folder).as_posix() for path in found} - {str(path) for path in listed | folders})
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
@@ -98,7 +99,7 @@ def test_weights_optimizer_and_random_numbers_are_restored_bit_by_bit(tmp_path: 
     trainer.model.train()
     trainer.create_optimizer()
     before, random = weights_of(trainer.model), torch.get_rng_state()
-    trainer.sizes.settle(None, num_rows=40)
+    trainer.sizes.settle({}, num_rows=40)
     assert len(trainer.sizes.trials) == 4
     assert all(torch.equal(value, weights_of(trainer.model)[name]) for name, value in before.items())
     assert torch.equal(torch.get_rng_state(), random)
@@ -144,27 +145,42 @@ def test_a_resumed_run_has_the_sizes_that_were_found(
     assert all(torch.equal(value, actual[key]) for key, value in expected.items())
 
 
-def test_sizes_that_a_checkpoint_lacks_are_found(tmp_path: Path) -> None:
+def test_a_run_that_died_before_its_first_checkpoint_has_the_sizes_that_were_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dies(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    first = make_trainer("sft", tmp_path, **ADAM, **TOKENS, callbacks=[Dies()])
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    monkeypatch.setattr(AutomaticSizes, "_search", lambda *_: pytest.fail("it searches again"))
+    resumed = make_trainer("sft", tmp_path, **ADAM, **TOKENS)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.sizes.found == first.sizes.found
+
+
+def test_sizes_that_a_resumed_run_has_not_found_are_sought(tmp_path: Path) -> None:
     """Another trainer with the same options finds its own, too."""
-    (tmp_path / "automatic_sizes.json").write_text('{"per_device_train_batch_size": 4, "rows_per_step": 8}')
     first = make_trainer("grpo", tmp_path, **TOKENS)
-    first.sizes.settle(tmp_path, num_rows=24)
+    first.sizes.settle({"per_device_train_batch_size": 4, "rows_per_step": 8}, num_rows=24)
     assert first.args.max_tokens_per_micro_batch is not None
     again = AutomaticSizes(first.args, first.model, first.trial, first._run_trial)
-    again.settle(None, num_rows=24)
+    again.settle({}, num_rows=24)
     assert [trial.tokens for trial in again.trials][:3] == [trial.tokens for trial in first.sizes.trials][:3]
 
 
-def test_sizes_of_a_checkpoint_fit_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "automatic_sizes.json").write_text('{"per_device_train_batch_size": 4, "rows_per_step": 24}')
+def test_sizes_of_a_resumed_run_fit_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"per_device_train_batch_size": 4, "rows_per_step": 24}
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     trainer = make_trainer("sft", tmp_path, **{**ROWS, "effective_batch_size": 24})
-    trainer.sizes.settle(tmp_path, num_rows=40)
+    trainer.sizes.settle(saved, num_rows=40)
     assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (4, 3)
     given = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 5}
     trainer = make_trainer("sft", tmp_path, **given)
     with pytest.raises(ConfigError, match="24 rows per step, which 2 processes with gradient_accumulation_steps=5"):
-        trainer.sizes.settle(tmp_path, num_rows=40)
+        trainer.sizes.settle(saved, num_rows=40)
 
 
 def test_two_processes_have_the_same_sizes(tmp_path: Path) -> None:
@@ -179,7 +195,7 @@ def test_two_processes_have_the_same_sizes(tmp_path: Path) -> None:
 def test_the_slowest_process_and_the_fullest_memory_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer("sft", tmp_path, **TOKENS)
     monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=[1e3], load=0.75))
-    trainer.sizes.settle(None, num_rows=24)
+    trainer.sizes.settle({}, num_rows=24)
     assert all(trial.load == 0.75 and trial.speed < 1 for trial in trainer.sizes.trials)
 
 
@@ -209,9 +225,9 @@ def test_memory_that_runs_out_ends_the_search_or_the_run(
     monkeypatch.setattr(trainer, "_micro_step", step)
     if first == 1:
         with pytest.raises(OutOfMemoryError, match="out of memory in a trial"):
-            trainer.sizes.settle(None, num_rows=24)
+            trainer.sizes.settle({}, num_rows=24)
         return
-    trainer.sizes.settle(None, num_rows=24)
+    trainer.sizes.settle({}, num_rows=24)
     assert [found.rows for found in trainer.sizes.trials] == [1, 2]
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
@@ -221,7 +237,7 @@ def test_memory_that_runs_out_in_another_process_ends_the_search_here(
 ) -> None:
     trainer = make_trainer("sft", tmp_path, **ROWS)
     monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=[0.0, 0.0, math.inf], load=0.0))
-    trainer.sizes.settle(None, num_rows=24)
+    trainer.sizes.settle({}, num_rows=24)
     assert [found.rows for found in trainer.sizes.trials] == [1]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ def test_nothing_in_a_checkpoint_is_unpickled(name: str, tmp_path: Path) -> None
     assert run is not None
     seal(checkpoint, run=run.run, step=1, resumable=True)
     resumed = make_trainer("sft", tmp_path / "run", **settings, max_steps=2)
-    with nullcontext() if name == "training_args.bin" else pytest.raises((CheckpointError, pickle.UnpicklingError)):
+    with nullcontext() if name == "training_args.bin" else pytest.raises(CheckpointError, match=name):
         resumed.train(resume_from_checkpoint=True)
     assert not (tmp_path / "canary").exists()
 

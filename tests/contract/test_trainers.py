@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from prefrl.errors import NonFiniteError
+from prefrl.errors import CheckpointError, NonFiniteError
 from prefrl.models.modes import dropout_rates
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
@@ -154,6 +154,16 @@ def test_nothing_is_sent_or_opened_to_others(tmp_path: Path, monkeypatch: pytest
     trainer.save_model()
     found, seen = seen, None
     assert found == []
+
+
+def test_save_model_replaces_the_model_of_another_run_only_if_it_is_told_to(tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
+    make_trainer("sft", tmp_path / "a").save_model(folder)
+    other = make_trainer("sft", tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"holds a model of another run.*saved in .*/b/saved-"):
+        other.save_model(folder)
+    other.save_model(folder, overwrite=True)
+    other.save_model(folder)
 
 
 def test_dropout_of_online_trainers_can_be_switched_off(tmp_path: Path) -> None:

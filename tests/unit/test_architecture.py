@@ -57,6 +57,7 @@ HOOKS = {
     "_get_grad_norm": ["model", "grad_norm"],
     "_get_output_dir": ["trial"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
+    "_load_rng_state": ["checkpoint"],
     "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
     "_prepare_inputs": ["inputs"],
     "_push_from_checkpoint": ["checkpoint_folder"],

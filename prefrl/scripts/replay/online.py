@@ -169,7 +169,8 @@ class Replay:
         number = step // self.config.steps_of_a_generation
         return (
             f"step={self.step}: generation batch {number}, which step {step + 1} learns from first, is not in the "
-            f"journal {self.folder / 'completions'}. The run has not reached it, or it was deleted: journal_keep."
+            f"journal {self.folder / 'completions'}. The run has not reached it, or it is damaged, or it was deleted: "
+            "journal_keep."
         )
 
     def _rewards(self, journal: Any) -> list[str]:

@@ -99,16 +99,12 @@ class AveragingTrainer(EvaluatingTrainer):
                 metrics |= super().evaluate(eval_dataset, ignore_keys, f"{metric_key_prefix}_{_EMA}")
         return metrics
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def _write_described(self, folder: Path, *, is_checkpoint: bool) -> None:
         """See `ResumableTrainer`; but for checkpoints, saves the moving average beside it, in the folder `ema`."""
-        is_checkpoint = _internal_call and output_dir is not None
         if self._has_average and not is_checkpoint:
-            folder = Path(output_dir or self.args.output_dir, _EMA)
             with self._averaged():
-                self.write_model(folder)
-            if self.args.should_save:
-                self._write_card(folder)
-        super().save_model(output_dir, _internal_call)
+                super()._write_described(folder / _EMA, is_checkpoint=False)
+        super()._write_described(folder, is_checkpoint=is_checkpoint)
 
     def _save_update_state(self, folder: Path) -> None:
         """See `ResumableTrainer`; also writes the moving average."""

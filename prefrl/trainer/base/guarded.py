@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -205,7 +206,7 @@ class GuardedTrainer(ResumableTrainer):
         self._rollback = distributed.on_main(lambda: Rollback.noted(place, run=run, checkpoint=start or None))
         while True:
             if self._rollback.times:  # the rollouts that were left belong to other weights
-                self._changed = (*self._changed, "learning_rate_factor")
+                self._start = replace(self._start, changed=(*self._start.changed, "learning_rate_factor"))
             try:
                 return super()._run(checkpoint, *args, **kwargs)
             except RollbackRequest:

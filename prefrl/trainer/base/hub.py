@@ -35,7 +35,7 @@ _MODEL = [
 ]
 # What of an output_dir is not: checkpoints, prompts and completions, and what only this run needs.
 _NOT_MODEL = [
-    *("_*", ".*", "checkpoint-*", "completions/*", "evaluations/*", "profile/*", "nan-step-*", "*.log"),
+    *("_*", ".*", "checkpoint-*", "completions/*", "evaluations/*", "profile/*", "nan-step-*", "saved-*", "*.log"),
     *("run.json", "starts.jsonl", "metrics.jsonl", "report.html"),
 ]
 _MODEL_PLACE = ""  # the root of the repository

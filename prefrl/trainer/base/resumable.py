@@ -26,7 +26,7 @@ from prefrl.run.space import check_space
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.checkpoints.changed_options import GroupOptions
 from prefrl.trainer.base.checkpoints.partial_state import best_beside, check_parts, load_schedule, save_schedule
-from prefrl.trainer.base.checkpoints.saving import RunFolder
+from prefrl.trainer.base.checkpoints.saving import RunFolder, Start
 from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
 from prefrl.trainer.base.hub import Hub, tell_not_created
 from prefrl.trainer.base.memory import CHECKPOINT, UPDATE, explained
@@ -86,7 +86,7 @@ class ResumableTrainer(OptimizedTrainer):
         self._is_saving = False
         self._last_saved = -1  # step of the last checkpoint
         self._lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
-        self._changed: tuple[str, ...] = ()  # what may differ from the checkpoint and does
+        self._start = Start("", None)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -124,7 +124,7 @@ class ResumableTrainer(OptimizedTrainer):
             if start.checkpoint is not None:
                 distributed.check_resumable(self.accelerator, start.checkpoint)
             check_parts(self.args.checkpoint_params, self.accelerator, start.checkpoint)
-            self._changed = start.changed
+            self._start = start
             self._last_saved = -1
             return self._train(None if start.checkpoint is None else str(start.checkpoint), *args, **kwargs)
 
@@ -206,6 +206,11 @@ class ResumableTrainer(OptimizedTrainer):
         """HuggingFace's hook: loads what the backend saved."""
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """HuggingFace's hook."""
+        with nullcontext() if checkpoint is None else distributed.only_data(Path(checkpoint)):
+            super()._load_rng_state(checkpoint)
 
     def _init_training_state(
         self,
@@ -320,22 +325,35 @@ class ResumableTrainer(OptimizedTrainer):
         (folder / TRAINING_ARGS_NAME).unlink()
         (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, overwrite: bool = False) -> None:
         """Save model, tokenizer and model card, so that `from_pretrained` can load them. All ranks must call it.
 
         Partitioned weights are gathered one at a time, on the process that writes. During training they are left to
         the backend's own checkpoint if its settings ask for partitioned checkpoints and `export_weights` is off.
+
+        Args:
+            output_dir: The folder; None: `output_dir` of the options.
+            overwrite: Whether to replace a model of another run in the folder. This run's own is always replaced.
+
+        Raises:
+            CheckpointError: The folder holds a model of another run, which is kept; says where this one is saved.
         """
         use_averaged_weights(self.optimizer)
-        is_checkpoint = _internal_call and output_dir is not None  # HuggingFace passes a folder only for checkpoints
-        folder = output_dir or self.args.output_dir
-        is_partitioned = is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)
-        if not is_partitioned or self.args.checkpoint_params.export_weights:
-            self.write_model(Path(folder))
-        if self.args.should_save:
-            self._write_card(Path(folder))
+        folder = Path(output_dir or self.args.output_dir)
+        if _internal_call and output_dir is not None:  # HuggingFace passes a folder only for checkpoints
+            self._write_described(folder, is_checkpoint=True)
+            return
+        with self.run_folder.model_in(folder, self._identity(), overwrite=overwrite) as place:
+            self._write_described(place, is_checkpoint=False)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_described(self, folder: Path, *, is_checkpoint: bool) -> None:
+        is_partitioned = is_checkpoint and distributed.keeps_checkpoints_partitioned(self.accelerator)
+        if not is_partitioned or self.args.checkpoint_params.export_weights:
+            self.write_model(folder)
+        if self.args.should_save:
+            self._write_card(folder)
 
     @abstractmethod
     def write_model(self, folder: Path) -> None:
@@ -351,13 +369,13 @@ class ResumableTrainer(OptimizedTrainer):
         self._save_update_state(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        asked = GroupOptions.of(self.optimizer) if self._changed else None
+        asked = GroupOptions.of(self.optimizer) if self._start.changed else None
         if checkpoint is None or self.args.checkpoint_params.load_optimizer:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             load_schedule(self.lr_scheduler, self.optimizer, Path(checkpoint))
         if asked is not None:
-            asked.apply(self._changed, self.optimizer, self.lr_scheduler)
+            asked.apply(self._start.changed, self.optimizer, self.lr_scheduler)
         if checkpoint is not None:
             self.state.best_model_checkpoint = best_beside(Path(checkpoint)) or self.state.best_model_checkpoint
             self._load_update_state(Path(checkpoint))

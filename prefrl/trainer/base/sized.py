@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.run.identity import Identity
+from prefrl.run.identity import Identity, write_identity
 from prefrl.trainer.base.guarded import GuardedTrainer
 from prefrl.trainer.base.options.size import automatic_rate
 from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
@@ -41,7 +42,6 @@ class SizedTrainer(GuardedTrainer):
         super().__init__(model=model, args=args, **arguments)
         _check_backend(args, is_deepspeed=self.is_deepspeed_enabled, is_fsdp=self.is_fsdp_enabled)
         self.sizes = AutomaticSizes(args, model, self.trial, self._run_trial)
-        self.add_callback(self.sizes)
 
     @abstractmethod
     def trial(self, num_rows: int) -> AbstractContextManager[LongBatch]:
@@ -65,16 +65,17 @@ class SizedTrainer(GuardedTrainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """HuggingFace's hook: the loop, whose data loader and schedule depend on the sizes."""
-        checkpoint = kwargs.get("resume_from_checkpoint")
         num_rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
-        self.sizes.settle(None if checkpoint is None else Path(checkpoint), num_rows=num_rows)
+        self.sizes.settle(self._start.sizes, num_rows=num_rows)
+        if self.sizes.found:  # a resumed run needs them, also before there is a checkpoint
+            distributed.on_main(lambda: write_identity(self.run_folder.path, self._identity()))
         self._train_batch_size = self.args.train_batch_size  # HuggingFace's copy, for its state
         return super()._inner_training_loop(*args, **kwargs)
 
     def _identity(self) -> Identity:
-        identity = super()._identity()
-        if self.args.sought == {"per_device_train_batch_size"}:  # the checkpoint knows how many rows were found
-            return Identity(identity.run, {**identity.decisive, "rows_per_step": "auto"}, identity.model)
+        identity = replace(super()._identity(), sizes=self.sizes.found)
+        if self.args.sought == {"per_device_train_batch_size"}:  # `sizes` knows how many rows were found
+            return replace(identity, decisive={**identity.decisive, "rows_per_step": "auto"})
         return identity
 
 

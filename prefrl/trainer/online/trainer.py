@@ -361,7 +361,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _begin_journal(self) -> None:
         """Find the rollouts that an interrupted run has left after its checkpoint."""
-        if self._changed:  # what was learned from them belongs to other settings
+        if self._start.changed:  # what was learned from them belongs to other settings
             self.journal.forget(from_step=self.plan.position)
         length, needed = self.args.steps_of_a_generation, self.plan.units_left
         self.journal.begin(self.run_folder.run, generations=needed, steps_each=length, device=self.args.device)

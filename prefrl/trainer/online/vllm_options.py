@@ -107,8 +107,8 @@ class VLLMOptions:
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
         "sync: generate, then train. overlap: train on finished groups while other groups of the same step are "
-        "still being generated; the update is the same. async: generate for later steps during training, at most "
-        "max_staleness steps ahead.",
+        "still being generated; the update is the same up to rounding. async: generate for later steps during "
+        "training, at most max_staleness steps ahead.",
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
         4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."

@@ -38,6 +38,9 @@ def test_a_shard_that_holds_more_than_data_is_refused_and_not_executed(tmp_path:
     torch.save({"optimizer": Attack(canary)}, tmp_path / "shard.pt")
     with pytest.raises(CheckpointError, match=r"more than data: it names posix\.mkdir\."), only_data(tmp_path):
         torch.load(tmp_path / "shard.pt", weights_only=False)
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Attack(canary)))
+    with pytest.raises(CheckpointError, match=r"raw\.pt holds more than data: torch cannot"), only_data(tmp_path):
+        torch.load(tmp_path / "raw.pt")
     assert not canary.exists()
     torch.save(Plain(), tmp_path / "plain.pt")
     with pytest.raises(CheckpointError, match=rf"it names {__name__}\.Plain\..*add_safe_globals"), only_data(tmp_path):

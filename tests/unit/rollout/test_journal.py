@@ -13,7 +13,7 @@ import torch
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import Mean
 from prefrl.rollout.collect import Collected
-from prefrl.rollout.journal import Journal
+from prefrl.rollout.journal import Journal, read_entry
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 CPU = torch.device("cpu")
@@ -91,6 +91,42 @@ def test_a_batch_that_was_being_written_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "completions_00000.parquet"
     path.rename(path.with_suffix(".part"))
     assert begun(tmp_path).left(0, step=0) is None
+
+
+def test_a_bit_that_changes_anywhere_in_a_batch_is_noticed(tmp_path: Path) -> None:
+    begun(tmp_path).seal(0, [part(0)], step=0, needed_from=0)
+    path = tmp_path / "completions_00000.parquet"
+    data = path.read_bytes()
+    for i in range(0, len(data), 11):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :])
+        with pytest.raises(CheckpointError, match=rf"{path.name} is damaged"):
+            read_entry(path)
+
+
+@pytest.mark.parametrize("text", ["", 64 * "0", f"prefrl.seal sha256:{64 * '0'}"])
+def test_the_seal_of_a_batch_does_not_depend_on_what_models_and_rewards_write(text: str, tmp_path: Path) -> None:
+    batch = Collected([rollout(0, text)], {text: 0.1}, {text or "note": [text]})
+    begun(tmp_path).seal(0, [batch], step=0, needed_from=0)
+    (after,) = read_entry(tmp_path / "completions_00000.parquet").parts
+    assert (after.rollouts[0].text, after.logged_metrics, after.logged_columns) == (
+        text,
+        batch.logged_metrics,
+        batch.logged_columns,
+    )
+
+
+def test_a_damaged_batch_and_later_ones_are_collected_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = begun(tmp_path)
+    for number in range(3):
+        writer.seal(number, [part(0)], step=2 * number, needed_from=0)
+    path = tmp_path / "completions_00002.parquet"
+    path.write_bytes(path.read_bytes()[:-1])
+    again = begun(tmp_path)
+    assert [again.left(number, step=2 * number) is None for number in range(3)] == [False, True, True]
+    assert f"{path} is damaged" in caplog.text
+    assert "are sampled and scored again" in caplog.text
+    again.seal(1, [part(0)], step=2, needed_from=0)
+    assert read_entry(path).generation == 1
 
 
 def test_old_batches_go_unless_they_are_needed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_folder
 from prefrl.run.identity import Identity
 from prefrl.run.lock import only_writer, writer_token
-from prefrl.run.seal import MANIFEST, problem_of, seal
+from prefrl.run.seal import MANIFEST, manifest_of, problem_of, seal
 from prefrl.trainer.base.checkpoints.saving import RunFolder
 from tests.contract.survival_worker import forked
 
@@ -54,12 +55,46 @@ def flip(path: Path) -> None:
 )
 def test_what_is_wrong_with_a_sealed_folder_is_named(harm: Any, message: str, tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
-    (folder / "more").write_text("what is added later is nobody's business")
-    assert problem_of(folder) is None
     harm(folder / "inner" / "weights")
     assert problem_of(folder) == message
-    flip(folder / MANIFEST)
+    (folder / MANIFEST).unlink()
     assert problem_of(folder) == f"{MANIFEST} is missing or damaged"
+
+
+def test_a_bit_that_changes_a_manifest_is_damage_whatever_it_says(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, run="run")
+    path = folder / MANIFEST
+    data = path.read_bytes()
+    for i in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[i // 8] ^= 1 << i % 8
+        path.write_bytes(changed)
+        assert manifest_of(folder) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("scaler.pt", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        *("pytorch_model.bin", "pytorch_model_fsdp_0/x.distcp", "adapter_model.bin", "more/adapter_model.safetensors"),
+        *("optimizer.bin", "optimizer_0/x.distcp", "rng_state_1.pth", "inner/pytorch_model.bin"),
+    ],
+)
+def test_a_file_that_was_added_and_would_be_loaded_is_a_problem(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    problem = problem_of(folder, reads_files=False)
+    assert problem is not None
+    assert name.startswith(problem.partition(" was added later")[0])
+
+
+@pytest.mark.parametrize("name", ["README.md", "notes.pt", "merged/model.safetensors", ".cache/huggingface/x"])
+def test_other_files_may_be_added(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).touch()
+    assert problem_of(folder) is None
 
 
 def test_the_last_whole_checkpoint_of_the_run_is_found(tmp_path: Path) -> None:
@@ -109,15 +144,33 @@ def test_one_process_at_a_time_writes(tmp_path: Path) -> None:
         os._exit(0 if writer_token(tmp_path) else 3)
 
     with only_writer(tmp_path):
+        shutil.copytree(tmp_path, tmp_path / "copy")  # opens and closes the locked file
         assert forked(enter) == 0
 
     def die() -> None:
-        only_writer(tmp_path).__enter__()
-        os.kill(os.getpid(), 9)
+        with only_writer(tmp_path):
+            os.kill(os.getpid(), 9)
 
     assert forked(die) == -9
     with only_writer(tmp_path):  # the kernel has released it
         pass
+
+
+def test_a_process_that_outlives_the_trainer_does_not_keep_its_folder(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+
+    def die() -> None:
+        os.close(writes)
+        with only_writer(tmp_path):
+            if os.fork() == 0:
+                os.read(reads, 1)  # until the test is over
+                os._exit(0)
+            os.kill(os.getpid(), 9)
+
+    assert forked(die) == -9
+    with only_writer(tmp_path):
+        os.close(writes)
+    os.close(reads)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -156,6 +209,60 @@ def test_a_run_that_has_no_checkpoint_yet_starts_at_its_beginning_under_the_same
     again = start(True, 1)
     assert (again.run, again.checkpoint) == (first.run, None)
     assert start(True, 2).run != first.run  # nothing was saved: it is another run
+
+
+# Models in a folder.
+
+
+def writer_of(path: Path) -> RunFolder:
+    path.mkdir(exist_ok=True)
+    return RunFolder(path, limit=None, in_background=False, is_first_of_node=True)
+
+
+def save_model(writer: RunFolder, folder: Path, text: str, *, overwrite: bool = False) -> None:
+    with writer.model_in(folder, Identity("", {}), overwrite=overwrite) as place:
+        (place / "model.safetensors").write_text(text)
+
+
+def test_a_model_of_another_run_is_kept_unless_it_shall_be_replaced(tmp_path: Path) -> None:
+    folder, first, other = tmp_path / "model", writer_of(tmp_path / "a"), writer_of(tmp_path / "b")
+    save_model(first, folder, "before it is trained")
+    first.start(None, Identity("", {}), allowed=[])
+    for text in ("1", "2"):
+        save_model(first, folder, text)
+    again = writer_of(tmp_path / "a")
+    again.start(True, Identity("", {}), allowed=[])
+    save_model(again, folder, "3")
+    with pytest.raises(CheckpointError, match=rf"{folder} holds a model of another run.*overwrite=True") as error:
+        save_model(other, folder, "4")
+    saved = tmp_path / "b" / f"saved-{other.run}"
+    assert str(saved) in str(error.value)
+    assert [(place / "model.safetensors").read_text() for place in (folder, saved)] == ["3", "4"]
+    (folder / "adapter_config.json").touch()  # with it, from_pretrained would load another model
+    save_model(other, folder, "5", overwrite=True)
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "run.json"}
+    with pytest.raises(CheckpointError, match="of another run"):
+        save_model(again, folder, "6")
+
+
+def test_training_does_not_begin_in_the_folder_of_a_model_that_it_would_replace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = Identity("", {})
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors belongs to a model that was not trained there"):
+        writer_of(tmp_path).start(None, now, allowed=[])
+    (tmp_path / "adapter_model.safetensors").unlink()
+    first = writer_of(tmp_path)
+    save_model(first, tmp_path, "before it is trained")
+    first.start(None, now, allowed=[])
+    save_model(first, tmp_path, "trained")
+    writer_of(tmp_path).start(True, now, allowed=[])
+    assert "the model of an earlier run" not in caplog.text
+    second = writer_of(tmp_path)
+    second.start(None, now, allowed=[])
+    assert "holds the model of an earlier run, model.safetensors" in caplog.text
+    save_model(second, tmp_path, "another run's")
 
 
 def test_seals_do_not_depend_on_the_order_of_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import find_last, publish, rotate, staging_folder
 from prefrl.run.place import Place, check_url, fetch
-from prefrl.run.seal import MANIFEST, problem_of
+from prefrl.run.seal import MANIFEST, manifest_of, problem_of, text_of
 from prefrl.run.uploads import Uploads
 from tests.contract.survival_worker import forked
 from tests.patience import PATIENCE
@@ -146,8 +147,10 @@ def test_a_seal_that_names_files_elsewhere_is_refused(name: str, tmp_path: Path,
     checkpoint = save(tmp_path / "run", 1)
     place.upload(checkpoint, "checkpoint-1")
     memory.pipe_file("/run/outside", b"weights c 1")
-    seal = (checkpoint / MANIFEST).read_text().replace('"c"', f'"{name}"')
-    memory.pipe_file(f"/run/checkpoint-1/{MANIFEST}", seal.encode())
+    manifest = manifest_of(checkpoint)
+    assert manifest is not None
+    elsewhere = replace(manifest, files={name: manifest.files["c"]})
+    memory.pipe_file(f"/run/checkpoint-1/{MANIFEST}", text_of(elsewhere).encode())
     with pytest.raises(CheckpointError, match="outside of the folder"):
         place.fetch("checkpoint-1", tmp_path / "new")
     assert not list((tmp_path / "new").rglob("outside"))

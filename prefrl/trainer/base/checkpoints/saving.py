@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +29,9 @@ from prefrl.run.checkpoints import (
 )
 from prefrl.run.identity import Identity, check_same_run, new_run_id, read_identity, write_identity
 from prefrl.run.lock import only_writer, writer_token
+from prefrl.run.models import weights_in
 from prefrl.run.place import Place, fetch, is_url
-from prefrl.run.starts import record_start
+from prefrl.run.starts import STARTS, record_start
 from prefrl.run.uploads import Uploads
 from prefrl.trainer.base.options.checkpoint import UploadParams
 
@@ -46,6 +47,7 @@ class Start:
     run: str  # id of the run
     checkpoint: Path | None  # None: at step 0
     changed: tuple[str, ...] = ()  # what decides the updates, differs from the checkpoint, and was allowed to
+    sizes: Mapping[str, int] = field(default_factory=dict)  # those that the run has found
 
 
 @dataclass
@@ -70,7 +72,8 @@ class RunFolder:
     is_first_of_node: bool
     upload_to: str | None = None
     upload: UploadParams | None = None
-    run: str = ""  # id of the run that is under way
+    run: str = field(default_factory=new_run_id)  # id of the run that is under way, or none yet
+    _runs: set[str] = field(default_factory=set)  # ids of the earlier ones of this trainer
     _is_apart: bool = False
     _thread: threading.Thread | None = None
     _error: list[Exception] = field(default_factory=list)
@@ -118,9 +121,11 @@ class RunFolder:
 
         Raises:
             ConfigError: The folder that was given is no whole checkpoint, or it belongs to a run whose updates are
-                decided by something else: lists the differences.
+                decided by something else: lists the differences. Or no run has begun in `output_dir` yet, and it
+                holds a model.
         """
         given = WORDS_TO_RESUME.get(given.lower(), given) if isinstance(given, str) else given
+        self._runs.add(self.run)
         found = distributed.on_main(partial(self._start, given, now, allowed))
         self.run = found.run
         if self.upload is not None and distributed.is_main():
@@ -132,16 +137,17 @@ class RunFolder:
     def _start(self, given: str | bool | os.PathLike[str] | None, now: Identity, allowed: list[str]) -> Start:
         checkpoint = self._checkpoint(given)
         saved = read_identity(self.path if checkpoint is None else checkpoint) if given else None
-        run, changed = new_run_id(), []
+        now, changed = replace(now, run=new_run_id()), []
         if saved is not None and (checkpoint is not None or saved.decisive == now.decisive):
             where = str(self.path if checkpoint is None else checkpoint)
             changed = check_same_run(saved, now, where=where, allowed=allowed)
-            run = saved.run
+            now = replace(now, run=saved.run, sizes=saved.sizes)
         if not given:
             self._tell_of_others()
-        write_identity(self.path, replace(now, run=run))
-        record_start(self.path, run)
-        return Start(run, checkpoint, tuple(changed))
+        self._check_model(now.run)
+        write_identity(self.path, now)
+        record_start(self.path, now.run)
+        return Start(now.run, checkpoint, tuple(changed), now.sizes)
 
     def _checkpoint(self, given: str | bool | os.PathLike[str] | None) -> Path | None:
         if not given:
@@ -188,7 +194,63 @@ class RunFolder:
                 found.folder.name,
             )
 
+    def _check_model(self, run: str) -> None:
+        """Warn of a model of another run in `output_dir`; refuse to train there if it is no folder of runs."""
+        weights = self._weights_of_others(self.path, run)
+        if weights and not (self.path / STARTS).exists():
+            raise ConfigError(
+                f"output_dir={str(self.path)!r}: {weights[0].name} belongs to a model that was not trained there, and "
+                "training would replace it. Choose another folder, or move the model."
+            )
+        if weights:
+            _log.warning(
+                "%s holds the model of an earlier run, %s. This is a new run: save_model() replaces that model. To "
+                "keep it, move it, or choose another output_dir.",
+                self.path,
+                weights[0].name,
+            )
+
     # Writing.
+
+    @contextmanager
+    def model_in(self, folder: Path, now: Identity, *, overwrite: bool) -> Iterator[Path]:
+        """Context in which the main process writes a model to the folder that is returned.
+
+        It waits for nobody: without a partitioned model, scripts may save on the main process only.
+
+        Args:
+            folder: Where it was asked to be.
+            now: What decides the updates of this training.
+            overwrite: Whether a model of another run in the folder is deleted.
+
+        Raises:
+            CheckpointError: At the end, if the folder holds a model of another run, so that it was written elsewhere.
+        """
+        if not distributed.is_main():
+            yield folder
+            return
+        place = self._place_of_model(folder, overwrite=overwrite)
+        place.mkdir(parents=True, exist_ok=True)
+        write_identity(place, replace(now, run=self.run))  # first: a kill leaves no model without its run
+        yield place
+        if place != folder:
+            raise CheckpointError(
+                f"save_model: {folder} holds a model of another run, which is kept. The model of this run is saved in "
+                f"{place}. To replace the other one, call save_model({str(folder)!r}, overwrite=True)."
+            )
+
+    def _place_of_model(self, folder: Path, *, overwrite: bool) -> Path:
+        weights = self._weights_of_others(folder, self.run)
+        if weights and not overwrite:
+            return self.path / f"saved-{self.run}"
+        for path in weights:
+            path.unlink()
+        return folder
+
+    def _weights_of_others(self, folder: Path, run: str) -> list[Path]:
+        """The files of a model in a folder that neither a run nor an earlier one of this trainer has written."""
+        owner = read_identity(folder)
+        return [] if owner is not None and owner.run in {run, *self._runs} else weights_in(folder)
 
     def publish(self, run_folder: Path, *, step: int, resumable: bool, best: str | None) -> Path:
         """Seal the checkpoint that all processes have written to `staging`, and delete old ones.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +15,6 @@ import torch
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
 from prefrl.rewards.randomness import own_randomness
-from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
 from prefrl.trainer.base.options.size import AUTO_SIZE, AutoSizeParams, largest_divisor
 from prefrl.trainer.base.sizes.memory import TrialMemory
 from prefrl.trainer.base.sizes.search import Trial, best, candidates, search
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AutomaticSizes", "LongBatch"]
 
-_FILE = "automatic_sizes.json"
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 # The most rows that are tried on a CPU when nothing else bounds them; Ludwig's bound.
 _MOST_ON_CPU = 128
@@ -52,8 +48,8 @@ class LongBatch:
     tokens: int
 
 
-class AutomaticSizes(StatefulCallback):
-    """Finds the sizes that need a trial, sets them in the config, and keeps them in checkpoints.
+class AutomaticSizes:
+    """Finds the sizes that need a trial, and sets them in the config.
 
     Passes over the longest rows measure speed and memory of micro-batches of 1, 2, 4, ... rows. There is no update, so
     weights and optimizer stay as they are; random numbers are drawn from generators that are restored afterwards.
@@ -81,28 +77,22 @@ class AutomaticSizes(StatefulCallback):
         self.trials: list[Trial] = []  # what the search has tried
         self.found: dict[str, int] = {}  # rows_per_step, and the size that was found
 
-    def settle(self, checkpoint: Path | None, *, num_rows: int | None) -> None:
-        """Set the sizes: those of the checkpoint if it has them, otherwise those that a search finds.
+    def settle(self, saved: Mapping[str, int], *, num_rows: int | None) -> None:
+        """Set the sizes: those of the resumed run if it has found them, otherwise those that a search finds.
 
         All processes must call it. A second call searches no more.
 
         Args:
-            checkpoint: What training resumes from, if anything.
+            saved: What the resumed run has found; {}: nothing.
             num_rows: Rows of the training dataset; None: not known.
         """
         if not self._args.sought:
             return
-        if checkpoint is not None:
-            self.found = self._saved(checkpoint) or self.found
+        if self._sought in saved:
+            self.found = dict(saved)
         if not self.found:
             self.found = self._search(num_rows)
         self._set()
-
-    def _saved(self, checkpoint: Path) -> dict[str, int]:
-        """What a checkpoint says of the size that is sought; {} if nothing."""
-        path = checkpoint / _FILE
-        found: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found if self._sought in found else {}
 
     @property
     def _sought(self) -> str:
@@ -223,16 +213,6 @@ class AutomaticSizes(StatefulCallback):
     def _wait(self) -> None:
         if self._args.device.type == "cuda":
             torch.cuda.synchronize(self._args.device)
-
-    # Checkpoints.
-
-    def save_state(self, folder: Path) -> None:
-        """See `StatefulCallback`."""
-        if self.found:
-            (folder / _FILE).write_text(json.dumps(self.found), encoding="utf-8")
-
-    def load_state(self, folder: Path) -> None:
-        """Nothing to do: `settle` has read it, before the training loop asks for sizes."""
 
 
 def _own_tokens(batch: TokenBatch) -> int:
