@@ -96,7 +96,8 @@ def fill_places(config: Any, places: Mapping[str, FlatName]) -> None:
     Raises:
         ConfigError: A value has another type, a place is taken, or the keyword belongs to another value of an option.
     """
-    defaults, hints = init_vars(type(config)), _types(type(config))
+    config_class: Any = type(config)
+    defaults, hints = init_vars(config_class), _types(config_class)
     for name, value in vars(config).pop("_flat_values").items():
         check_value(name, value, hints[name])
         if value == defaults[name]:
