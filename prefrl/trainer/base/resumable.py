@@ -187,7 +187,7 @@ class ResumableTrainer(OptimizedTrainer):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Context of a wait for rewards in which nothing changes that is saved: no error of theirs, or of a row, loses a step.
+        """Context of a wait for rewards in which nothing changes that is saved: an error of theirs loses no step.
 
         A single process saves a checkpoint before the error goes on, unless there is one or `save_strategy` is "no".
         After other errors, the journal is enough; and weights that cannot be sampled from must not push others out.
