@@ -178,7 +178,7 @@ def lora_of(script: CommandArguments) -> Any:
 
 
 def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
-    """The datasets to train on and to evaluate on; for a mixture, the test split of each part by name."""
+    """The datasets to train on and to evaluate on; for a mixture of several, the test split of each part by name."""
     evaluates = config.eval_strategy != "no"
     if script.dataset_name is not None:
         train_dataset = _load_single(script, "dataset_train_split")
@@ -187,7 +187,8 @@ def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
     if not evaluates or script.test_split_size is not None:
         return mixture["train"], mixture["test"] if evaluates else None
     tests = [dataclasses.replace(part, split=script.dataset_test_split) for part in script.datasets]
-    return mixture["train"], load_parts(tests, streaming=script.streaming)
+    evaluated: dict[str, Any] = load_parts(tests, streaming=script.streaming)
+    return mixture["train"], evaluated if len(tests) > 1 else evaluated.popitem()[1]
 
 
 def _load_single(script: CommandArguments, option: str) -> Any:

@@ -248,6 +248,13 @@ def test_a_mixture_is_evaluated_part_by_part(workspace: Path) -> None:
     assert evaluated == {"a": ["a38", "a39"], "b_1": ["b38", "b39"], "b_2": ["b38", "b39"]}
 
 
+def test_a_validation_file_of_a_single_dataset_needs_no_name(workspace: Path) -> None:
+    part = "{path: json, data_files: {train: a.jsonl, test: b.jsonl}, columns: [text]}"
+    given = recorded("sft", write_mixture(workspace, part, eval_strategy="steps"))
+    assert given["train_dataset"]["text"][0] == "a0"
+    assert given["eval_dataset"]["text"][0] == "b0"
+
+
 def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) -> None:
     for argv in (
         write_mixture(workspace, "{path: a.jsonl, columns: [text]}", "{path: b.jsonl}"),

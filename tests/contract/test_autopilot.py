@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from prefrl import GRPOConfig, SFTConfig
 from prefrl.errors import ConfigError
 from prefrl.metrics import Max
+from prefrl.trainer.base.early_stopping import best_metric
 from prefrl.trainer.base.guard import StepGuard
 from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
 
@@ -259,6 +260,41 @@ def test_a_metric_that_evaluations_lack_is_an_error_that_names_those_there_are(t
     options = {**STOPS, "metric_for_best_model": "rewards", "eval_dataset": dataset_of("grpo", 2)}
     with pytest.raises(ConfigError, match=r"metric_for_best_model='rewards'.*'eval_rewards'.*'eval_reward'"):
         make_trainer("grpo", tmp_path, **options).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"early_stopping_patience": 1}, "metric_for_best_model='loss': .* 'eval_loss'.* Choose 'eval_a_loss'"),
+        (
+            {"ema_decay": 0.5, "metric_for_best_model": "ema_loss"},
+            "'eval_ema_loss'.* or 'eval_ema_b_'. Choose 'eval_ema_a_loss'",
+        ),
+        ({"reduce_on_plateau": 1}, "reduce_on_plateau_kwargs: metric='eval_loss': evaluations have no"),
+        (
+            {"increase_batch_size_on_plateau": 1, "increase_batch_size_kwargs": {"eval_split": "validation"}},
+            "increase_batch_size_kwargs: eval_metric='loss': evaluations have no metric 'eval_loss'",
+        ),
+    ],
+)
+def test_a_metric_of_none_of_several_datasets_is_an_error_before_the_first_step(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    several = {"a": dataset_of("sft", 2), "b": dataset_of("sft", 2)}
+    evaluates = {**STOPS, "early_stopping_patience": None, "eval_on_start": True, "eval_dataset": several}
+    trainer = make_trainer("sft", tmp_path, **evaluates | options)
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert trainer.state.log_history == []
+
+
+@pytest.mark.parametrize("metric", ["a_loss", "eval_b_loss", "train_loss", "ema_b_loss"])
+def test_each_of_several_datasets_can_decide(metric: str, tmp_path: Path) -> None:
+    options = {**STOPS, "metric_for_best_model": metric, "ema_decay": 0.5, "evaluate_training_set": True}
+    several = {"a": dataset_of("sft", 2), "b": dataset_of("sft", 2)}
+    trainer = make_trainer("sft", tmp_path, **options, max_eval_samples=2, eval_dataset=several)
+    trainer.check_metric_names()
+    assert best_metric(trainer.args) in trainer.evaluate() or metric.startswith("ema_")  # there is no average yet
 
 
 EVALUATES: dict[str, Any] = {

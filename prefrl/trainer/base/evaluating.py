@@ -14,10 +14,12 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.modes import eval_mode
+from prefrl.trainer.base.early_stopping import best_metric
 from prefrl.trainer.base.memory import EVALUATION, explained
 from prefrl.trainer.base.optimizers.schedule_free import use_averaged_weights
 from prefrl.trainer.base.predictions import PredictedRows, metrics_of
 from prefrl.trainer.base.sized import SizedTrainer
+from prefrl.trainer.base.step_plan import Plateau
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,9 +27,24 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from prefrl.data.images import ProcessingClass
+    from prefrl.trainer.base.config import BaseConfig
     from prefrl.trainer.base.step_account import StepAccount
 
 __all__ = ["EvaluatingTrainer"]
+
+
+def _deciding_metrics(args: BaseConfig) -> dict[str, str]:
+    """The logged metrics that decide something in training, by the options that name them."""
+    found = {}
+    if args.metric_for_best_model is not None and args.eval_strategy != "no":
+        found[f"metric_for_best_model={args.metric_for_best_model!r}"] = best_metric(args)
+    if args.reduces_on_plateau:
+        metric = args.plateau_params.metric
+        found[f"reduce_on_plateau_kwargs: metric={metric!r}"] = metric
+    if args.increase_batch_size_on_plateau:
+        growth = args.growth_params
+        found[f"increase_batch_size_kwargs: eval_metric={growth.eval_metric!r}"] = Plateau(growth).key
+    return found
 
 
 class EvaluatingTrainer(SizedTrainer):
@@ -117,6 +134,28 @@ class EvaluatingTrainer(SizedTrainer):
             )
         if isinstance(self.train_dataset, IterableDataset) and self.args.max_eval_samples is None:
             raise ConfigError("evaluate_training_set=True with a stream: it may have no end. Set max_eval_samples.")
+
+    def check_metric_names(self) -> None:
+        """Reject metrics that decide something in training, but that no evaluation will have.
+
+        What an evaluation measures is known only when it has run; to which dataset a name belongs is known before.
+
+        Raises:
+            ConfigError: There are several evaluation datasets, and a name contains none of theirs.
+        """
+        if not isinstance(self.eval_dataset, Mapping) or not self.eval_dataset:
+            return
+        names = [*self.eval_dataset, *(["train"] if self.args.evaluate_training_set else [])]
+        kinds = ["", "ema_"] if self.args.ema_decay is not None else [""]
+        prefixes = [f"eval_{kind}{name}_" for kind in kinds for name in names]
+        for option, metric in _deciding_metrics(self.args).items():
+            if metric.startswith("eval_") and not metric.startswith(tuple(prefixes)):
+                kind = kinds[-1] if metric.startswith(f"eval_{kinds[-1]}") else ""
+                example = f"eval_{kind}{names[0]}_{metric.removeprefix(f'eval_{kind}')}"
+                raise ConfigError(
+                    f"{option}: evaluations have no metric {metric!r}. Each evaluation dataset has a name, so their "
+                    f"metrics begin with {' or '.join(map(repr, prefixes))}. Choose {example!r}, for example."
+                )
 
     def _first_rows(self, dataset: Any) -> Any:
         """The first `max_eval_samples` rows."""

@@ -259,6 +259,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
 
     def _begin_training(self) -> None:
         """Called on all ranks before the first step of a training run."""
+        self.check_metric_names()
         if distributed.num_processes() > 1:  # the self-check makes several passes; FSDP2 must run them outside a step
             verdict_of(self.policy)
             distributed.release(self.policy)
