@@ -56,7 +56,7 @@ class NonFiniteError(PrefrlError, RuntimeError):
 
 
 class CheckpointError(PrefrlError, RuntimeError):
-    """A checkpoint could not be written, or may not be read."""
+    """A checkpoint or a model could not be written where it belongs, or may not be read."""
 
 
 class HubError(PrefrlError, RuntimeError):
