@@ -1,0 +1,179 @@
+"""Run by test_pretend.py: trains on the pretend device, with options of every kind, and on the CPU to compare."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from prefrl.models.forward import verdict_of
+from prefrl.rewards import ModelReward
+from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.sft_trainer import SFTTrainer
+from prefrl.types import LossOutput
+from tests import pretend
+from tests.assets import tiny_reward_model, tiny_tokenizer
+from tests.contract.cases import ONLINE, dataset_of, make_trainer, relative_difference, train_inside
+from tests.process import leave_modules_uncollected
+
+STEPS = 2
+
+
+@dataclass
+class Outcome:
+    """What training on the pretend device came to."""
+
+    error: str = ""
+    difference: float = 0.0  # of the update, from the CPU's
+    inside: frozenset[pretend.Wait] = frozenset()  # waits within forward and backward, after the first step
+    outside: frozenset[pretend.Wait] = frozenset()  # all others
+
+
+def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
+    """At least ten runs of an algorithm that take different ways through the code."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    shared: dict[str, dict[str, Any]] = {
+        "adamw": {"optim": "adamw_torch", "adam_epsilon": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1},
+        "lora": {"peft_config": lora},
+        "checkpointing": {"activation_checkpointing": True},
+        "budget": {"max_tokens_per_micro_batch": 40},
+        "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "packed": {"forward_plan": "packed"},
+        "padded": {"forward_plan": "padded"},
+        "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of(algorithm, 5)},
+        "average": {"ema_decay": 0.9},
+        "resumed": {"save_strategy": "steps", "save_steps": 1},
+    }
+    own: dict[str, dict[str, Any]] = {}
+    if algorithm in ("dpo", "kto", "bco"):
+        own["precomputed"] = {"precompute_ref_log_probs": True}
+    if algorithm in ("dpo", "grpo"):
+        own["moving reference"] = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+    if algorithm in ONLINE:
+        own["reuse"] = {"num_iterations": 2, "steps_per_generation": 2}
+    if algorithm in ("grpo", "ppo"):
+        own["episodes"] = {"talks": "forgetful"}
+    if algorithm == "grpo":
+        own["reward model"] = {"reward": ModelReward(tiny_reward_model(), tokenizer=tiny_tokenizer())}
+    if algorithm in ("sft", "grpo"):
+        own["images"] = {"pictures": "qwen2_5_vl"}
+    return shared | own
+
+
+def outcome(algorithm: str, options: dict[str, Any], folder: Path) -> Outcome:
+    """Train on both devices."""
+    on_cpu, _ = _train(algorithm, options, folder / "cpu", use_cpu=True)
+    with pretend.device() as waits:
+        on_device, inside = _train(algorithm, options, folder / "device", use_cpu=False, bf16=False)
+        return Outcome(
+            difference=relative_difference(on_device, on_cpu),
+            inside=frozenset(inside),
+            outside=frozenset(waits) - frozenset(inside),
+        )
+
+
+def _train(
+    algorithm: str, options: dict[str, Any], folder: Path, **device: Any
+) -> tuple[torch.Tensor, list[pretend.Wait]]:
+    """The change of the weights, and the waits within forward and backward after the first step."""
+    inside: list[pretend.Wait] = []
+
+    @contextmanager
+    def watched(step: int) -> Iterator[None]:
+        before = len(pretend.waits)
+        yield
+        if step:
+            inside.extend(pretend.waits[before:])
+
+    def new() -> BaseTrainer:
+        torch.manual_seed(0)  # of adapters
+        return make_trainer(algorithm, folder, max_steps=STEPS, **options, **device)
+
+    trainer = new()
+    verdict_of(trainer.policy)
+    before = _weights(trainer)
+    train_inside(trainer, watched)
+    if "save_steps" in options:
+        trainer = new()
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    after = _weights(trainer)
+    return torch.cat([(after[name] - value).flatten() for name, value in before.items()]), inside
+
+
+def _weights(trainer: BaseTrainer) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, without a recorded wait."""
+    return {name: getattr(weight, "raw", weight).detach().clone() for name, weight in trainer.model.named_parameters()}
+
+
+def _mixed(loss: torch.Tensor) -> torch.Tensor:
+    return (loss.reshape(1) + torch.zeros(1)).sum()
+
+
+def _from_the_host(loss: torch.Tensor) -> torch.Tensor:
+    return loss + torch.nn.functional.linear(torch.ones(1, 1), loss.reshape(1, 1)).sum() * 0
+
+
+# What somebody might add to a loss: a function of a step's loss, which gives the same loss.
+FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a tensor of the host is added": _mixed,
+    "a matrix of the host is multiplied": _from_the_host,
+    "an index of the host": lambda loss: loss.expand(2)[torch.tensor([0])].sum(),
+    "a mask": lambda loss: loss.reshape(1)[torch.ones(1, dtype=torch.bool, device=loss.device)].sum(),
+    "bool": lambda loss: loss if loss > 0 else loss * 1,
+    "item": lambda loss: loss * (1 + 0 * loss.item()),
+    "tolist": lambda loss: loss * (1 + 0 * loss.tolist()),
+    "nonzero": lambda loss: loss * (1 + 0 * loss.reshape(1).nonzero().numel()),
+    "a copy on the host": lambda loss: loss + loss.detach().cpu() * 0,
+    "numpy": lambda loss: loss * (1 + 0 * loss.detach().numpy()),
+    "repeat_interleave": lambda loss: loss.reshape(1).repeat_interleave(torch.ones_like(loss.reshape(1)).long()).sum(),
+}
+
+
+def with_fault(name: str, folder: Path) -> Outcome:
+    """Train with one of the faults in the loss."""
+    original = SFTTrainer.full_loss
+
+    def broken(self: Any, model: Any, batch: Any) -> LossOutput:
+        found = original(self, model, batch)
+        return replace(found, total=FAULTS[name](found.total))
+
+    with pytest.MonkeyPatch.context() as patch, pretend.device():
+        patch.setattr(SFTTrainer, "full_loss", broken)
+        return Outcome(inside=frozenset(_train("sft", {}, folder, use_cpu=False, bf16=False)[1]))
+
+
+def main(result: str, what: list[str]) -> None:
+    """Store the outcome of each set of options of algorithms, or of each fault."""
+    found: dict[tuple[str, str], Outcome] = {}
+    jobs: list[tuple[tuple[str, str], Callable[[Path], Outcome]]] = [
+        ((algorithm, name), partial(outcome, algorithm, options))
+        for algorithm in what
+        for name, options in option_sets(algorithm).items()
+    ]
+    for key, job in jobs or [(("sft", name), partial(with_fault, name)) for name in FAULTS]:
+        leave_modules_uncollected()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[key] = job(Path(folder))
+            except Exception:
+                found[key] = Outcome(error=traceback.format_exc(limit=-6)[-3000:])
+    torch.save({key: _plain(value) for key, value in found.items()}, result)
+
+
+def _plain(found: Outcome) -> dict[str, Any]:
+    waits = {part: sorted(map(tuple, getattr(found, part))) for part in ("inside", "outside")}
+    return {"error": found.error, "difference": found.difference, **waits}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
