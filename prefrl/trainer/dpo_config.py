@@ -27,8 +27,8 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
     loss_weights: list[float] | None = opt(None, "Weights of the losses in loss_type, in order; None: 1 each.")
     label_smoothing: LabelSmoothing = opt(
         0.0,
-        "Probability that a label is wrong; used by sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair. exo_pair, "
-        "which cannot do without it, takes 0 as its paper's 1e-3.",
+        "Probability that a label is wrong; used by sigmoid (cDPO), robust, aot, aot_unpaired and "
+        "exo_pair, which uses its paper's 1e-3 instead of 0.",
     )
     discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "discopop: temperature of the mixture.")
     f_divergence_type: Divergence = opt(
