@@ -87,7 +87,7 @@ def _write_rows(algorithm: str) -> None:
 
 def _run(algorithm: str, model: str) -> tuple[Any, Any, Any]:
     from prefrl.registry import REGISTRY
-    from prefrl.scripts.train import options_of, read
+    from prefrl.scripts.inputs import options_of, read
 
     row = REGISTRY[algorithm]
     argv = ["--model_name_or_path", model, "--dataset_name", "rows.jsonl", "--output_dir", f"out_{model}", *OPTIONS]
@@ -99,7 +99,7 @@ def _train(algorithm: str, model: str) -> float:
     from transformers import TrainerCallback
 
     from prefrl.rewards.named import reward_by_name
-    from prefrl.scripts.train import datasets_of
+    from prefrl.scripts.inputs import datasets_of
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         ends: list[float] = []  # noqa: RUF012 - there is one clock
@@ -125,7 +125,7 @@ def _estimate(algorithm: str, model: str) -> tuple[Any, float, int]:
     from prefrl.scripts.checkup.findings import Section
     from prefrl.scripts.checkup.rows import check_rows
     from prefrl.scripts.checkup.subject import Subject
-    from prefrl.scripts.train import datasets_of
+    from prefrl.scripts.inputs import datasets_of
 
     row, script, config = _run(algorithm, model)
     subject = Subject(row, script, config)

@@ -16,8 +16,8 @@ from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import find_last
 from prefrl.run.identity import read_identity
 from prefrl.run.starts import STARTS, read_starts
+from prefrl.scripts.inputs import read
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.train import read
 
 __all__ = ["command_to_resume", "main"]
 

@@ -1,77 +1,26 @@
-"""`prefrl sft`, `prefrl grpo`, ...: one function for every algorithm of the registry."""
+"""`prefrl sft`, `prefrl grpo`, ...: one function for every algorithm of the registry. Imports torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect
-from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
-from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
+from prefrl.rewards.named import reward_by_name
+from prefrl.run.checkpoints import find_last
+from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.dataset_columns import SHAPING
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
-from prefrl.scripts.arguments.given import Given
-from prefrl.scripts.arguments.launch import ONLY_CHECK, LaunchArguments, launch_options
-from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
-from prefrl.scripts.arguments.reward_entry import check_reward_files
+from prefrl.scripts.arguments.launch import ONLY_CHECK
+from prefrl.scripts.checkup.run import check_before
+from prefrl.scripts.ending import print_ending
 from prefrl.scripts.imports import uncollected
-from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
+    from prefrl.scripts.arguments.given import Given
 
-__all__ = ["check_files", "datasets_of", "lora_of", "main", "options_of", "read"]
-
-
-def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False) -> Given:
-    """Read the command line, and check it as far as that needs no import of torch.
-
-    Args:
-        algorithm: The algorithm to train with.
-        argv: The options.
-        is_launched: Whether other processes train, even if no option says so.
-
-    Raises:
-        ConfigError: A name, a value or a combination is wrong.
-        SystemExit: Help was asked for.
-    """
-    parser = SchemaParser(algorithm.name)
-    given = parser.parse(argv)
-    is_launched = is_launched or launch_options(given, os.environ) is not None
-    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
-    _check_stream(script, config)
-    _check_switches(config)
-    return given
-
-
-def check_files(given: Given) -> None:
-    """Check that files and folders on this machine are there, which needs no import of torch either.
-
-    Raises:
-        ConfigError: Options exclude each other, a file of rewards is missing, or the checkpoint to resume from is not
-            whole.
-        DataError: A dataset is missing, or of an unknown format.
-    """
-    script = _script(given)
-    with given.locating():
-        if script.dataset_name is not None:
-            part = DatasetConfig(script.dataset_name, script.dataset_config, revision=script.dataset_revision)
-            check_source(part, path_option="dataset_name")
-        for number, part in enumerate(script.datasets):
-            check_source(part, within=f"datasets[{number}].")
-        if isinstance(script, RewardArguments):
-            check_reward_files(script.reward_funcs or ())
-        checkpoint = given.values.get("resume_from_checkpoint")
-        # Machines with disks of their own hold parts of it: the first process looks, as in training.
-        is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
-        if is_first and checkpoint and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
-            check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
+__all__ = ["main"]
 
 
 def main(algorithm: Algorithm, given: Given) -> int:
@@ -88,7 +37,6 @@ def main(algorithm: Algorithm, given: Given) -> int:
         PrefrlError: The options ask for something that cannot work.
     """
     with uncollected():
-        check_before = importlib.import_module("prefrl.scripts.checkup.run").check_before
         trainer_class = algorithm.load_trainer()
     with given.locating():
         script, config = options_of(algorithm, given)
@@ -111,8 +59,7 @@ def main(algorithm: Algorithm, given: Given) -> int:
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
         # With options of columns, the command that evaluates would be too long for the panel.
         dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
-        ending = importlib.import_module("prefrl.scripts.ending")  # imports torch
-        ending.print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
+        print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
     except KeyboardInterrupt:
         _say_stopped(algorithm.name, trainer)
         raise
@@ -121,31 +68,8 @@ def main(algorithm: Algorithm, given: Given) -> int:
     return 0
 
 
-def options_of(
-    algorithm: Algorithm, given: Given, *, num_processes: int | None = None
-) -> tuple[CommandArguments, Any]:
-    """The options of model, data and rewards, and those of the trainer, as the trainer takes them.
-
-    Args:
-        algorithm: The algorithm to train with.
-        given: The options, from `read`.
-        num_processes: How many processes the options are for; None: those that this process is one of.
-
-    Raises:
-        ConfigError: Options exclude each other, one has no effect, or the package of one is missing.
-    """
-    script, config = _script(given), _config(algorithm, given, num_processes)
-    config.check_packages_installed()
-    lora_of(script)  # refuses its options
-    _check_stream(script, config)
-    _check_switches(config)
-    _add_model_options(script, config)
-    return script, config
-
-
 def _say_stopped(command: str, trainer: Any) -> None:
     """Say after Ctrl-C where the run stopped, and how it goes on."""
-    find_last = importlib.import_module("prefrl.run.checkpoints").find_last
     last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
     way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
     remedy = "" if last is None else f". To go on: prefrl resume {trainer.run_folder.path}"
@@ -153,111 +77,8 @@ def _say_stopped(command: str, trainer: Any) -> None:
     print(text, file=sys.stderr)
 
 
-def _script(given: Given) -> CommandArguments:
-    """Model, data and rewards; with rewards for the algorithms that have the option."""
-    cls = RewardArguments if given.takes_rewards else CommandArguments
-    names = {field.name for field in dataclasses.fields(cls)}
-    try:
-        return cls(**{name: value for name, value in given.values.items() if name in names})
-    except ConfigError as error:
-        raise given.located(error) from None
-
-
-def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
-    config_class: Any = algorithm.load_config()
-    if num_processes is not None:
-        config_class = type(config_class.__name__, (config_class,), {"world_size": num_processes})
-    of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
-    values = {name: value for name, value in given.values.items() if name not in of_script}
-    preset = values.pop("preset", None)
-    try:
-        return config_class(**values) if preset is None else config_class.preset(preset, **values)
-    except ConfigError as error:
-        raise given.located(error) from None
-    except ImportError as error:  # transformers misses the package of an option
-        raise ConfigError(str(error)) from error
-
-
-def _check_stream(script: CommandArguments, config: Any) -> None:
-    if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:
-        name = "dataset_streaming" if script.dataset_streaming else "streaming"
-        raise ConfigError(
-            f"{name}=True and max_steps={config.max_steps}: a stream has no length, so the number of steps must be "
-            "given. Set max_steps."
-        )
-
-
-def _add_model_options(script: CommandArguments, config: Any) -> None:
-    """Add the options of the model that were given to the arguments of from_pretrained."""
-    defaults = {field.name: field.default for field in dataclasses.fields(script)}
-    for option, argument in (
-        ("model_revision", "revision"),
-        ("dtype", "dtype"),
-        ("attn_implementation", "attn_implementation"),
-    ):
-        value = getattr(script, option)
-        _merge(config, option, argument, None if value == defaults[option] else value)
-    precision: Any = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
-    bits = 4 if script.load_in_4bit else 8
-    quantization = quantization_config(script, precision if script.dtype == defaults["dtype"] else script.dtype)
-    _merge(config, f"load_in_{bits}bit", "quantization_config", quantization)
-
-
-def _check_switches(config: Any) -> None:
-    """Switches of HuggingFace's scripts: the command trains, and `eval_strategy` says when it evaluates."""
-    remedy = "Remove it, and set eval_strategy for evaluations during training."
-    check_no_effect(
-        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
-    )
-    if config.eval_strategy == "no":
-        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
-
-
-def _merge(config: Any, option: str, argument: str, value: Any) -> None:
-    if value is None:
-        return
-    given = config.model_init_kwargs or {}
-    if argument in given:
-        raise ConfigError(f"{option} and model_init_kwargs[{argument!r}]={given[argument]!r}: remove one of them")
-    config.model_init_kwargs = {**given, argument: value}
-
-
-def lora_of(script: CommandArguments) -> Any:
-    """The adapter to train; None: there is none.
-
-    Raises:
-        ConfigError: A package is missing.
-    """
-    adapter = get_peft_config(script)
-    if adapter is not None and adapter.task_type == "CAUSAL_LM":  # the default: the trainer knows better
-        adapter.task_type = None
-    return adapter
-
-
-def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
-    """The datasets to train on and to evaluate on; for a mixture, the test split of each part by name."""
-    evaluates = config.eval_strategy != "no"
-    if script.dataset_name is not None:
-        train_dataset = _load_single(script, "dataset_train_split")
-        return train_dataset, _load_single(script, "dataset_test_split") if evaluates else None
-    mixture = get_dataset(script, seed=config.seed if config.data_seed is None else config.data_seed)
-    if not evaluates or script.test_split_size is not None:
-        return mixture["train"], mixture["test"] if evaluates else None
-    tests = [dataclasses.replace(part, split=script.dataset_test_split) for part in script.datasets]
-    return mixture["train"], load_parts(tests, streaming=script.streaming)
-
-
-def _load_single(script: CommandArguments, option: str) -> Any:
-    assert script.dataset_name is not None
-    shaping: dict[str, Any] = {name: getattr(script, name) for name in SHAPING}
-    split, revision = getattr(script, option), script.dataset_revision
-    part = DatasetConfig(script.dataset_name, script.dataset_config, split=split, revision=revision, **shaping)
-    return load_part(part, streaming=script.dataset_streaming, path_option="dataset_name", split_option=option)
-
-
 def _rewards(script: RewardArguments) -> list[Any]:
-    named = importlib.import_module("prefrl.rewards.named")
-    rewards: list[Any] = [named.reward_by_name(name) for name in script.reward_funcs or []]
+    rewards: list[Any] = [reward_by_name(name) for name in script.reward_funcs or []]
     if script.reward_model_name_or_path is not None:
         rewards.append(script.reward_model_name_or_path)
     return rewards

@@ -20,9 +20,9 @@ from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.inputs import read
 from prefrl.scripts.main import main
 from prefrl.scripts.schema.writer import parser_of
-from prefrl.scripts.train import read
 from tests.cli.conftest import write_jsonl
 
 ROOT = Path(__file__).parents[2]

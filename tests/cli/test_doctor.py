@@ -16,8 +16,8 @@ from prefrl.scripts.checkup.findings import Section
 from prefrl.scripts.checkup.resources import footprint_of
 from prefrl.scripts.checkup.run import checkup_of
 from prefrl.scripts.checkup.subject import Subject
+from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
-from prefrl.scripts.train import options_of, read
 from tests.cli.conftest import write_jsonl
 
 

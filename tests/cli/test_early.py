@@ -11,8 +11,8 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.inputs import read
 from prefrl.scripts.schema.parser import SchemaParser
-from prefrl.scripts.train import read
 from prefrl.trainer.grpo_presets import PRESETS
 
 SERVER = {"use_vllm": True}

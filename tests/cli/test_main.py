@@ -138,11 +138,11 @@ TRAINING = """
 import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)  # as a native thread does now and then
-train = types.ModuleType("prefrl.scripts.train")
-train.read = lambda *_: types.SimpleNamespace(values={{}})
-train.check_files = lambda *_: None
+inputs, train = types.ModuleType("prefrl.scripts.inputs"), types.ModuleType("prefrl.scripts.train")
+inputs.read = lambda *_: types.SimpleNamespace(values={{}})
+inputs.check_files = lambda *_: None
 train.main = lambda *_: atexit.register(print, "exit handler") and {code}
-sys.modules["prefrl.scripts.train"] = train
+sys.modules |= {{module.__name__: module for module in (inputs, train)}}
 from prefrl.scripts.main import main
 sys.exit(main(["sft"]))
 """

@@ -14,10 +14,10 @@ import pytest
 
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.inputs import read
 from prefrl.scripts.launch.vllm_serve import ServeArguments
 from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.schema.parser import SchemaParser
-from prefrl.scripts.train import read
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.slurm"))

@@ -230,6 +230,31 @@ def _imported_packages(tree: ast.Module) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
+# Who imports modules by a name that is a string, and what the names are.
+BY_STRING = {
+    "prefrl/registry.py": "configs and trainers of algorithms, public names, and the rules of the schema",
+    "prefrl/scripts/main.py": "commands",
+    "prefrl/optional.py": "optional packages",
+    "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
+    "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
+    "prefrl/rewards/named.py": "modules of the user",
+    "prefrl/scripts/verify.py": "modules of the user",
+}
+OF_THE_REGISTRY = {
+    "prefrl/__init__.py": "public names",
+    "prefrl/trainer/__init__.py": "public names",
+    "prefrl/scripts/schema/early.py": "functions that the schema names",
+}
+
+
+def test_own_modules_are_imported_where_import_linter_sees_it() -> None:
+    def with_(pattern: str) -> set[str]:
+        return {relative(path) for path in SOURCES if re.search(pattern, path.read_text(encoding="utf-8"), re.M)}
+
+    assert with_(r"\b(import_module|__import__|run_module|run_path)\(") == BY_STRING.keys()
+    assert with_(r"^from prefrl\.registry import .*\bload\b") == OF_THE_REGISTRY.keys()
+
+
 def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 

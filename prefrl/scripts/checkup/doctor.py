@@ -12,8 +12,8 @@ from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.imports import uncollected
+from prefrl.scripts.inputs import read
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.train import read
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm

@@ -23,7 +23,7 @@ from prefrl.models.footprint import (
 )
 from prefrl.models.outline import outline_of
 from prefrl.scripts.checkup.rows import row_lengths
-from prefrl.scripts.train import lora_of
+from prefrl.scripts.inputs import lora_of
 from prefrl.trainer.base.options.reference import ReferenceOptions
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from prefrl.scripts.checkup.rewards import try_rewards
 from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
 from prefrl.scripts.checkup.server import check_servers
 from prefrl.scripts.checkup.subject import Subject
-from prefrl.scripts.train import datasets_of, lora_of, options_of
+from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     (options,) = CommandParser("demo", (DemoArguments,), description, takes_config=False).parse(argv)
     from rich.console import Console
 
-    demo = importlib.import_module(f"prefrl.scripts.demo.{options.model}")  # imports torch
+    from prefrl.scripts.demo import smollm2, tiny  # import torch
+
+    demo = {"tiny": tiny, "smollm2": smollm2}[options.model]
     demo.run(options.seed, Path(options.output_dir), Console())
     return 0

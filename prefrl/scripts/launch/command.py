@@ -18,6 +18,7 @@ from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
 from prefrl.scripts.arguments.launch import AUTO, CPU, LAUNCHED, ONLY_CHECK, LaunchArguments, launch_options
+from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.launch.processes import Program
 from prefrl.scripts.launch.run import ServerProgram, run_together
 from prefrl.scripts.launch.server import check_start, choose_port, plan_server
@@ -25,7 +26,6 @@ from prefrl.scripts.parsing.option_parser import OptionParser, boolean
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema.help import option_list
 from prefrl.scripts.schema.parser import options_of
-from prefrl.scripts.train import check_files, read
 
 __all__ = ["CONFIGS", "main", "plan_training", "start", "visible_gpus", "with_gpus"]
 

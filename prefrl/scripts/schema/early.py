@@ -8,7 +8,6 @@ config.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.options.fields import parse_json
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
+from prefrl.registry import load
 from prefrl.trainer.base.optimizers.table import check_named, check_not_refused, check_rates
 from prefrl.trainer.base.options.autopilot import AutopilotOptions, check_autopilot, name_best_metric
 from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
@@ -335,15 +335,8 @@ def _kwargs_option(row: Mapping[str, Any], params: Sequence[type[Params]]) -> Kw
 def _params(row: Mapping[str, Any]) -> type[Params]:
     """A class of hyperparameters with the types, bounds, defaults and rules of the schema."""
     fields = [(name, _type(field), _with_default(field.get("default"))) for name, field in row["fields"].items()]
-    namespace = {"__module__": __name__, "rules": tuple(map(_function, row["rules"]))}
+    namespace = {"__module__": __name__, "rules": tuple(map(load, row["rules"]))}
     return dataclasses.make_dataclass("Hyperparameters", fields, bases=(Params,), namespace=namespace, frozen=True)
-
-
-def _function(place: str) -> Callable[[Any], None]:
-    """The function that module:function names."""
-    module, _, name = place.partition(":")
-    function: Callable[[Any], None] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def _type(field: Mapping[str, Any]) -> Any:

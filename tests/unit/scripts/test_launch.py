@@ -15,12 +15,12 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
+from prefrl.scripts.inputs import read
 from prefrl.scripts.launch.command import CONFIGS, plan_training, visible_gpus, with_gpus
 from prefrl.scripts.launch.processes import Program
 from prefrl.scripts.launch.run import ServerProgram
 from prefrl.scripts.launch.server import check_start, choose_port, plan_server
 from prefrl.scripts.schema.parser import SchemaParser
-from prefrl.scripts.train import read
 
 EIGHT = [str(i) for i in range(8)]
 GRPO = ["--model_name_or_path", "org/model", "--dataset_name", "d", "--reward_funcs", "numeric_reward"]
