@@ -156,7 +156,7 @@ def rows_of(name: str) -> str:
         "schedules": (["`lr_scheduler_type`", "options", *map(str, STEPS)], _schedules),
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
         "commands": (["command", "what it does"], _commands),
-        "names": (["name", "place", ""], _names),
+        "names": (["TRL", "prefrl"], _names),
         "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
         "trl_names": (["name", "prefrl"], _trl_names),
@@ -268,8 +268,7 @@ def _commands() -> Iterator[list[str]]:
 def _names() -> Iterator[list[str]]:
     for name, place in load("prefrl.trainer.online.flat_names.FLAT_NAMES").items():
         key = f"`{place.option}`" if place.key is None else f"`{place.key}` of `{place.option}`"
-        choice = "" if place.only_with is None else f", with `{place.only_with[0]}={place.only_with[1]!r}`"
-        yield [f"`{name}`", key + choice, "deprecated" if place.is_deprecated else "of TRL"]
+        yield [f"`{name}`", key]
 
 
 def _errors() -> Iterator[list[str]]:

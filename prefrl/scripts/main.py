@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import prefrl
@@ -105,8 +105,13 @@ def _report(command: str, error: BaseException) -> int:
 
 def _is_reported() -> bool:
     """Whether `prefrl launch`, which has started this process, prints its error."""
-    launched = importlib.import_module("prefrl.scripts.arguments.launch").LAUNCHED
-    return launched in os.environ and importlib.import_module("prefrl.distributed.launcher").is_recorded()
+    from prefrl.scripts.arguments.launch import LAUNCHED
+
+    if LAUNCHED not in os.environ:
+        return False
+    from prefrl.distributed.launcher import is_recorded  # imports torch
+
+    return is_recorded()
 
 
 def _leave_stdout() -> None:
@@ -153,19 +158,26 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 def _train(command: str, arguments: Sequence[str]) -> int:
     is_done = threading.Event()
     atexit.register(_leave_worker, is_done)  # before torch is imported: exit handlers run in reverse order
-    inputs, algorithm = importlib.import_module("prefrl.scripts.inputs"), REGISTRY[command]
-    given = inputs.read(algorithm, arguments)  # refuses mistakes before torch is imported
-    inputs.check_files(given)
-    options = importlib.import_module("prefrl.scripts.arguments.launch").launch_options(given, os.environ)
+    from prefrl.scripts.arguments.launch import launch_options
+    from prefrl.scripts.inputs import check_files, read
+
+    algorithm = REGISTRY[command]
+    given = read(algorithm, arguments)  # refuses mistakes before torch is imported
+    check_files(given)
+    options = launch_options(given, os.environ)
     if options is not None:
-        launch = importlib.import_module("prefrl.scripts.launch.command")
-        return int(launch.start([command, *arguments], given, options))
-    as_worker: Callable[[Callable[[], int]], int] = importlib.import_module("prefrl.distributed.launcher").as_worker
+        from prefrl.scripts.launch.command import start
+
+        return start([command, *arguments], given, options)
+
+    from prefrl.distributed.launcher import as_worker  # imports torch
 
     def train() -> int:
-        with importlib.import_module("prefrl.scripts.imports").uncollected():
-            training = importlib.import_module("prefrl.scripts.train")
-        return int(training.main(algorithm, given))
+        from prefrl.scripts.imports import uncollected
+
+        with uncollected():
+            from prefrl.scripts.train import main as train_and_save
+        return train_and_save(algorithm, given)
 
     code = as_worker(train)
     is_done.set()

@@ -136,7 +136,6 @@ def check(name: str, options: dict[str, Any]) -> Any:
     return SchemaParser(name).check(Given(options, places={}, takes_rewards=False))
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=lambda value: json.dumps(value).replace('"', ""))
 def test_the_command_refuses_what_the_config_refuses_in_the_same_words(
     name: str, options: dict[str, Any], tmp_path: Path
@@ -189,8 +188,8 @@ def test_what_a_gpu_can_do_is_not_refused_before_the_device_is_known() -> None:
 def test_own_options_take_precedence_over_a_preset() -> None:
     config = check("grpo", {"preset": "pods", "selection_kwargs": {}, "num_generations": 8})
     assert (config.num_generations, config.selection_kwargs) == (8, {"num_selected": 4})
-    with pytest.raises(ConfigError, match=r"num_selected=2 and selection_kwargs=.*: given both ways"):
-        check("grpo", {"num_selected": 2, "selection_kwargs": {"num_selected": 4}, "rollout_selection": "best"})
+    with pytest.raises(ConfigError, match=r"vespo_k_pos=2.0 and loss_kwargs=.*: given both ways"):
+        check("grpo", {"vespo_k_pos": 2.0, "loss_kwargs": {"k_pos": 4.0}, "loss_type": "vespo"})
 
 
 def test_every_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:

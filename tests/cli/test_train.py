@@ -21,7 +21,6 @@ from prefrl.registry import REGISTRY
 from prefrl.rewards import numeric_reward
 from prefrl.run.seal import manifest_of, seal
 from prefrl.scripts import inputs, train
-from prefrl.scripts.checkup import run
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
 
@@ -162,7 +161,7 @@ def recorded(algorithm: str, argv: list[str]) -> dict[str, Any]:
     """What the trainer was given. The model is not there, so it is not looked at."""
     row = dataclasses.replace(REGISTRY[algorithm], trainer=f"{__name__}:Recorder")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "check_before", lambda *_: None)
+        patch.setattr(train, "check_before", lambda *_: None)
         assert train.main(row, inputs.read(row, ["--model_name_or_path", "m", *QUICK, *argv])) == 0
     return Recorder.given
 

@@ -306,7 +306,7 @@ def _config(rules: Mapping[str, Any], options: Sequence[Mapping[str, Any]], give
     values = dict(given) if preset is None else combined(PRESETS[preset], given, FLAT_NAMES)
     for name in values.keys() - FLAT_NAMES.keys():
         setattr(config, name, values[name])
-    for option in options:  # in the order of their declaration: some give way to others
+    for option in options:
         name, default = option["name"], option.get("default")
         if name in FLAT_NAMES and values.get(name, default) != default:
             fill_place(config, name, values[name], FLAT_NAMES[name])

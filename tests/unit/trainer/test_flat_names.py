@@ -1,11 +1,10 @@
-"""Keywords that fill keys of other options: names of TRL, and deprecated ones of prefrl."""
+"""Keywords that fill keys of other options: names of TRL."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from prefrl.trainer.base.options.flat_names import init_vars
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 
 SERVER = {"use_vllm": True, "use_cpu": True}
-CLIP_COV, KL_COV = {"loss_type": "clip_cov"}, {"loss_type": "kl_cov"}
 SAPO, VESPO = {"loss_type": "sapo"}, {"loss_type": "vespo"}
 ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.5}
 # Name -> a value, the options that it needs, and the option and the value that it gives.
@@ -53,53 +51,6 @@ PLACES: dict[str, tuple[Any, dict[str, Any], str, Any]] = {
     "vllm_structured_outputs_regex": ("a+", SERVER, "vllm_guided_decoding_regex", "a+"),
     "reward_clip_range": ([-1.0, 1.0], {}, "reward_shaping_kwargs", {"clip_range": [-1.0, 1.0]}),
     "missing_eos_penalty": (1.0, {}, "reward_shaping_kwargs", {"missing_eos_penalty": 1.0}),
-    "aipo_rho": (2.0, {"loss_type": "aipo"}, "loss_kwargs", {"rho": 2.0}),
-    "clip_cov_ratio": (0.1, CLIP_COV, "loss_kwargs", {"ratio": 0.1}),
-    "clip_cov_lb": (0.1, CLIP_COV, "loss_kwargs", {"lb": 0.1}),
-    "clip_cov_ub": (2.0, CLIP_COV, "loss_kwargs", {"ub": 2.0}),
-    "kl_cov_ratio": (0.1, KL_COV, "loss_kwargs", {"ratio": 0.1}),
-    "kl_cov_coef": (0.1, KL_COV, "loss_kwargs", {"coef": 0.1}),
-    "positive_nll_coef": (0.1, {}, "loss_kwargs", {"positive_nll_coef": 0.1}),
-    "min_filter_prefix_tokens": (2, {}, "loss_kwargs", {"min_filter_prefix_tokens": 2}),
-    "f_norm": (2.0, {"advantage_estimator": "gpg"}, "advantage_kwargs", {"f_norm": 2.0}),
-    "zero_tail": (
-        False,
-        {"advantage_estimator": "optimal_token_baseline"},
-        "advantage_kwargs",
-        {"zero_tail": False},
-    ),
-    "advantage_clip_range": ([-1.0, 1.0], {}, "advantage_kwargs", {"clip_range": [-1.0, 1.0]}),
-    "kl_weight_cap": (2.0, {"kl_estimator": "sequence"}, "kl_kwargs", {"weight_cap": 2.0}),
-    "kl_target": (0.2, {}, "kl_kwargs", {"target": 0.2}),
-    "kl_controller": ("adaptive", {}, "kl_kwargs", {"target": 0.1}),
-    "kl_horizon": (20, {"kl_kwargs": {"target": 0.2}}, "kl_kwargs", {"target": 0.2, "horizon": 20}),
-    "uncertainty_rate": (0.2, {"reward_balance": "uncertainty"}, "balance_kwargs", {"rate": 0.2}),
-    "gradnorm_alpha": (0.2, {"reward_balance": "gradnorm"}, "balance_kwargs", {"alpha": 0.2}),
-    "gradnorm_rate": (0.2, {"reward_balance": "gradnorm"}, "balance_kwargs", {"rate": 0.2}),
-    "famo_rate": (0.2, {"reward_balance": "famo"}, "balance_kwargs", {"rate": 0.2}),
-    "famo_decay": (0.2, {"reward_balance": "famo"}, "balance_kwargs", {"decay": 0.2}),
-    "pareto_smoothing": (0.2, {"reward_balance": "pareto"}, "balance_kwargs", {"smoothing": 0.2}),
-    "num_selected": (2, {"rollout_selection": "best"}, "selection_kwargs", {"num_selected": 2}),
-    "rollout_resampling": ("max_min", {}, "rollout_selection", "max_min"),
-    "rollout_resampling_power": (3.0, {"rollout_selection": "pow"}, "selection_kwargs", {"power": 3.0}),
-    "dynamic_sampling_max_tries": (2, {"dynamic_sampling": True}, "dynamic_sampling_kwargs", {"max_tries": 2}),
-    "filter_reward_metric": ("x", {"dynamic_sampling": True}, "dynamic_sampling_kwargs", {"reward_metric": "x"}),
-    "curriculum_band": ([0.2, 0.8], {"curriculum": "band"}, "curriculum_kwargs", {"band": [0.2, 0.8]}),
-    "curriculum_reward_bounds": (
-        [0.0, 2.0],
-        {"curriculum": "band"},
-        "curriculum_kwargs",
-        {"reward_bounds": [0.0, 2.0]},
-    ),
-    "curriculum_floor": (0.2, {"curriculum": "band"}, "curriculum_kwargs", {"floor": 0.2}),
-    "curriculum_momentum": (0.2, {"curriculum": "band"}, "curriculum_kwargs", {"momentum": 0.2}),
-    "stop_properly_penalty_coef": (0.5, {}, "reward_shaping_kwargs", {"stop_properly_penalty_coef": 0.5}),
-    "normalize_rewards": (True, {}, "reward_shaping_kwargs", {"normalize": True}),
-    "vllm_request_timeout": (9.0, SERVER, "vllm_kwargs", {"request_timeout": 9.0}),
-    "vllm_guided_decoding_json": ('{"type": "object"}', SERVER, "vllm_kwargs", {"guided_json": {"type": "object"}}),
-    "vllm_guided_decoding_grammar": ("a", SERVER, "vllm_kwargs", {"guided_grammar": "a"}),
-    "weight_sync_folder": ("/x", {**SERVER, "weight_sync": "shm"}, "vllm_kwargs", {"sync_folder": "/x"}),
-    "weight_sync_timeout": (9.0, SERVER, "vllm_kwargs", {"sync_timeout": 9.0}),
 }
 
 
@@ -108,18 +59,9 @@ def made(tmp_path: Path, **options: Any) -> GRPOConfig:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_name_fills_its_place_and_warns_if_it_is_deprecated(name: str, tmp_path: Path) -> None:
+def test_a_name_fills_its_place(name: str, tmp_path: Path) -> None:
     value, others, option, expected = PLACES[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = made(tmp_path, **others, **{name: value})
-    assert getattr(config, option) == expected
-    (messages,) = [
-        [str(w.message) for w in caught if issubclass(w.category, FutureWarning) and name in str(w.message)]
-    ]
-    assert len(messages) == FLAT_NAMES[name].is_deprecated
-    assert all(f"{name} is deprecated" in text and f"Write {option}=" in text for text in messages)
-    assert all(Path(w.filename) == Path(__file__) for w in caught if name in str(w.message))
+    assert getattr(made(tmp_path, **others, **{name: value}), option) == expected
 
 
 def test_every_name_is_shown_above_and_declared_once() -> None:
@@ -142,38 +84,25 @@ def test_names_are_parameters_of_the_constructor_but_no_options(config: Any) -> 
     ("options", "message"),
     [
         pytest.param(
-            {"loss_type": "aipo", "aipo_rho": 2.0, "loss_kwargs": {"rho": 3.0}},
-            r"aipo_rho=2.0 and loss_kwargs={'rho': 3.0}: given both ways. Remove aipo_rho",
+            {"loss_type": "vespo", "vespo_k_pos": 2.0, "loss_kwargs": {"k_pos": 3.0}},
+            r"vespo_k_pos=2.0 and loss_kwargs={'k_pos': 3.0}: given both ways. Remove vespo_k_pos",
             id="key",
         ),
         pytest.param(
-            {"rollout_resampling": "pow", "rollout_selection": "best"},
-            "rollout_resampling='pow' and rollout_selection='best': given both ways",
+            {"vllm_structured_outputs_regex": "a", "vllm_guided_decoding_regex": "b", **SERVER},
+            "vllm_structured_outputs_regex='a' and vllm_guided_decoding_regex='b': given both ways",
             id="option",
         ),
         pytest.param(
             {"vespo_k_pos": 1.0}, "loss_kwargs: k_pos=1.0 is not known with loss_type='dapo'. It goes with", id="loss"
         ),
-        pytest.param(
-            {"loss_type": "kl_cov", "clip_cov_ratio": 0.1},
-            "clip_cov_ratio=0.1 has no effect because loss_type='kl_cov'. It goes with loss_type='clip_cov'",
-            id="another's key",
-        ),
-        pytest.param({"kl_controller": "pid"}, "kl_controller='pid': must be 'fixed' or 'adaptive'", id="controller"),
-        pytest.param({"loss_kwargs": ["rho"], "aipo_rho": 2.0}, "loss_kwargs=.*must be a mapping", id="no mapping"),
+        pytest.param({"loss_kwargs": ["k_pos"], "vespo_k_pos": 2.0}, "loss_kwargs=.*must be a mapping", id="a list"),
         pytest.param({"sapo_temperature_pos": "1e-5", "loss_type": "sapo"}, r"YAML reads 1e-5 as a string", id="text"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         made(tmp_path, **options)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_target_that_is_given_wins_over_that_of_the_controller(tmp_path: Path) -> None:
-    assert made(tmp_path, kl_controller="adaptive", kl_target=0.3).kl_params.target == 0.3
-    assert made(tmp_path, kl_controller="fixed").kl_params.target is None
 
 
 def test_names_join_keys_that_are_there_and_leave_the_mapping_of_the_user_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Keywords of a config that are no options of their own, but fill keys of others: `aipo_rho=4.0` fills `loss_kwargs`.
+"""Keywords of a config that are no options of their own: `vespo_k_pos=4.0` fills a key of the option `loss_kwargs`.
 
 They are `dataclasses.InitVar`s of the config: its constructor and the command line take them, and nothing else does.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -27,18 +26,10 @@ class FlatName:
     Args:
         option: The option that it fills.
         key: The key of that option's mapping; None: the option itself.
-        only_with: An option and the value of it that the keyword belongs to, where the key alone does not say it.
-        is_deprecated: Whether to warn.
-        convert: From the keyword's value to that of the key; None: there is nothing to fill.
-        is_fallback: Whether the keyword gives way to a key that is already there.
     """
 
     option: str
     key: str | None
-    only_with: tuple[str, str] | None = None
-    is_deprecated: bool = True
-    convert: Callable[[Any], Any] | None = None
-    is_fallback: bool = False
 
 
 def init_vars(config_class: Any) -> dict[str, Any]:
@@ -94,7 +85,7 @@ def fill_places(config: Any, places: Mapping[str, FlatName]) -> None:
         places: The places of the keywords.
 
     Raises:
-        ConfigError: A value has another type, a place is taken, or the keyword belongs to another value of an option.
+        ConfigError: A value has another type, or a place is taken.
     """
     config_class: Any = type(config)
     defaults, hints = init_vars(config_class), _types(config_class)
@@ -102,48 +93,21 @@ def fill_places(config: Any, places: Mapping[str, FlatName]) -> None:
         check_value(name, value, hints[name])
         if value == defaults[name]:
             continue
-        place = places[name]
-        filled = fill_place(config, name, value, place)
-        if place.is_deprecated:
-            key = repr(filled) if place.key is None else repr({place.key: filled})
-            warnings.warn(
-                f"{name} is deprecated and will be removed in prefrl 0.2. Write {place.option}={key} instead.",
-                FutureWarning,
-                stacklevel=4,  # the caller of the config's __init__
-            )
+        fill_place(config, name, value, places[name])
 
 
-def fill_place(config: Any, name: str, value: Any, place: FlatName) -> Any:
-    """Put the value of a keyword into its place; returns what was put there.
+def fill_place(config: Any, name: str, value: Any, place: FlatName) -> None:
+    """Put the value of a keyword into its place.
 
     Raises:
-        ConfigError: The place is taken, or the keyword belongs to another value of an option.
+        ConfigError: The place is taken.
     """
-    _check_choice(config, name, value, place)
-    filled = value if place.convert is None else place.convert(value)
-    if filled is not None or place.convert is None:
-        _fill(config, name, value, filled, place)
-    return filled
-
-
-def _check_choice(config: Any, name: str, value: Any, place: FlatName) -> None:
-    if place.only_with is not None:
-        switch, choice = place.only_with
-        if getattr(config, switch) != choice:
-            raise ConfigError(
-                f"{name}={value!r} has no effect because {switch}={getattr(config, switch)!r}. It goes with "
-                f"{switch}={choice!r}."
-            )
-
-
-def _fill(config: Any, name: str, value: Any, filled: Any, place: FlatName) -> None:
     if place.key is None:
-        is_taken, with_it = getattr(config, place.option) is not None, filled
+        is_taken, filled = getattr(config, place.option) is not None, value
     else:
         there = mapping_of(config, place.option)
-        is_taken, with_it = place.key in there, {**there, place.key: filled}
-    if is_taken and not place.is_fallback:
-        there = getattr(config, place.option)
-        raise ConfigError(f"{name}={value!r} and {place.option}={there!r}: given both ways. Remove {name}.")
-    if not is_taken:
-        setattr(config, place.option, with_it)
+        is_taken, filled = place.key in there, {**there, place.key: value}
+    if is_taken:
+        given = getattr(config, place.option)
+        raise ConfigError(f"{name}={value!r} and {place.option}={given!r}: given both ways. Remove {name}.")
+    setattr(config, place.option, filled)
