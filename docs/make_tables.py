@@ -408,7 +408,7 @@ def describe(hint: Any) -> str:
     """What a value may be, in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        bounds = [f"{SIGNS[type(b)][1]} {getattr(b, SIGNS[type(b)][0]):g}" for b in arguments[1:]]
+        bounds = [f"{SIGNS[type(b)][1]} {getattr(b, SIGNS[type(b)][0])}" for b in arguments[1:]]
         return f"{describe(arguments[0])} {', '.join(bounds)}"
     if hint is load("prefrl.losses.policy.losses.LossType"):
         return "a [policy loss](../losses.md#policy-losses)"

@@ -24,7 +24,7 @@ LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT = 1e38  # in round numbers what 32 bits hold
 # What several options have in common. The bounds are above all that is in use, and below what hangs or overflows.
 BatchSize = Annotated[int, Ge(1), Le(10**9)]
-Length = Annotated[int, Ge(1), Le(2**24)]  # in tokens
+Length = Annotated[int, Ge(1), Le(2 * 10**7)]  # in tokens
 NumSamples = Annotated[int, Ge(1), Le(2**16)]  # completions of a prompt
 Seconds = Annotated[float, Gt(0), Le(10**9)]  # more than Python's locks can wait for is an OverflowError
 
@@ -83,19 +83,22 @@ def _check_bounds(name: str, value: Any, hint: Any) -> None:
     elif origin is dict:
         for key, item in value.items():
             _check_bounds(f"{name}[{key!r}]", item, arguments[1])
-    elif origin is Annotated or hint in _DEFAULT_BOUNDS:
-        bounds = arguments[1:]
+    elif (arguments[0] if origin is Annotated else hint) in _DEFAULT_BOUNDS:
+        bounds = _bounds_of(hint)
         broken = [bound for bound in _all_bounds(hint) if not _holds(value, bound)]
         if broken:
             described = _described([*bounds, *(bound for bound in broken if bound not in bounds)])
             raise ConfigError(f"{name}={_shown(value)}: must be a number {described}")
 
 
+def _bounds_of(hint: Any) -> list[Any]:
+    return [bound for bound in typing.get_args(hint)[1:] if type(bound) in _BOUNDS]
+
+
 def _all_bounds(hint: Any) -> list[Any]:
     """The bounds of a number, and the default ones on the sides on which it has none."""
-    arguments = typing.get_args(hint)
-    base, bounds = (arguments[0], arguments[1:]) if arguments else (hint, ())
-    low, high = _DEFAULT_BOUNDS[base]
+    bounds = _bounds_of(hint)
+    low, high = _DEFAULT_BOUNDS[typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint]
     sides = {type(bound) in (Ge, Gt) for bound in bounds}
     return [*bounds, *[low] * (True not in sides), *[high] * (False not in sides)]
 
@@ -112,6 +115,10 @@ def _described(bounds: Iterable[Any]) -> str:
 
 def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
 
 
 def _is_number(value: Any) -> bool:
@@ -153,12 +160,12 @@ def _kind_of(hint: Any) -> _Kind:
         return _KINDS[hint]
     if origin is Annotated:
         base = _kind_of(arguments[0])
-        return _Kind(f"{base.words} {_described(arguments[1:])}", base.fits)
+        return _Kind(f"{base.words} {_described(_bounds_of(hint))}".rstrip(), base.fits)
     if origin is Literal:
         return _choice(arguments)
     if _is_union(hint):
         # HuggingFace makes an enum of a text, which must be one of its values.
-        has_enum = any(isinstance(part, type) and issubclass(part, enum.Enum) for part in arguments)
+        has_enum = any(map(_is_enum, arguments))
         kinds = [_kind_of(part) for part in arguments if not (has_enum and part is str)]
         return _any_of(kinds)
     if origin is list:
@@ -199,12 +206,12 @@ def _mapping(key: Any, item: Any) -> _Kind:
 
 def _class(hint: Any) -> _Kind:
     """Any other class; what is no class, such as Any, allows everything."""
+    if _is_enum(hint):
+        return _choice(tuple(member.value for member in hint))
     if not isinstance(hint, type) or getattr(hint, "_is_protocol", False) or hint is Any:
         return _Kind("anything", lambda value: True)
     if issubclass(hint, os.PathLike):
         return _KINDS[os.PathLike]
-    if issubclass(hint, str) and issubclass(hint, enum.Enum):
-        return _choice(tuple(member.value for member in hint))
     return _Kind(f"of type {hint.__name__}", lambda value: isinstance(value, hint))
 
 
@@ -217,7 +224,7 @@ def _shown(value: Any) -> str:
 
 
 def _remedy(value: Any, hint: Any) -> str:
-    kinds = [part for part in _parts(hint) if part is not type(None)]
+    kinds = [part for part in _parts(hint) if part is not type(None) and not _is_enum(part)]
     kind = kinds[0] if len(kinds) == 1 else None
     if kind is str and isinstance(value, bool):
         return " In YAML, put no, off, yes and on into quotation marks."

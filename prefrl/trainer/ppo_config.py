@@ -64,7 +64,9 @@ class PPOConfig(PolicyGradientConfig):
     )
     detach_trunk: bool = opt(False, "head: the value loss trains only the head; no gradient flows into the policy.")
     num_generations: NumSamples = opt(1, "Completions per prompt; the critic is the baseline.")
-    num_iterations: Annotated[int, Ge(1)] = opt(4, "PPO epochs: number of passes over each generation batch.")
+    num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(
+        4, "PPO epochs: number of passes over each generation batch."
+    )
     normalize_advantages: bool = opt(
         True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
     )

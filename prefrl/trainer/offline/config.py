@@ -19,7 +19,7 @@ __all__ = ["OfflineConfig", "SampleOptions"]
 class OfflineConfig(BaseConfig):
     """Options of trainers that learn from a fixed dataset."""
 
-    max_length: Annotated[int, Ge(2), Le(2**24)] | None = opt(
+    max_length: Annotated[int, Ge(2), Le(2 * 10**7)] | None = opt(
         1024, "Maximum sequence length in tokens; None: no limit."
     )
     truncation_mode: TruncationMode = opt(

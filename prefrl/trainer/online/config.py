@@ -157,7 +157,7 @@ class OnlineConfig(
     generation_batch_size: BatchSize | None = opt(
         None, "Completions of a generation batch, over all processes; None: follows from steps_per_generation."
     )
-    steps_per_generation: Annotated[int, Ge(1), Le(10**6)] | None = opt(
+    steps_per_generation: Annotated[int, Ge(1), Le(10**5)] | None = opt(
         None,
         "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
         "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
@@ -166,7 +166,7 @@ class OnlineConfig(
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
     )
-    num_iterations: Annotated[int, Ge(1)] = opt(1, "Number of passes over each generation batch.")
+    num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(1, "Number of passes over each generation batch.")
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
         False,

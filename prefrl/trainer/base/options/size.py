@@ -11,8 +11,9 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt, plain_value
 from prefrl.options.params import Params
-from prefrl.options.types import BatchSize
+from prefrl.options.types import BatchSize, check_value
 from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.trainer.base.options.rules import HUGGINGFACE
 
 __all__ = [
     "AUTO",
@@ -111,6 +112,7 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
     automatic -= {"learning_rate"}
     if config.effective_batch_size is not None:
         automatic -= _derived(config, config.effective_batch_size, automatic)
+        check_value(_STEPS, config.gradient_accumulation_steps, HUGGINGFACE[_STEPS])
     elif _STEPS in automatic:
         raise ConfigError(
             f"{_STEPS}='auto' without effective_batch_size: nothing decides how many micro-batches a step has. Set "
