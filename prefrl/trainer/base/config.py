@@ -56,7 +56,6 @@ _TRACKERS = {
     **{name: name for name in ("clearml", "codecarbon", "dagshub", "mlflow", "neptune", "swanlab", "tensorboard")},
     **{"trackio": "trackio", "wandb": "wandb", "comet_ml": "comet-ml"},
 }
-_HINTS = {**HUGGINGFACE, "accelerator_config": AcceleratorConfig | dict[str, Any] | str | None}
 _DOCS = "docs/trainers lists the options."
 
 
@@ -83,6 +82,11 @@ class BaseConfig(
         *CHECKPOINT_OPTIONS,
         PROFILE,
     )
+    # Types of options that are not those of their annotations, from which command lines are made.
+    hints: ClassVar[Mapping[str, Any]] = {
+        **HUGGINGFACE,
+        "accelerator_config": AcceleratorConfig | dict[str, Any] | str | None,
+    }
     flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
     # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
     changeable: ClassVar[tuple[str, ...]] = (
@@ -217,7 +221,7 @@ class BaseConfig(
         fill_places(self, self.flat_names)
         self.automatic = take_automatic(self)  # the options that are "auto"
         self.take_other_forms()
-        check_fields(self, _HINTS)  # before HuggingFace's __post_init__, which already compares numbers
+        check_fields(self, self.hints)  # before HuggingFace's __post_init__, which already compares numbers
         check_intervals(self)
         self._check_json()
         self._set_both_names()

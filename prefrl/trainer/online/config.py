@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -134,6 +134,10 @@ class OnlineConfig(
         *BaseConfig.kwargs_options,
         *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM, EVAL_SAMPLING, AT_K),
     )
+    hints: ClassVar[Mapping[str, Any]] = {
+        **BaseConfig.hints,
+        "tool_parser": dict[str, Any] | str | Callable[[str], Any] | None,
+    }
     flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
     best_metric: ClassVar[str] = "reward"
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
