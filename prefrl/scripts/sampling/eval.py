@@ -70,9 +70,9 @@ class EvalArguments(SamplingArguments, ColumnArguments):
     output_dir: str | None = opt(None, "Folder for metrics.json and completions.parquet; None: nothing is written.")
 
     def __post_init__(self) -> None:
+        self.reward_funcs = reward_entries(self.reward_funcs)
         for part in (SamplingArguments, ColumnArguments):
             part.__post_init__(self)
-        self.reward_funcs = reward_entries(self.reward_funcs)
         if self.dataset_name is None and Path(self.model_name_or_path or "").is_file():
             self.dataset_name, self.model_name_or_path = self.model_name_or_path, None  # prefrl eval responses.jsonl
         if self.dataset_name is None:
