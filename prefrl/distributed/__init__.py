@@ -34,6 +34,7 @@ from prefrl.distributed.launch_checks import (
     check_quantized,
     check_state_read,
     check_weights_stay,
+    partitions_weights,
 )
 from prefrl.distributed.parallelism import (
     accelerator_arguments,
@@ -142,6 +143,7 @@ __all__ = [
     "num_processes",
     "on_main",
     "only_data",
+    "partitions_weights",
     "place_in_team",
     "prepare_frozen",
     "rank",

@@ -19,6 +19,7 @@ __all__ = [
     "check_processes",
     "check_quantized",
     "check_state_read",
+    "partitions_weights",
 ]
 
 # Set by `prefrl launch` for its training processes.
@@ -64,6 +65,12 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
             "ACCELERATE_USE_CPU=true with DeepSpeed: weights would be partitioned, but trained as if they were "
             "whole. Set use_cpu: false in the accelerate config, and use_cpu=True (--use_cpu true) for the run."
         )
+
+
+def partitions_weights(args: Any, environment: Mapping[str, str]) -> bool:
+    """Whether processes may hold parts of the weights instead of copies."""
+    is_sharded = args.fsdp or _is_set(environment, "ACCELERATE_USE_FSDP") or args.parallelism_config is not None
+    return bool(is_sharded or _wants_deepspeed(args, environment))
 
 
 def check_devices(num_gpus: int) -> None:

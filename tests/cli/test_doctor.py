@@ -11,9 +11,9 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.models import load
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import launch_options
-from prefrl.scripts.checkup import doctor
+from prefrl.scripts.checkup import doctor, resources
 from prefrl.scripts.checkup.findings import Section
-from prefrl.scripts.checkup.resources import footprint_of
+from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
 from prefrl.scripts.checkup.run import checkup_of
 from prefrl.scripts.checkup.subject import Subject
 from prefrl.scripts.inputs import options_of, read
@@ -141,7 +141,7 @@ def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Pat
         subject = Subject(
             REGISTRY["dpo"], *options_of(REGISTRY["dpo"], read(REGISTRY["dpo"], [*argv, "--output_dir", "out"]))
         )
-        parts[name] = footprint_of(subject, num_fed=20, num_scored=10, num_rows=2)
+        parts[name] = footprint_of(subject, MicroBatch(num_rows=2, num_fed=20, num_scored=10, prompt=0))
     everything, adapter = parts["all"], parts["adapter"]
     assert everything.gradients == everything.weights
     assert everything.optimizer == 2 * everything.gradients
@@ -149,6 +149,50 @@ def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Pat
     assert adapter.optimizer == 2 * adapter.gradients
     assert (everything.reference, adapter.reference) == (everything.weights, 0)
     assert adapter.activations > 0
+
+
+SFT = ["sft", "--dataset_name", "texts.jsonl"]
+GRPO = ["grpo", "--dataset_name", "prompts.jsonl", "--reward_funcs", "my_rewards:short", "--num_generations", "2"]
+GRPO += ["--per_device_train_batch_size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*GRPO, "--max_completion_length", "400"], r"MiB, but only 0.2 MiB are free here. Set max_tokens_per_micro"),
+        ([*GRPO, "--max_completion_length", "4000"], r"max_completion_length=4000: the model has 512 positions"),
+        ([*SFT, "--max_tokens_per_micro_batch", "1"], r"needed, of which optimizer 0.2 MiB, .*Train an adapter"),
+    ],
+)
+def test_an_impossible_plan_is_a_problem_and_does_not_begin(
+    words: list[str], message: str, workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "_free", lambda _: (200_000, "here"))
+    found, _ = checked(words[0], model_folder, *words[1:])
+    problems = [text for entries in found.values() for level, text in entries if level == "problem"]
+    argv = [*words, "--model_name_or_path", str(model_folder), "--use_cpu", "--output_dir", "out"]
+    with pytest.raises(ConfigError, match=message) as raised:
+        main(["--debug", *argv])
+    assert problems == [str(raised.value)]
+
+
+@pytest.mark.parametrize("words", [["--max_tokens_per_micro_batch", "auto"], ["--accelerate_config", "zero3"]])
+def test_memory_that_is_found_by_trial_or_shared_is_no_problem(
+    words: list[str], workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "_free", lambda _: (0, "here"))
+    found, _ = checked(*SFT[:1], model_folder, *SFT[1:], *words)
+    assert found["Memory and time"][0][0] == "warning"
+
+
+def test_a_batch_larger_than_the_dataset_needs_the_memory_of_its_rows(workspace: Path, model_folder: Path) -> None:
+    needed = []
+    for size in ("4", "10000000"):
+        words = ["--dataset_name", "texts.jsonl", "--per_device_train_batch_size", size]
+        found, _ = checked("sft", model_folder, *words)
+        needed.append(found["Memory and time"][0][1].partition(" are needed")[0])
+    assert needed[0] == needed[1]
+    assert found["Batches"][-1] == ("note", "a micro-batch of 10,000,000 rows is never full: the dataset has 3")
 
 
 def test_a_reward_that_fails_is_a_problem(workspace: Path, model_folder: Path) -> None:

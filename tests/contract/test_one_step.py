@@ -187,6 +187,11 @@ def test_a_context_without_room_for_completions_is_an_error(prompt: int | None, 
         grpo(tmp_path, model=model, max_completion_length=None, max_prompt_length=prompt)
 
 
+def test_a_completion_longer_than_the_context_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_completion_length=41: the model has 40 positions"):
+        grpo(tmp_path, model=stopping_model(max_position_embeddings=40), max_completion_length=41)
+
+
 def test_evaluation_samples_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     results = []
     for size in (4, 24):

@@ -22,14 +22,18 @@ class Batches:
     Args:
         lines: The arithmetic in words.
         rows_per_step: Rows of the dataset, or completions, of an optimizer step.
-        rows_per_micro_batch: Of one process.
+        rows_per_micro_batch: Of one process, at most those that there are.
+        num_rows: Rows of the dataset; None: not known, as it is a stream.
         num_steps: Optimizer steps of the run; None: not known, as the dataset is a stream.
+        note: What else is to be said; empty: nothing.
     """
 
     lines: tuple[str, ...]
     rows_per_step: int
     rows_per_micro_batch: int
+    num_rows: int | None
     num_steps: int | None
+    note: str = ""
 
     @classmethod
     def of(cls, subject: Subject, num_rows: int | None) -> Batches:
@@ -37,7 +41,7 @@ class Batches:
         config = subject.config
         per_device = config.rows_per_micro_batch
         if not isinstance(per_device, int):  # auto
-            return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, None)
+            return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, num_rows, None)
         accumulation, ranks = int(config.gradient_accumulation_steps), num_ranks(config)
         rows = per_device * accumulation * ranks
         who = "processes" if ranks == config.world_size else f"teams of {config.world_size // ranks} processes"
@@ -56,12 +60,17 @@ class Batches:
         num_steps = _num_steps(config, steps_per_epoch)
         if num_steps is not None and steps_per_epoch:
             lines.append(f"{steps_per_epoch:,} steps an epoch, {num_steps:,} steps in all")
-        return cls(tuple(lines), rows, per_device, num_steps)
+        if subject.is_online or num_rows is None or per_device * ranks <= num_rows:
+            return cls(tuple(lines), rows, per_device, num_rows, num_steps)
+        note = f"a micro-batch of {per_device:,} {noun} is never full: the dataset has {num_rows:,}"
+        return cls(tuple(lines), rows, -(-num_rows // ranks), num_rows, num_steps, note)
 
     def report(self, section: Section) -> None:
         """Say it."""
         for line in self.lines:
             section.ok(line)
+        if self.note:
+            section.note(self.note)
         if self.num_steps == 0:
             section.problem("there is no step: the dataset is smaller than one generation batch")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import psutil
 import torch
 from rich.table import Table
 
+from prefrl.errors import ConfigError
 from prefrl.models.adapters import add_adapter
 from prefrl.models.footprint import (
     Footprint,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from prefrl.scripts.checkup.subject import Subject
 
 __all__ = [
+    "MicroBatch",
+    "check_memory",
     "check_resources",
     "estimated_footprint",
     "footprint_of",
@@ -45,15 +48,34 @@ __all__ = [
 
 _MIB, _GIB = 2**20, 2**30
 _SECONDS = 0.1  # for which a speed is measured
+_UNLIMITED = 10**9  # tokens of a row, and rows
+_IMPOSSIBLE = 1.5  # times the free memory: estimates are not exact, and other programs may end
+_PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "cache")
+_KNOWN_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # whose whole state is known to be on the device
+# The largest part of the memory -> how to need less of it.
+_REMEDIES = {
+    "activations": "Set max_tokens_per_micro_batch, which does not change the update, or lower "
+    "per_device_train_batch_size and the lengths of rows and completions",
+    "cache": "Lower max_completion_length or the completions of a generation batch, or set use_vllm=True",
+}
+_REMEDY = "Train an adapter with use_peft=True, a smaller model, or partition the weights: see docs/distributed.md"
 
 
 @dataclass(frozen=True)
-class _MicroBatch:
-    """Tokens of a micro-batch that is larger than most."""
+class MicroBatch:
+    """Tokens of a micro-batch.
+
+    Args:
+        num_rows: Rows of the dataset, or completions.
+        num_fed: Tokens that go through the model.
+        num_scored: Those of them whose log-probs are computed; 0 for a reward model.
+        prompt: Tokens of a prompt, for the cache.
+    """
 
     num_rows: int
     num_fed: int
     num_scored: int
+    prompt: int
 
 
 def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
@@ -72,13 +94,45 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
 
 def estimated_footprint(subject: Subject, rows: datasets.Dataset, batches: Batches) -> Footprint:
     """Memory of one process with a micro-batch that is larger than most."""
-    batch = large_micro_batch(subject, rows, batches)
-    return footprint_of(subject, num_fed=batch.num_fed, num_scored=batch.num_scored, num_rows=batch.num_rows)
+    return footprint_of(subject, large_micro_batch(subject, rows, batches))
+
+
+def check_memory(subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
+    """Refuse a run that needs far more memory than is free.
+
+    Raises:
+        ConfigError: Says how much is needed and free, and what to do.
+    """
+    try:
+        footprint = estimated_footprint(subject, rows, batches)
+    except Exception:  # a model's own code that needs data: the doctor says that nothing was estimated
+        return
+    if (problem := _shortage(subject, footprint)) is not None:
+        raise ConfigError(problem)
+
+
+def _shortage(subject: Subject, footprint: Footprint) -> str | None:
+    """Why a run is impossible; None if it may be possible: sizes are found by trial, or parts are kept elsewhere."""
+    config = subject.config
+    is_elsewhere = subject.is_partitioned or "device_map" in (config.model_init_kwargs or {})
+    if is_elsewhere or config.activation_offloading or config.sought:
+        return None
+    is_known = str(getattr(config.optim, "value", config.optim)) in _KNOWN_OPTIMIZERS
+    least = footprint if is_known else replace(footprint, optimizer=0)
+    free, place = _free(config.device)
+    if least.peak <= _IMPOSSIBLE * free:
+        return None
+    parts = {name: getattr(least, name) for name in _PARTS}
+    largest = max(parts, key=lambda name: parts[name])
+    return (
+        f"{_size(least.peak)} of memory are needed, of which {largest} {_size(parts[largest])}, but only "
+        f"{_size(free)} are free {place}. {_REMEDIES.get(largest, _REMEDY)}."
+    )
 
 
 def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> None:
     table = Table("memory of one process", "", box=None, header_style="dim")
-    for name in ("weights", "gradients", "optimizer", "reference", "activations", "cache"):
+    for name in _PARTS:
         table.add_row(name, _size(getattr(footprint, name)))
     table.add_row("peak, libraries not counted", _size(footprint.peak), style="bold")
     section.shown.append(table)
@@ -87,25 +141,21 @@ def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> No
     each = f" by each of {count} processes" if count > 1 else ""
     needed = footprint.peak * (count if device.type == "cpu" else 1)  # processes share a machine's memory
     text = f"{_size(footprint.peak)} are needed{each}, {_size(free)} are free {place}"
-    (section.ok if needed < free else section.warn)(text)
+    if (problem := _shortage(subject, footprint)) is not None:
+        section.problem(problem)
+    else:
+        (section.ok if needed < free else section.warn)(text)
     if subject.algorithm.name == "ppo":
         section.note("the critic is not counted; it needs as much as the policy")
 
 
-def footprint_of(subject: Subject, *, num_fed: int, num_scored: int, num_rows: int) -> Footprint:
-    """Memory of one process that shares nothing.
-
-    Args:
-        subject: The run.
-        num_fed: Tokens of a micro-batch that go through the model.
-        num_scored: Those of them whose log-probs are computed; 0 for a reward model.
-        num_rows: Rows of a micro-batch.
-    """
+def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
+    """Memory of one process that shares nothing."""
     config, model, adapter = subject.config, subject.model, lora_of(subject.script)
     weights = weights_of(_with_adapter(subject) if adapter is not None else model)
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
-    kept = activations_of(model, num_fed, peft_config=adapter, autocast=autocast)
-    head = head_bytes(model, num_scored, device=config.device)
+    kept = activations_of(model, batch.num_fed, peft_config=adapter, autocast=autocast)
+    head = head_bytes(model, batch.num_scored, device=config.device)
     keeps_copy = isinstance(config, ReferenceOptions) and config.beta > 0 and adapter is None
     keeps_copy = keeps_copy and not getattr(config, "precompute_ref_log_probs", False)
     is_cut = config.gradient_accumulation_steps > 1 or config.max_tokens_per_micro_batch is not None
@@ -115,7 +165,7 @@ def footprint_of(subject: Subject, *, num_fed: int, num_scored: int, num_rows: i
         optimizer=optimizer_bytes(weights, str(getattr(config.optim, "value", config.optim))),
         reference=weights.total if keeps_copy else 0,
         activations=kept.peak(head, checkpointed=bool(config.activation_checkpointing)),
-        cache=_cache(subject, num_rows),
+        cache=_cache(subject, batch),
         first_gradients=weights.trained if is_cut else weights.head,
     )
 
@@ -136,33 +186,38 @@ def _stored(subject: Subject, total: int) -> int:
     return int(outside + (total - outside) * bits / (8 * embedding.element_size()))
 
 
-def _cache(subject: Subject, num_rows: int) -> int:
+def _cache(subject: Subject, batch: MicroBatch) -> int:
     config = subject.config
     if not subject.is_online or config.use_vllm:
         return 0
-    length = (config.max_prompt_length or 0) + config.longest_completion
-    return cache_bytes(subject.model, num_rows=num_rows * config.micro_batches_per_generation, num_tokens=length)
+    length = batch.prompt + config.longest_completion
+    num_rows = batch.num_rows * config.micro_batches_per_generation
+    return cache_bytes(subject.model, num_rows=num_rows, num_tokens=length)
 
 
-def large_micro_batch(subject: Subject, rows: datasets.Dataset, batches: Batches) -> _MicroBatch:
+def large_micro_batch(subject: Subject, rows: datasets.Dataset, batches: Batches) -> MicroBatch:
     """Its rows' lengths are the mean and two standard deviations of a sum of so many."""
     config, count = subject.config, batches.rows_per_micro_batch
     lengths = row_lengths(rows)
-    prompts = lengths.get("prompt_ids", np.zeros(len(rows), dtype=np.int64))
-    responses = sum(lengths[name] for name in lengths if name != "prompt_ids")
+    prompts = lengths.pop("prompt_ids", np.zeros(len(rows), dtype=np.int64))
+    limit = config.length_bound.max_length or _UNLIMITED
     if subject.is_online:
+        prompts = np.minimum(prompts, limit)
         num_prompts = -(-count // config.num_generations)
         scored = count * config.longest_completion
         fed = scored + _large_sum(prompts, num_prompts)
-    elif getattr(config, "packing", False):
-        fed = scored = count * int(config.max_length)
     else:
-        scored = _large_sum(responses, count)
-        fed = _large_sum(prompts + responses, count)
+        responses = sum(lengths.values())
+        whole = np.minimum(prompts + responses, len(lengths) * limit)
+        scored, fed = _large_sum(np.minimum(responses, whole), count), _large_sum(whole, count)
+        if getattr(config, "packing", False):
+            # Packs are full, unless there are too few rows for them.
+            total = whole.mean() * (batches.num_rows or _UNLIMITED)
+            fed = scored = int(min(count * int(config.max_length), total))
     budget = config.max_tokens_per_micro_batch
     if isinstance(budget, int) and fed > budget:
         count, scored, fed = max(count * budget // fed, 1), scored * budget // fed, budget
-    return _MicroBatch(count, fed, scored if subject.model.can_generate() else 0)
+    return MicroBatch(count, fed, scored if subject.model.can_generate() else 0, int(prompts.max()))
 
 
 def _large_sum(lengths: Any, count: int) -> int:
@@ -176,7 +231,7 @@ def _free(device: torch.device) -> tuple[int, str]:
     return int(psutil.virtual_memory().available), "on this machine"
 
 
-def least_seconds(subject: Subject, batch: _MicroBatch, speed: float) -> dict[str, float]:
+def least_seconds(subject: Subject, batch: MicroBatch, speed: float) -> dict[str, float]:
     """Seconds that the matrix products of a step take, which is the least for each phase.
 
     Sampling in this process is left out on a GPU, where it waits for weights and Python instead of products.
@@ -200,7 +255,7 @@ def least_seconds(subject: Subject, batch: _MicroBatch, speed: float) -> dict[st
     return seconds
 
 
-def _show_time(section: Section, subject: Subject, batch: _MicroBatch, batches: Batches) -> None:
+def _show_time(section: Section, subject: Subject, batch: MicroBatch, batches: Batches) -> None:
     config = subject.config
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else subject.model.dtype
     speed = products_per_second(config.device, dtype)

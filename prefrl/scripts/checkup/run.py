@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from prefrl.data.formats import column_names
+from prefrl.distributed import partitions_weights
 from prefrl.errors import ConfigError, DataError
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.checkup.batches import Batches
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
-from prefrl.scripts.checkup.resources import check_resources
+from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.rewards import try_rewards
 from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
 from prefrl.scripts.checkup.server import check_servers
@@ -39,7 +41,7 @@ def check_before(
     eval_dataset: Any,
     rewards: Sequence[Any],
 ) -> None:
-    """Find mistakes in tokenizer, columns, first rows and servers before the model is loaded.
+    """Find mistakes in tokenizer, columns, first rows, memory and servers before the model is loaded.
 
     Args:
         algorithm: The algorithm.
@@ -50,21 +52,25 @@ def check_before(
         rewards: Functions, and names of models, which are not loaded.
 
     Raises:
-        ConfigError: An option does not fit the model or the data.
+        ConfigError: An option does not fit the model or the data, or the memory cannot suffice.
         DataError: The columns are not those that the trainer reads, or none of the first rows can be used.
         GenerationError: A server that answers serves another model.
     """
     if Path(script.model_name_or_path, "adapter_config.json").is_file():
         return  # the trainer says what to do with an adapter
-    subject = Subject(algorithm, script, config)
+    subject = Subject(algorithm, script, config, partitions_weights(config, os.environ))
     if functions := [reward for reward in rewards if callable(reward)]:
         with subject.naming_dataset(ConfigError):
             RewardRunner(functions).check_columns(column_names(dataset))
-    for rows in (first_rows(dataset, _FEW_ROWS), first_rows(eval_dataset, _FEW_ROWS)):
-        if rows is not None and len(rows):
-            # The trainer warns of the whole dataset.
-            with logged_into(Section("Rows")), subject.naming_dataset(DataError):
-                subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+    for number, part in enumerate((dataset, eval_dataset)):
+        rows = first_rows(part, _FEW_ROWS)
+        if rows is None or not len(rows):
+            continue
+        # The trainer warns of the whole dataset.
+        with logged_into(Section("Rows")), subject.naming_dataset(DataError):
+            tokenized = subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+        if number == 0 and len(tokenized):
+            check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)
 
@@ -83,7 +89,8 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
     with given.locating():
         script, config = options_of(algorithm, given, num_processes=None if launch is None else launch.num_processes)
     checkup = Checkup(located=given.located)
-    subject = Subject(algorithm, script, config)
+    is_partitioned = launch is not None and launch.accelerate_config not in (None, "single", "ddp")
+    subject = Subject(algorithm, script, config, is_partitioned or partitions_weights(config, os.environ))
     raw = rows = None
     with checkup.section("Data"):
         raw, evaluated = datasets_of(script, config)
@@ -109,7 +116,7 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
                 else:
                     check_servers(section, subject)
     with checkup.section("Batches") as section:
-        batches = Batches.of(subject, None if isinstance(raw, datasets.IterableDataset) else len(raw))
+        batches = Batches.of(subject, _num_rows(raw))
         batches.report(section)
         if launch is not None and launch.num_processes is None and config.device.type != "cpu":
             section.note("the sizes are those of one process; a run without num_processes starts one for each GPU")
@@ -117,3 +124,8 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)
     return checkup
+
+
+def _num_rows(dataset: Any) -> int | None:
+    """The rows of a dataset; None: it is a stream."""
+    return None if isinstance(dataset, datasets.IterableDataset) else len(dataset)

@@ -43,11 +43,13 @@ class Subject:
         algorithm: The algorithm.
         script: Options of model, data and rewards.
         config: Options of the trainer.
+        is_partitioned: Whether processes may hold parts of the weights instead of copies.
     """
 
     algorithm: Algorithm
     script: CommandArguments
     config: Any
+    is_partitioned: bool = False
 
     @property
     def is_online(self) -> bool:

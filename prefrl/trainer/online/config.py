@@ -206,9 +206,15 @@ class OnlineConfig(
 
     def fit_context(self, limit: PositionLimit | None) -> None:
         """See `BaseConfig.fit_context`; sets `max_completion_length` if it is None."""
-        if self.max_completion_length is not None:
+        prompt, length = self.max_prompt_length, self.max_completion_length
+        if length is not None:
+            if limit is not None and length > limit.count and not limit.is_scaled:
+                raise ConfigError(
+                    f"max_completion_length={length}: the model has {limit.count} positions, "
+                    "max_position_embeddings in its config, for prompt and completion together. Lower it, or stretch "
+                    "the positions with rope_parameters in model_init_kwargs."
+                )
             return
-        prompt = self.max_prompt_length
         if limit is None or prompt is None or prompt >= limit.count:
             context = "no max_position_embeddings" if limit is None else f"max_position_embeddings={limit.count}"
             raise ConfigError(

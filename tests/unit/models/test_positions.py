@@ -26,6 +26,11 @@ def nested() -> PreTrainedModel:
     return model
 
 
+def stretched() -> Any:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
+    return tiny_model("llama", max_position_embeddings=24, rope_parameters=rope)
+
+
 @pytest.mark.parametrize(
     ("model", "limit"),
     [
@@ -33,6 +38,7 @@ def nested() -> PreTrainedModel:
         (opt, PositionLimit(20, is_table=True)),
         (lambda: tiny_model("llama", max_position_embeddings=24), PositionLimit(24, is_table=False)),
         (nested, PositionLimit(40, is_table=False)),
+        (stretched, PositionLimit(24, is_table=False, is_scaled=True)),
         # Its tokens have as many rows as it has positions, but they are no positions.
         (lambda: tiny_model("llama", max_position_embeddings=128), PositionLimit(128, is_table=False)),
     ],
