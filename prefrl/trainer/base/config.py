@@ -17,7 +17,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
-from prefrl.options.fields import check_fields, mapping_of, opt, parse_json, read_json, take_other_forms
+from prefrl.options.fields import check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
 from prefrl.options.foreign import advice
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import check_known, nearest
@@ -264,7 +264,9 @@ class BaseConfig(
     def _check_json(self) -> None:
         """Check what HuggingFace reads as JSON: its errors do not name the option."""
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs"):
-            mapping_of(self, name)
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):
+                json_mapping(value, name)
         for name in ("deepspeed", "fsdp_config"):
             read_json(self, name)
         for key in read_json(self, "accelerator_config"):
