@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from prefrl.errors import ConfigError, DataError, NonFiniteError, PrefrlError
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.options.flat_names import flat_parameters
+from prefrl.trainer.base.options.flat_names import init_vars
 from tests.contract.cases import make_trainer
 
 inf, nan = math.inf, math.nan
@@ -44,7 +44,7 @@ values = st.one_of(
 @cache
 def options_of(algorithm):
     config_class = REGISTRY[algorithm].load_config()
-    return [*(field.name for field in dataclasses.fields(config_class)), *flat_parameters(config_class)]
+    return [*(field.name for field in dataclasses.fields(config_class)), *init_vars(config_class)]
 
 
 def make_config(algorithm, folder, **options):

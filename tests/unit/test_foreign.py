@@ -56,7 +56,7 @@ def test_every_default_that_differs_is_in_the_table(config: str) -> None:
     assert {**differing, **no_limit} == DEFAULTS[config]
 
 
-OF_TRL = [name for name, place in FLAT_NAMES.items() if place.key is not None and not place.is_deprecated]
+OF_TRL = [name for name, place in FLAT_NAMES.items() if place.key is not None]
 
 
 @pytest.mark.parametrize("name", [name for name in OF_TRL if name != "use_bias_correction_kl"])

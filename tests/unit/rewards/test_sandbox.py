@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -368,6 +369,7 @@ def test_a_sandbox_that_does_not_start_says_nothing_about_the_completion(
     broken.write_text(f"open({str(tries)!r}, 'a').write('x'); raise OSError('no room')")
     monkeypatch.setattr(local, "_JAIL", broken)
     monkeypatch.setattr(local, "_RETRY_S", 0.0)
+    gc.collect()  # files that earlier tests left open must not be closed in between
     before = sorted(os.listdir("/proc/self/fd"))
     for test in (InputOutputTest("", "done"), AssertionTest("assert f(1)")):
         with pytest.raises(RewardError, match="sandbox: ended before the completion was run: OSError: no room"):
