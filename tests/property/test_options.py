@@ -191,7 +191,7 @@ def test_values_that_cannot_train_end_in_a_named_error(tmp_path, algorithm, opti
         ("grpo", {"max_completion_length": 10**9}, "max_completion_length=10*: must be a number >= 1 and <= 20000000"),
         ("grpo", {"reward_weights": [0.0]}, r"reward_weights=\[0.0\]: all rewards count 0"),
         ("grpo", {"reward_weights": [1.0, nan]}, r"reward_weights\[1\]=nan: must be a number"),
-        ("grpo", {"kl_target": "x"}, "kl_target='x': must be a number, or None"),
+        ("grpo", {"sapo_temperature_pos": "x"}, "sapo_temperature_pos='x': must be a number, or None"),
     ],
 )
 def test_nonsense_is_told_by_the_config(tmp_path, algorithm, options, message):
