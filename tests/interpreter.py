@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+# Triton and Liger. They have a folder of their own, which `make` fills: with Triton at hand, other packages choose
+# other code, and imports take longer.
+PACKAGES = Path(os.environ.get("PREFRL_KERNELS", Path(__file__).parents[1] / ".venv-kernels"))
 
-def interpret_triton() -> None:
-    """Let Triton kernels that are defined from now on run on CPU tensors, for as long as this process lives.
 
-    Two things that Liger's kernels need are missing in Triton's interpreter: arguments that are Python floats, and the
-    functions of CUDA's math library.
+def environment() -> dict[str, str]:
+    """The variables of a process that runs Triton's kernels in the interpreter."""
+    path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
+    return {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+
+
+def repair() -> None:
+    """Add to the interpreter, in a process with these variables, what Liger's kernels need and it does not have.
+
+    These are arguments that are Python floats, and functions of CUDA's math library.
     """
-    os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
     from triton.language.extra import libdevice
     from triton.runtime import interpreter
@@ -28,6 +37,6 @@ def interpret_triton() -> None:
         return convert(argument)
 
     interpreter._implicit_cvt = convert_floats_too
-    # Looked up when a kernel runs: the interpreter replaces what is in `tl` then.
+    # Looked up when a kernel runs: the interpreter has then replaced what is in `tl`.
     libdevice.rsqrt = lambda x: tl.rsqrt(x)
     libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1

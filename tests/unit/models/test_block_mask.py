@@ -212,6 +212,20 @@ def test_a_model_gives_the_numbers_of_padded_rows(name, architecture, overrides,
         assert (found[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
 
 
+@pytest.mark.kernels  # the compiler takes 20 s
+def test_torchs_compiled_kernel_reads_the_lists_as_they_are_meant():
+    """That of the CPU. The uncompiled one, of the tests above, looks at the mask function only."""
+    block_mask._compiled.cache_clear()
+    # The first is long: for two blocks, torch 2.13 writes C++ that does not compile.
+    for trees in (SPINE, forest(1400), forest((700, 300, 200)), forest((140, *[150] * 6)), TREES, RAGGED):
+        tensors = [x.detach() for x in random_qkv(total_length(trees), dtype=torch.float32)]
+        for window in (None, 20, 300):
+            with torch.no_grad():
+                output = block_mask.attend(*tensors, Layout(trees), scaling=0.3, window=window)
+            expected = segments.attend(*tensors, Layout(trees), scaling=0.3, window=window)
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_many_shapes_share_a_compilation_or_two(compilations):
     for round_ in range(6):
         deep = (30, 9, (8 * round_ + 1, 4, (3, 1, 2)))
