@@ -25,7 +25,9 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "STAGES", {name: Stage(60, name) for name in ENDS})
 
     def command(name: str, options: Any, seconds: float) -> list[str]:
-        record = f"from benchmarks.gpu import Results; Results(Path({str(options.output)!r})).add({name!r}, {{'x': 1}})"
+        record = (
+            f"from benchmarks.gpu import Results; Results(Path({str(options.output)!r})).add({name!r}, {{'x': 1}})"
+        )
         return [sys.executable, "-c", f"from pathlib import Path\n{record}\n{ENDS[name]}"]
 
     monkeypatch.setattr(gpu, "_command", command)
