@@ -11,6 +11,7 @@ A page says where with a pair of markers; what stands between them is replaced.
 `<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, whose docstrings mkdocstrings shows
 `<!-- demo -->`, `<!-- end of demo -->`: what `make demo` reached, from benchmarks/results/demo.json
 `<!-- kernels -->`, `<!-- end of kernels -->`: what `make kernels` found, from benchmarks/results/kernels.json
+`<!-- gpu: steps -->`, `<!-- end of gpu -->`: a stage of `make gpu`, from benchmarks/results/gpu.json
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ COMMAND = re.compile(r"(<!-- command options -->\n).*?(<!-- end of options -->)"
 API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
 DEMO = re.compile(r"(<!-- demo -->\n).*?(<!-- end of demo -->)", re.S)
 KERNELS = re.compile(r"(<!-- kernels -->\n).*?(<!-- end of kernels -->)", re.S)
+GPU = re.compile(r"(<!-- gpu: (\w+) -->\n).*?(<!-- end of gpu -->)", re.S)
 PAPERS = re.compile(r"(<!-- papers: (\w+) -->\n).*?(<!-- end of papers -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
@@ -73,6 +75,7 @@ def render(page: str) -> str:
     page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2])}\n\n{found[3]}", page)
     page = DEMO.sub(lambda found: f"{found[1]}\n{demo_figures()}\n\n{found[2]}", page)
     page = KERNELS.sub(lambda found: f"{found[1]}\n{kernel_figures()}\n\n{found[2]}", page)
+    page = GPU.sub(lambda found: f"{found[1]}\n{load('benchmarks.gpu_report.markdown')(found[2])}\n\n{found[3]}", page)
     page = PAPERS.sub(lambda found: f"{found[1]}\n{papers_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
