@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from prefrl.data.batch_file import batch_of, parts_of
+from prefrl.distributed import rank_in_names
 from prefrl.errors import DataError
 from prefrl.metrics import Metric, from_json, merge, to_json
 from prefrl.types import TokenBatch
@@ -26,7 +27,7 @@ Ready = TypeVar("Ready", bound=TokenBatch)
 
 def rollouts_file(rank: int, world_size: int) -> str:
     """The name of the file with a rank's buffer."""
-    return f"rollouts_{rank}_of_{world_size}.safetensors"
+    return f"rollouts_{rank_in_names(rank, world_size)}_of_{world_size}.safetensors"
 
 
 @dataclass(frozen=True)
