@@ -39,8 +39,16 @@ from prefrl.distributed.launch_checks import (
 from prefrl.distributed.parallelism import (
     accelerator_arguments,
     check_deepspeed,
+    check_heads,
     check_model,
     set_up_parallelism,
+)
+from prefrl.distributed.partition import (
+    Partition,
+    largest_share,
+    names_in_checkpoint,
+    partition_of,
+    rollouts_file,
 )
 from prefrl.distributed.processes import (
     exchange,
@@ -90,6 +98,7 @@ from prefrl.distributed.teams import exchange_in_team, sum_over_team
 from prefrl.distributed.unpickling import only_data
 
 __all__ = [
+    "Partition",
     "Reader",
     "Scorer",
     "accelerator_arguments",
@@ -104,6 +113,7 @@ __all__ = [
     "check_devices",
     "check_first_training",
     "check_gradients_seen",
+    "check_heads",
     "check_model",
     "check_optimizer",
     "check_processes",
@@ -133,6 +143,7 @@ __all__ = [
     "keep_outputs_exact",
     "keeps_checkpoints_partitioned",
     "keeps_optimizer_apart",
+    "largest_share",
     "leave_out_update",
     "load_whole",
     "loss_scale",
@@ -141,17 +152,20 @@ __all__ = [
     "min_over_ranks",
     "missing_passes",
     "mix",
+    "names_in_checkpoint",
     "no_sync",
     "num_local_elements",
     "num_processes",
     "on_main",
     "only_data",
+    "partition_of",
     "partitions_weights",
     "place_in_team",
     "prepare_frozen",
     "rank",
     "rank_in_names",
     "release",
+    "rollouts_file",
     "set_up_parallelism",
     "shape_of",
     "sign_checkpoint",

@@ -159,10 +159,19 @@ def on_main(work: Callable[[], T]) -> T:
             result = work()
         except Exception as caught:  # raised below, on all processes
             error = caught
-    result, error = from_main((result, error))
-    if error is not None:
-        raise error
+    result, shared = from_main((result, None if error is None else _shareable(error)))
+    if shared is not None:
+        raise error or shared
     return cast("T", result)
+
+
+def _shareable(error: Exception) -> Exception:
+    """The error, or one with its words if other processes could not receive it: they would wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def wait_for_all() -> None:

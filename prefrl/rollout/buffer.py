@@ -12,7 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from prefrl.data.batch_file import batch_of, parts_of
-from prefrl.distributed import rank_in_names
 from prefrl.errors import DataError
 from prefrl.metrics import Metric, from_json, merge, to_json
 from prefrl.types import TokenBatch
@@ -20,14 +19,9 @@ from prefrl.types import TokenBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Minibatch", "RolloutBuffer", "rollouts_file"]
+__all__ = ["Minibatch", "RolloutBuffer"]
 
 Ready = TypeVar("Ready", bound=TokenBatch)
-
-
-def rollouts_file(rank: int, world_size: int) -> str:
-    """The name of the file with a rank's buffer."""
-    return f"rollouts_{rank_in_names(rank, world_size)}_of_{world_size}.safetensors"
 
 
 @dataclass(frozen=True)
