@@ -1,23 +1,27 @@
-"""What a run on many processes does, from their number alone: what divides, and what a checkpoint consists of."""
+"""What each of many processes needs and does, from their number alone: memory, what divides, files of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from prefrl.distributed import check_heads, names_in_checkpoint
+from prefrl.distributed import Partition, check_heads, names_in_checkpoint
 from prefrl.models.footprint import optimizer_bytes, weights_of
 from prefrl.trainer.online.prompts import prompts_per_generation
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from prefrl.models.footprint import Footprint
     from prefrl.scripts.checkup.batches import Batches
     from prefrl.scripts.checkup.findings import Section
     from prefrl.scripts.checkup.plan import Plan
     from prefrl.scripts.checkup.subject import Subject
 
-__all__ = ["check_processes"]
+__all__ = ["check_processes", "footprint_of_process"]
 
 _UNEVEN = 1.05  # times an equal part, which is not worth a word
 _SMALL_FILES = 20  # of process 0: options, tokenizer, states of callbacks, ...
@@ -30,6 +34,59 @@ _DIVIDED = {
     2: "weights, whole, and its part of gradients and of the optimizer's state",
     3: "its part of weights, gradients and the optimizer's state",
 }
+
+
+def footprint_of_process(subject: Subject, plan: Plan, whole: Footprint) -> Footprint:
+    """The memory of the process that holds the largest part, from that of one that holds everything.
+
+    DeepSpeed keeps a copy of the trained weights in float32, and two bytes of each weight with bf16 or fp16. DDP keeps
+    gradients a second time, in buckets. Of the largest layer, a process may hold the whole gradient, a buffer that
+    reduces it, and the gathered weights. Activations are not divided.
+    """
+    partition, config = plan.partition, subject.config
+    parameters = list(subject.trained.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    num_trained = sum(parameter.numel() for parameter in trained)
+    all_share, share = (partition.share(p.shape for p in some) for some in (parameters, trained))
+    is_half = partition.is_deepspeed and (config.bf16 or config.fp16)
+    narrow = 2 / subject.model.dtype.itemsize if is_half else 1.0
+    of_weights = all_share if partition.stage == 3 else 1.0
+    of_gradients, of_state = (share if partition.stage >= stage else 1.0 for stage in (2, 1))
+    state, copies = float(whole.optimizer), 0.0
+    if partition.is_deepspeed:
+        state *= _FLOAT_BYTES / subject.model.dtype.itemsize
+        copies = float(_FLOAT_BYTES * num_trained)
+    elif partition.stage == 0 and partition.num_processes > 1:
+        copies = float(whole.gradients)
+    on_device = 0.0 if partition.is_offloaded and config.device.type != "cpu" else 1.0
+    weights = whole.weights * narrow
+    return replace(
+        whole,
+        weights=int(weights * of_weights * on_device),
+        gradients=int(whole.gradients * narrow * of_gradients),
+        optimizer=int(state * of_state * on_device),
+        reference=int(whole.reference * narrow * of_weights),
+        first_gradients=int(whole.first_gradients * narrow * of_gradients),
+        copies=int(copies * of_state * on_device),
+        gathered=int(_gathered(subject, partition) * narrow),
+        cache=whole.cache + int(weights * (partition.stage == 3 and whole.cache > 0)),
+    )
+
+
+def _gathered(subject: Subject, partition: Partition) -> int:
+    """Bytes of the largest layer that a process of several may hold as a whole, in the dtype of the weights."""
+    if partition.num_processes == 1:
+        return 0
+    kinds = set(subject.model._no_split_modules or ())
+    layers = [module for module in subject.trained.modules() if type(module).__name__ in kinds]
+    groups = [list(layer.parameters()) for layer in layers] + [[p] for p in subject.trained.parameters()]
+    copies = 1 + (partition.stage >= 2)
+    trained = max(_bytes(p for p in group if p.requires_grad) for group in groups)
+    return copies * trained + (partition.stage == 3) * max(map(_bytes, groups))
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def check_processes(section: Section, subject: Subject, plan: Plan, batches: Batches, evaluated: Any) -> None:

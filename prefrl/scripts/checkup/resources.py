@@ -21,7 +21,7 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
-from prefrl.scripts.checkup.plan import footprint_of_process
+from prefrl.scripts.checkup.processes import footprint_of_process
 from prefrl.scripts.checkup.rows import row_lengths
 from prefrl.scripts.inputs import lora_of
 from prefrl.trainer.base.options.reference import ReferenceOptions
@@ -234,13 +234,10 @@ def _large_sum(lengths: Any, count: int) -> int:
 
 def _is_for_elsewhere(subject: Subject) -> bool:
     """Whether it would run on GPUs that this machine lacks, and whose memory is not known."""
-    is_launched = subject.plan is not None and int(subject.config.world_size) > 1
-    return (
-        is_launched
-        and subject.config.device.type == "cpu"
-        and not subject.config.use_cpu
-        and subject.plan.device_memory is None
-    )
+    config, plan = subject.config, subject.plan
+    if plan is None or plan.device_memory is not None or int(config.world_size) == 1:
+        return False
+    return config.device.type == "cpu" and not config.use_cpu
 
 
 def _processes_of_one_memory(subject: Subject) -> int:
