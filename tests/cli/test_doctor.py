@@ -391,7 +391,7 @@ def test_the_memory_of_a_process_is_that_which_was_measured_with_two(backend: st
     whole = Footprint(size, size, 2 * size, reference=0, activations=0, cache=0, first_gradients=size)
     plan = plan_of(config, LaunchArguments(accelerate_config=backend, num_processes=2))
     estimated = footprint_of_process(subject, plan, whole).peak / 2**20
-    assert 0.94 <= estimated / MEASURED[backend] <= 1.0
+    assert 0.96 <= estimated / MEASURED[backend] <= 1.0
 
 
 def test_512_processes_hold_one_part_in_512_of_what_divides() -> None:
