@@ -210,10 +210,10 @@ def _check_checkpoint(section: Section, subject: Subject, plan: Plan) -> None:
         f"{_size(of_main + divided)}: process 0 writes {_size(of_main)}{of_each}"
     )
     seconds = (of_main + divided) / _STORAGE
-    if not config.save_in_background and seconds > config.ddp_timeout:
+    if names and seconds > config.ddp_timeout:
         section.warn(
-            f"process 0 reads a checkpoint to seal it, which takes {seconds:,.0f} s at 1 GB/s, but the others wait "
-            f"for at most ddp_timeout={config.ddp_timeout} s. Raise ddp_timeout, or set save_in_background=True."
+            f"a run that resumes from it waits until process 0 has read all of it, which takes {seconds:,.0f} s at 1 "
+            f"GB/s, but the others wait for at most ddp_timeout={config.ddp_timeout} s. Raise ddp_timeout."
         )
 
 

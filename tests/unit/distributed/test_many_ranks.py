@@ -223,6 +223,7 @@ def test_a_rank_sends_its_rows_once_however_many_ranks_there_are(
         share_out(batch, hidden_size=64, equal_counts=True, device=torch.device("cpu"))
     own = [some for some in sent if some is not None]
     assert len(sent) == pretended
+    assert len(own) <= batch.num_rows  # the others get nothing, not even an empty batch
     assert sorted(group for some in own for group in some.group_index) == [0, 1, 2, 3]
     assert sum(len(pickle.dumps(some)) for some in sent) < 2 * len(pickle.dumps(batch)) + 6000 * len(own)
 
@@ -246,6 +247,17 @@ def test_values_of_all_processes_are_in_order_and_teams_share_a_rank(pretended: 
     form_teams(8)
     assert (distributed.rank(), distributed.world_size()) == (pretended // 8 - 1, pretended // 8)
     assert (distributed.num_processes(), distributed.place_in_team()) == (pretended, 7)
+
+
+def test_of_a_team_only_the_first_process_is_the_main_one() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=64)
+    try:
+        form_teams(8)
+        assert (distributed.rank(), distributed.is_main()) == (0, False)
+        assert distributed.gather_on_main("mine") is None
+    finally:
+        form_teams(1)
+        dist.destroy_process_group()
 
 
 SHAPES = [(1000, 7), (511, 3), (512,), (513,), (5, 4), (1,)]

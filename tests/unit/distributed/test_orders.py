@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from prefrl import distributed
+from prefrl.errors import CheckpointError
 from prefrl.metrics import Mean, values_of
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.share import share_out
+from prefrl.run import seal
 from prefrl.run.identity import Identity
 from prefrl.trainer.base import step_dump
+from prefrl.trainer.base.checkpoints import saving
+from prefrl.trainer.base.checkpoints.saving import RunFolder
 from prefrl.types import LabeledBatch
 from tests.threads import on_ranks
 from tests.unit.rollout.test_journal import part
@@ -250,3 +254,74 @@ def test_ranks_out_of_step_are_noticed(work: Callable[[int], Any], monkeypatch: 
     monkeypatch.setattr("tests.threads.PATIENCE", 1.0)  # they would wait forever
     with pytest.raises(AssertionError):
         on_ranks(RANKS, work)
+
+
+def run_folder(path: Path) -> RunFolder:
+    found = RunFolder(path, limit=None, in_background=False, is_first_of_node=True, run="r")
+    found._shares_folder = True
+    return found
+
+
+def staged(path: Path) -> dict[str, bytes]:
+    """The files of a checkpoint that has been written, but not sealed: a large one, and one of each rank."""
+    contents = {"model.safetensors": b"w" * 9999} | {
+        f"global_step3/rank_{rank}.pt": b"s" * rank for rank in range(RANKS)
+    }
+    for name, content in contents.items():
+        file = path / ".saving" / "checkpoint-3" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return contents
+
+
+def test_ranks_seal_a_checkpoint_together_and_read_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents, read = staged(tmp_path), []
+
+    def noted(path: Path) -> seal.FileSeal:
+        read.append((distributed.rank(), path.name))
+        return seal_file(path)
+
+    def threads_of_a_rank(folder: Path, names: Sequence[str]) -> dict[str, seal.FileSeal]:
+        return {name: noted(folder / name) for name in names}
+
+    seal_file = seal._seal_file
+    monkeypatch.setattr(saving, "seals_of", threads_of_a_rank)
+    monkeypatch.setattr(seal, "_seal_file", lambda path: pytest.fail(f"the main process reads {path.name} again"))
+    found = on_ranks(RANKS, lambda _: run_folder(tmp_path).publish(tmp_path, step=3, resumable=True, best=None))
+    assert found == [tmp_path / "checkpoint-3"] * RANKS
+    assert sorted(name for _, name in read) == sorted(Path(name).name for name in contents)
+    (of_model,) = [rank for rank, name in read if name == "model.safetensors"]
+    assert [name for rank, name in read if rank == of_model] == ["model.safetensors"]
+    monkeypatch.undo()
+    assert seal.problem_of(tmp_path / "checkpoint-3") is None
+    manifest = seal.manifest_of(tmp_path / "checkpoint-3")
+    assert manifest is not None
+    assert {name: file.size for name, file in manifest.files.items()} == {k: len(v) for k, v in contents.items()}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_sealed"),
+    [(FileNotFoundError(2, "not seen yet"), True), (OSError(28, "No space left on device"), False)],
+)
+def test_a_file_that_a_rank_cannot_read_is_sealed_by_the_main_process_or_ends_all(
+    error: OSError, is_sealed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged(tmp_path)
+    seals_of = seal.seals_of
+
+    def fail(folder: Path, names: Sequence[str]) -> dict[str, seal.FileSeal]:
+        if distributed.rank() == 5:
+            raise error
+        return seals_of(folder, names)
+
+    monkeypatch.setattr(saving, "seals_of", fail)
+    found = on_ranks(RANKS, lambda _: run_folder(tmp_path).publish(tmp_path, step=3, resumable=True, best=None))
+    if is_sealed:
+        assert found == [tmp_path / "checkpoint-3"] * RANKS
+        assert seal.problem_of(tmp_path / "checkpoint-3") is None
+        return
+    assert all(isinstance(one, CheckpointError) and "No space left" in str(one) for one in found)
+    assert not (tmp_path / "checkpoint-3").exists()
+    assert not (tmp_path / ".saving" / "checkpoint-3").exists()
