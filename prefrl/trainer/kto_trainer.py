@@ -69,7 +69,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self.set_up_reference(ref_model)
         self._kl = 0.0
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        if self._estimates_kl and rows * distributed.world_size() == 1:
+        if self._estimates_kl and rows * distributed.world_size() == 1 and distributed.is_main():
             logger.warning(
                 "per_device_train_batch_size=1 and gradient_accumulation_steps=1: KTO's KL is estimated from one row, "
                 "which is very noisy. Raise one of them."
