@@ -128,6 +128,10 @@ class _Mode(TorchDispatchMode):
 
 
 def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if torch.is_inference_mode_enabled():  # in which operators arrive that consist of others
+        result = operator.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
     far = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
     target = kwargs.get("device")
@@ -138,6 +142,8 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if far:
         _check_devices(operator, args, tensors)
         _check_wait(operator, args, kwargs, goes_far=goes_far)
+    if operator in _MOVES:
+        _check_copy(operator, args, kwargs, goes_far=goes_far)
     raw_args, raw_kwargs = tree_map_only(PretendTensor, lambda tensor: tensor.raw, (args, dict(kwargs)))
     if goes_far and target is not None:
         raw_kwargs["device"] = torch.device("cpu")
@@ -170,6 +176,14 @@ def _check_wait(operator: Any, args: Any, kwargs: dict[str, Any], *, goes_far: b
     by_mask = operator in _INDEXED and any(index is not None and index.dtype == torch.bool for index in args[1])
     if operator in _WAITS or to_host or by_mask:
         _record(str(operator))
+
+
+def _check_copy(operator: Any, args: Any, kwargs: dict[str, Any], *, goes_far: bool) -> None:
+    """A copy from the host waits, too, unless it is told not to."""
+    source = args[1] if operator is _aten.copy_.default else args[0]
+    from_host = goes_far and not isinstance(source, PretendTensor) and source.numel() > 0
+    if from_host and not _is_non_blocking(operator, args, kwargs):
+        _record(f"{operator} from the host")
 
 
 def _is_non_blocking(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -230,8 +244,8 @@ def _empty(
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     near, far = (tensor.raw if isinstance(tensor, PretendTensor) else tensor for tensor in (source, target))
-    if isinstance(source, PretendTensor) and not isinstance(target, PretendTensor) and not non_blocking:
-        _record("copy to the host")
+    if isinstance(source, PretendTensor) != isinstance(target, PretendTensor) and source.numel() and not non_blocking:
+        _record("copy to the host" if isinstance(source, PretendTensor) else "copy from the host")
     far.copy_(near)
     return target
 
