@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 DEVICE = "pretend:0"
@@ -132,7 +131,9 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = operator.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    raw_args = _noted(args, tensors)
+    raw_kwargs = {name: _noted(value, tensors) for name, value in kwargs.items()}
     far = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
     target = kwargs.get("device")
     if operator is _aten.copy_.default:
@@ -144,7 +145,6 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_wait(operator, args, kwargs, goes_far=goes_far)
     if operator in _MOVES:
         _check_copy(operator, args, kwargs, goes_far=goes_far)
-    raw_args, raw_kwargs = tree_map_only(PretendTensor, lambda tensor: tensor.raw, (args, dict(kwargs)))
     if goes_far and target is not None:
         raw_kwargs["device"] = torch.device("cpu")
     raw_kwargs.pop("pin_memory", None)
@@ -153,11 +153,21 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return result
     if operator._schema.is_mutable and isinstance(result, torch.Tensor):
         return kwargs.get("out", args[0])
-    return tree_map_only(torch.Tensor, _wrapped, result)
+    return _wrapped(result)
 
 
-def _wrapped(tensor: torch.Tensor) -> PretendTensor:
-    return tensor if isinstance(tensor, PretendTensor) else PretendTensor(tensor)
+def _noted(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with tensors of the CPU; notes those that it had."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return value.raw if isinstance(value, PretendTensor) else value
+    return type(value)(_noted(each, tensors) for each in value) if type(value) in (list, tuple) else value
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, PretendTensor) else PretendTensor(value)
+    return type(value)(_wrapped(each) for each in value) if type(value) in (list, tuple) else value
 
 
 def _check_devices(operator: Any, args: Any, tensors: list[torch.Tensor]) -> None:
