@@ -104,9 +104,10 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         parts = [batch.select(rows) for batch, rows in unsided if rows]
         log_ratio = torch.zeros((), device=self.args.device)
         for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.policy_logprobs, parts), strict=True):
-            log_ratio += ((logprobs - batch.ref_logprobs) * batch.trainable).sum().to(log_ratio.device)
+            part = ((logprobs - batch.ref_logprobs) * batch.trainable).sum()
+            log_ratio += part.to(log_ratio.device, non_blocking=True)
         count = log_ratio.new_full((), sum(batch.num_rows for batch in parts))
-        total, all_rows = distributed.summed_over_ranks(torch.stack([log_ratio, count]).double())
+        total, all_rows = distributed.summed_over_ranks(torch.stack([log_ratio, count]).double()).unbind()
         return (total / all_rows.clamp(min=1.0)).clamp(min=0.0).float()
 
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:

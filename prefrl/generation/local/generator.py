@@ -244,7 +244,8 @@ class LocalGenerator:
         places: list[RowPositions | None] = [None] * len(prompts)
         found = [prompt.images for prompt in prompts if prompt.images is not None]
         if found and self._rules is not None:
-            types = self._rules.types([prompt.images for prompt in prompts], width, starts=left).to(device, non_blocking=True)
+            types = self._rules.types([prompt.images for prompt in prompts], width, starts=left)
+            types = types.to(device, non_blocking=True)
             images = {**self._rules.join(found, device), **dict.fromkeys(self._rules.type_names, types)}
             if self._rules.rope_index is not None:
                 rules = self._rules

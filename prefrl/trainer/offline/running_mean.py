@@ -30,7 +30,7 @@ class RunningMean:
     @property
     def value(self) -> Tensor:
         """[] float64, the mean."""
-        total, count = self._sums
+        total, count = self._sums.unbind()
         return total / count.clamp(min=1.0)
 
     def add(self, values: Tensor) -> None:
