@@ -25,7 +25,6 @@ INSIDE = {
         "transformers.": "vision towers of transformers read the sizes of images",
         "backward": "and index by tensors of the host, which autograd does, too",
     },
-    "sampling": {"losses.truncation:_nucleus": "top_p without top_k looks for rows of which it has to sort more"},
 }
 # The same outside of forward and backward: an algorithm in which it happens -> module:function of prefrl -> why.
 OUTSIDE = {
