@@ -220,6 +220,15 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return values if world_size() == 1 else _reduce(values, device, dist.ReduceOp.SUM, _teams.peers)
 
 
+def summed_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sums over all ranks of numbers on the device, where they stay. All ranks must call it."""
+    if world_size() == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM, group=_teams.peers)
+    return total
+
+
 def team_totals(values: list[float], device: torch.device) -> list[float]:
     """Sums of host numbers over the processes of this process's team, in float64. All of them must call it."""
     return values if team_size() == 1 else _reduce(values, device, dist.ReduceOp.SUM, _teams.own)
@@ -235,16 +244,13 @@ def min_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MIN, None)
 
 
-def gather_numbers(values: torch.Tensor) -> list[list[float]]:
-    """[num_processes][n] the numbers [n] that each process has on its device. All processes must call it.
-
-    Waits for the device once.
-    """
+def gather_numbers(values: torch.Tensor) -> torch.Tensor:
+    """[num_processes, n] the numbers [n] that each process has on its device. All processes must call it."""
     if num_processes() == 1:
-        return [values.tolist()]
+        return values[None]
     gathered = values.new_empty((num_processes(), *values.shape))
     dist.all_gather(list(gathered), values.contiguous())
-    return gathered.tolist()
+    return gathered
 
 
 def _reduce(
