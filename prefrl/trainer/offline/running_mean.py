@@ -41,7 +41,9 @@ class RunningMean:
 
     def fold(self) -> None:
         """Include the recorded values of all ranks in the mean. All ranks must call it."""
-        total, count = torch.stack(self._pending).double().sum(0).tolist() if self._pending else (0.0, 0.0)
+        # Summed on the host, in float64, which not every device has.
+        rows = torch.stack(self._pending).tolist() if self._pending else [[0.0, 0.0]]
+        total, count = (sum(column) for column in zip(*rows, strict=True))
         self._pending = []
         total, count = distributed.sum_over_ranks([total, count], self._device)
         if math.isfinite(total):  # otherwise, the step was not applied
