@@ -130,7 +130,7 @@ class Gpus:
 
     def _functions(self) -> dict[str, Any]:
         def set_current(device: Any) -> None:
-            self.current = self.number_of(device)
+            self.current, self.is_initialized = self.number_of(device), True
 
         def reset_peak(device: Any = None) -> None:
             self.of(device).peak = self.of(device).allocated

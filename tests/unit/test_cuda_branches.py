@@ -24,7 +24,9 @@ from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.layout import Layout
 from prefrl.models.precision import of_products
 from prefrl.models.seeding import seeded
+from prefrl.rewards import call
 from prefrl.rewards.randomness import own_randomness
+from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import env
 from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
@@ -373,7 +375,25 @@ def test_a_seed_does_not_start_cuda(gpus: Gpus) -> None:
     assert torch.equal(gpus.generators[0].get_state(), before)
 
 
-# Sending weights.
+# Threads, processes and weights.
+
+
+@reaches("distributed.processes:on_own_gpu", "distributed.processes:on_own_gpu.run")
+def test_user_code_on_other_threads_has_the_gpu_of_its_process(gpus: Gpus) -> None:
+    async def reward() -> int:
+        return torch.cuda.current_device()
+
+    plain = call.Call("plain", torch.cuda.current_device, {}, is_async=False)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.cuda.current_device).result() == 0
+    assert call.EventLoopThread().submit(reward()).result(PATIENCE) == 3
+    assert call._call_in_thread(plain, PATIENCE).result == 3
+    worker = Worker()
+    assert worker.submit(torch.cuda.current_device).result(PATIENCE) == 3
+    worker.leave()
+    gpus.is_initialized = False
+    assert call._call_in_thread(plain, PATIENCE).result == 0
+    assert not gpus.is_initialized  # by the thread
 
 
 @reaches("generation.weights.process_group:device_of", "generation.weights.process_group:_nccl")
