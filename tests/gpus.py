@@ -260,6 +260,9 @@ class _Nccl:
         quiet = [os.environ.get(f"TORCH_NCCL_{name}") for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING")]
         self.gpus.note("nccl", rank, size, options._timeout.days, quiet)
 
+    def abort(self) -> None:
+        self.gpus.note("abort", self.rank)
+
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         (message,) = tensors
         assert message.is_cuda, "NCCL sends from GPUs only"

@@ -293,8 +293,9 @@ def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCapture
     gpus.capability |= {0: (7, 5), 3: (8, 9)}
     with pytest.raises(ConfigError, match="fp8=True with bf16=False"):
         check_precision(options(), fp8=True)
+    check_precision(options(bf16=True), fp8=False)
     assert caplog.records == []
-    gpus.capability[3] = (7, 5)
+    gpus.capability |= {0: (9, 0), 3: (7, 5)}
     with caplog.at_level(logging.WARNING):
         check_precision(options(bf16=True), fp8=False)
     (message,) = [record.getMessage() for record in caplog.records]
@@ -404,7 +405,9 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
     def receive() -> Any:
         torch.cuda.set_device(6)
         group = process_group.join(host.invitation, worker=0)
-        return group.device, wire.receive(group, key)
+        received = wire.receive(group, key)
+        group.close()
+        return group.device, received
 
     key = wire.new_key()
     sent = [("a", torch.randn(5, 7).to(OWN)), ("b", torch.arange(3, dtype=torch.int16).to(OWN))]
@@ -415,6 +418,7 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
         for message in wire.messages(sent, device=group.device, key=key):
             group.broadcast(message)
         device, received = worker.result(PATIENCE)
+        group.close()
     assert device == torch.device("cuda", 6)
     assert [(name, value.device.type, value.tolist()) for name, value in received] == [
         (name, "cpu", value.tolist()) for name, value in sent
@@ -422,6 +426,7 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
     calls = [call for call in gpus.calls if call[0] == "nccl"]
     assert sorted(calls) == [("nccl", rank, 2, 365, ["0", "0"]) for rank in (0, 1)]
     assert {call[1:] for call in gpus.calls if call[0] == "broadcast"} == {(0, 3), (1, 6)}
+    assert sorted(call for call in gpus.calls if call[0] == "abort") == [("abort", 0), ("abort", 1)]
 
 
 @reaches(

@@ -121,7 +121,8 @@ class Group:
         """Leave without waiting. The others notice at once or, if a message is being sent, when that ends."""
         backend, store, under_way = self._backend, self._store, self._under_way
         self._backend = self._store = self._under_way = None
-        if backend is not None and under_way is not None and not under_way.is_completed():
+        # NCCL keeps the GPU's memory of a group that is dropped without an end.
+        if under_way is not None and (self.device != HOST_DEVICE or not under_way.is_completed()):
             is_aborted = threading.Event()
             arguments = (backend, store, under_way, is_aborted)
             threading.Thread(target=_abort, args=arguments, name="prefrl-group-end", daemon=True).start()
