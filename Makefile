@@ -16,13 +16,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m pytest
 
-# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. If a package is missing there or too
-# old, put a folder that has it into PYTHONPATH.
+# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. Packages that are missing there or too
+# old come from wheels in GPU_KIT, or from a folder in PYTHONPATH.
 GPU_PYTHON ?= python3
-GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
+GPU_KIT ?= .gpu-kit
+GPU_KIT_PYTHON ?= 3.12
+GPU_SITE ?= /tmp/prefrl-gpu-kit
+GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain demo-real real clean help
+.PHONY: demo test tests docs test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -38,7 +41,9 @@ help:
 	@echo "make bench-faults   let the same things go wrong in TRL and prefrl: about 4 minutes"
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
 	@echo "make real GSM8K=FOLDER   measure prefrl on SmolLM2 and GSM8K, against TRL and vLLM"
-	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
+	@echo "make gpu     run the tests that need a CUDA device and measure it, with $(GPU_PYTHON); MINUTES=10: no longer than that"
+	@echo "make gpu-kit   fetch the wheels that a machine with a GPU lacks into $(GPU_KIT), for Python $(GPU_KIT_PYTHON)"
+	@echo "make gpu-rehearsal   run the same on this CPU with tiny sizes, to find mistakes"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV) and the caches"
 
 demo: $(VENV)/.runtime
@@ -106,18 +111,26 @@ real: $(VENV)/.dev $(BENCH_VENV)/.bench $(VLLM_VENV)/.ready
 	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m benchmarks.real --gsm8k '$(GSM8K)' \
 		logprobs dpo sft demo
 
+# What a machine with a GPU lacks beside its own torch: wheels for its Python. `make gpu` there installs them into a folder.
+gpu-kit: $(VENV)/.torch gpu-kit.txt
+	rm -rf $(GPU_KIT)
+	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(GPU_KIT_PYTHON) --implementation cp \
+		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
+		--dest $(GPU_KIT) -r gpu-kit.txt
+	@du -sh $(GPU_KIT)
+
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "make gpu: $(GPU_PYTHON) has no torch; set GPU_PYTHON=/path/to/python")'
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
-	@files=$$(grep -rlE 'mark\.gpu' tests --include='test_*.py'); \
-	if [ -z "$$files" ]; then echo 'make gpu: no test is marked gpu'; exit 1; fi; \
-	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu -ra --forbid-skips $$files; status=$$?; \
-	if [ $$status -eq 5 ]; then echo 'make gpu: no test was collected'; fi; exit $$status
-	@if $(GPU_PYTHON) -c 'import trl' 2>/dev/null; then $(GPU_PATH) $(GPU_PYTHON) -m benchmarks --device cuda; \
-	else echo 'make gpu: no benchmark, $(GPU_PYTHON) cannot import trl'; fi
+	@if [ -d $(GPU_KIT) ]; then rm -rf $(GPU_SITE); $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile \
+		--no-cache-dir --disable-pip-version-check --target $(GPU_SITE) $(GPU_KIT)/*.whl; fi
+	$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUT),--output $(OUTPUT))
+
+gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench
+	$(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)

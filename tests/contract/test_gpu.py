@@ -15,7 +15,8 @@ from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
-from tests.contract.cases import ONLINE, make_trainer, relative_difference, stopping_model, train_inside, update_of
+from tests.assets import tiny_model
+from tests.contract.cases import ONLINE, make_trainer, relative_difference, train_inside, update_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -49,7 +50,7 @@ def test_a_step_does_not_wait_for_the_device(algorithm: str, options: dict[str, 
 
 
 def test_completions_are_the_same_with_an_offloaded_cache_and_less_memory() -> None:
-    model = stopping_model(num_hidden_layers=8, eos_token_id=[1]).cuda()
+    model = tiny_model(num_hidden_layers=8, eos_token_id=[1]).cuda()
     sampling = SamplingParams(num_samples=16, max_tokens=256, temperature=1.0)
     drawn, peaks = [], []
     for offloads in (False, True):
@@ -99,3 +100,19 @@ def test_a_snapshot_of_the_memory(tmp_path: Path) -> None:
     make_trainer("sft", tmp_path, use_cpu=False, max_steps=2, profile=True, profile_kwargs=window).train()
     snapshot = tmp_path / "profile" / "steps-1-1-rank-0.memory.pickle"
     assert snapshot.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_automatic_sizes_are_found_and_make_the_step_that_was_asked_for(algorithm: str, tmp_path: Path) -> None:
+    sizes = {
+        "per_device_train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "effective_batch_size": 8,
+    }
+    precision = {"use_cpu": False, "bf16": False, "tf32": False}
+    found = make_trainer(algorithm, tmp_path / "found", **sizes, **precision)
+    given = make_trainer(algorithm, tmp_path / "given", per_device_train_batch_size=8, **precision)
+    assert relative_difference(update_of(found), update_of(given)) < 1e-4
+    rows, accumulation = found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps
+    assert rows * accumulation == 8
+    assert all(trial.load > 0 for trial in found.sizes.trials)

@@ -143,6 +143,7 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
 
     Raises:
         OutOfMemoryError: The device is out of memory, which says nothing about the kernel.
+        AcceleratorError: The kernel has left the device in a state in which no other kernel can run.
     """
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     try:
@@ -154,6 +155,8 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # missing compiler, unsupported head size or chip: another kernel is used
+        if devices:  # after some errors a process can use its device no more: this raises them again
+            torch.cuda.synchronize(inputs.device)
         return f"{type(error).__name__}: {error}"
     if largest <= _TOLERANCES[inputs.dtype]:
         return None

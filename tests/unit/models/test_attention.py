@@ -120,6 +120,24 @@ def test_long_segments_are_masked_in_chunks_with_equal_results(window, monkeypat
     assert rows_kept == {16}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_begin_where_kernels_of_a_gpu_can_read_them(dtype, monkeypatch):
+    masks = []
+
+    def kept(*args, attn_mask, **kwargs):
+        masks.append(attn_mask)
+        return sdpa(*args, attn_mask=attn_mask, **kwargs)
+
+    sdpa = segments.scaled_dot_product_attention
+    monkeypatch.setattr(segments, "scaled_dot_product_attention", kept)
+    monkeypatch.setattr(segments, "_ROWS_PER_MASK", 16)
+    trees = forest((30, 37, 21), 45)
+    tensors = [x.to(dtype) for x in random_qkv(total_length(trees))]
+    flat_attention(*tensors, Layout(trees), scaling=None, dropout=0.0, window=20)
+    assert len(masks) > 4
+    assert {mask.storage_offset() for mask in masks} == {0}
+
+
 def test_siblings_and_other_trees_do_not_reach_a_branch():
     trees = forest((4, 3, 3), 5)
     query, key, value = random_qkv(total_length(trees))
