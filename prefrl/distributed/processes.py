@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -213,6 +213,22 @@ def exchange(parts: list[T], device: torch.device) -> list[T]:
     return [
         parts[own] if source == own else pickle.loads(part.numpy().tobytes()) for source, part in enumerate(incoming)
     ]
+
+
+def on_own_gpu(work: Callable[..., T]) -> Callable[..., T]:
+    """What a thread of user code runs instead of `work`: the same, on the current GPU of the thread that calls this.
+
+    A thread begins with the first GPU, to which code that says "cuda" would send its tensors on every process.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*arguments: Any) -> T:
+        torch.cuda.set_device(device)
+        return work(*arguments)
+
+    return run
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:

@@ -107,8 +107,8 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
             part = ((logprobs - batch.ref_logprobs) * batch.trainable).sum()
             log_ratio += part.to(log_ratio.device, non_blocking=True)
         count = log_ratio.new_full((), sum(batch.num_rows for batch in parts))
-        total, all_rows = distributed.summed_over_ranks(torch.stack([log_ratio, count]).double()).unbind()
-        return (total / all_rows.clamp(min=1.0)).clamp(min=0.0).float()
+        total, all_rows = distributed.summed_over_ranks(torch.stack([log_ratio, count])).unbind()
+        return (total / all_rows.clamp(min=1.0)).clamp(min=0.0)
 
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Weighted sum over rows."""

@@ -46,6 +46,7 @@ __all__ = [
 
 _MIB, _GIB = 2**20, 2**30
 _SECONDS = 0.1  # for which a speed is measured
+_PRODUCTS = 8  # between two waits for a GPU, which would otherwise idle while the next product is launched
 _UNLIMITED = 10**9  # tokens of a row, and rows
 _IMPOSSIBLE = 1.5  # times the free memory: estimates are not exact, and other programs may end
 _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "cache")
@@ -307,15 +308,20 @@ def products_per_second(
     device: torch.device, dtype: torch.dtype, *, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """FLOP/s of a product of matrices."""
-    size = 4096 if device.type == "cuda" else 512
+    size = 512 if device.type == "cpu" else 4096
     matrix = torch.ones(size, size, device=device, dtype=dtype)
-    matrix @ matrix
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            matrix @ matrix
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    multiply(1)  # loads the library
     started, count = clock(), 0
     while clock() < started + _SECONDS:
-        matrix @ matrix
-        count += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        multiply(_PRODUCTS)
+        count += _PRODUCTS
     return float(2 * size**3 * count / (clock() - started))
 
 
