@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 # computes something else has an error of about 1; TF32 products are meant to pass.
 _TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
 
-# Two forests, since a compiled kernel may be recompiled for the second; lengths below and above a block of 128.
+# Two forests, since a compiled kernel may be recompiled for the second; lengths below and above a block of 128. In the
+# second, queries see several whole blocks, and between the queries that see a part of a block some see all of it.
 _TRIALS = (
     ((130, -1), (40, 0), (1, 0), (90, 0), (33, -1)),
-    ((7, -1), (200, 0), (3, 1), (150, 2), (30, 1), (20, 0), (1, -1), (300, 6)),
+    ((7, -1), (200, 0), (3, 1), (150, 2), (30, 1), (20, 0), (1, -1), (600, 6), (40, -1)),
 )
 _TRIAL_WINDOWS = (None, 20)
 # The most copies of keys for each token that the variable-length kernel makes of deep forests.
