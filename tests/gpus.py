@@ -273,9 +273,16 @@ class _Nccl:
         if self.rank == 0:
             self.store.set(key, message.cpu().numpy().tobytes())
 
+        is_here = False
+
+        def is_completed() -> bool:
+            nonlocal is_here
+            is_here = is_here or self.store.check([key])  # the store may be gone later
+            return is_here
+
         def wait() -> None:
             received = self.store.get(key)
             if len(received) > 0:
                 message.copy_(torch.frombuffer(bytearray(received), dtype=torch.uint8))
 
-        return SimpleNamespace(is_completed=lambda: self.store.check([key]), wait=wait)
+        return SimpleNamespace(is_completed=is_completed, wait=wait)

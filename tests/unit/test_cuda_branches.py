@@ -130,6 +130,14 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
     inputs = Inputs(OWN, torch.float32, 4, 2, 8, 8, scaling=0.3)
     assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is kernel
     assert seen == {(True, OWN, 3)}
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        gpus[3].work(1.0)
+        raise RuntimeError("no kernel image")
+
+    kernel = Kernel("broken", broken, lambda inputs: True)
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is choice.KERNELS[-1]
+    assert (gpus[3].waits, gpus[0].waits) == (1, 0)  # for errors that come later
     assert all(torch.equal(g.get_state(), state) for g, state in zip(gpus.generators, before, strict=True))
 
 
@@ -236,6 +244,7 @@ def test_the_speed_of_products_is_that_of_the_gpu_without_its_first_call(
         assert (matrix.device, matrix.dtype, matrix.shape) == (OWN, torch.bfloat16, (4096, 4096))
         own.work(5.0 if num_products == 0 else 0.001)
         num_products += 1
+        assert num_products < 10_000, "nobody waits for the GPU"
 
     ones = torch.ones(1).to(OWN, torch.bfloat16)
     monkeypatch.setattr(type(ones), "__matmul__", multiply, raising=False)
@@ -419,6 +428,9 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
             group.broadcast(message)
         device, received = worker.result(PATIENCE)
         group.close()
+    for thread in threading.enumerate():
+        if thread.name == "prefrl-group-end":
+            thread.join(PATIENCE)
     assert device == torch.device("cuda", 6)
     assert [(name, value.device.type, value.tolist()) for name, value in received] == [
         (name, "cpu", value.tolist()) for name, value in sent
