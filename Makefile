@@ -9,12 +9,15 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # And the oldest versions that prefrl works with.
 FLOORS_VENV ?= .venv-floors
+# Triton and Liger, which only some tests import: with Triton at hand, other packages choose other code.
+KERNELS ?= .venv-kernels
+KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests and the demo beside them use one torch thread each: threads that wait for each other would burn the cores of others.
 WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PREFRL_KERNELS=$(abspath $(KERNELS)) $(BIN)/python -m pytest
 
 # The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. Packages that are missing there or too
 # old come from wheels in GPU_KIT, or from a folder in PYTHONPATH.
@@ -25,7 +28,7 @@ GPU_SITE ?= /tmp/prefrl-gpu-kit
 GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
+.PHONY: demo test tests docs test-floors check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -35,6 +38,7 @@ help:
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
 	@echo "make docs    build the site of the documentation, in site/, and stop at the first broken link"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
+	@echo "make kernels run the kernels of GPUs on the CPU, as far as that is possible, for all models: about 10 minutes"
 	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): about 9 minutes on 2 cores; QUICK=1: 2 minutes"
 	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
 	@echo "make bench-soak   train for 2,000 steps on a vLLM server while something fails every 20: about 35 minutes"
@@ -44,7 +48,7 @@ help:
 	@echo "make gpu     run the tests that need a CUDA device and measure it, with $(GPU_PYTHON); MINUTES=10: no longer than that"
 	@echo "make gpu-kit   fetch the wheels that a machine with a GPU lacks into $(GPU_KIT), for Python $(GPU_KIT_PYTHON)"
 	@echo "make gpu-rehearsal   run the same on this CPU with tiny sizes, to find mistakes"
-	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV) and the caches"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(KERNELS) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
@@ -55,14 +59,15 @@ demo-real: $(VENV)/.runtime
 
 # pytest ends last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
 test:
-	$(MAKE) -j 2 lint types imports docs $(VLLM_VENV)/.ready
+	$(MAKE) -j 2 lint types imports docs $(VLLM_VENV)/.ready $(KERNELS)/.ready
 	$(MAKE) -j 2 tests demo-gain
 
-tests: $(VENV)/.dev $(VLLM_VENV)/.ready
+tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
 
 test-floors: $(FLOORS_VENV)/.ready
-	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract
+	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract \
+		--ignore tests/contract/test_kernels.py
 
 check: lint types imports docs unit
 
@@ -84,6 +89,11 @@ unit: $(VENV)/.dev
 
 vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
 	$(PYTEST) -m vllm -ra --durations=15 --forbid-skips
+
+# Its figures are printed into docs/performance.md by docs/make_tables.py.
+kernels: $(VENV)/.dev $(KERNELS)/.ready
+	PREFRL_KERNELS_JSON=benchmarks/results/kernels.json $(PYTEST) -n 0 -m 'not gpu' -ra --durations=15 --forbid-skips \
+		tests/contract/test_kernels.py tests/unit/models/test_block_mask.py tests/unit/models/test_varlen.py
 
 demo-gain: $(VENV)/.dev
 	rm -rf runs/demo-gain
@@ -130,7 +140,7 @@ gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)
@@ -155,6 +165,12 @@ $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
 $(FLOORS_VENV)/.ready: $(FLOORS_VENV)/.torch pyproject.toml constraints-floors.txt
 	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints-floors.txt \
 		-e '.[peft,quantization,optimizers,bco,math,fuzzy,reasoning-gym,images,fp8,plot,gguf,deepspeed]' pytest pytest-timeout pytest-xdist hypothesis mypy grimp ipython
+	@touch $@
+
+# Without what they depend on: prefrl's torch is there.
+$(KERNELS)/.ready: $(VENV)/.torch Makefile
+	rm -rf $(KERNELS)
+	$(PIP) install --no-deps --target $(KERNELS) $(KERNEL_PACKAGES)
 	@touch $@
 
 # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has

@@ -69,7 +69,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self.set_up_reference(ref_model)
         self._kl = torch.zeros((), device=self.args.device)
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        if self._estimates_kl and rows * distributed.world_size() == 1:
+        if self._estimates_kl and rows * distributed.world_size() == 1 and distributed.is_main():
             logger.warning(
                 "per_device_train_batch_size=1 and gradient_accumulation_steps=1: KTO's KL is estimated from one row, "
                 "which is very noisy. Raise one of them."
@@ -107,8 +107,8 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
             part = ((logprobs - batch.ref_logprobs) * batch.trainable).sum()
             log_ratio += part.to(log_ratio.device, non_blocking=True)
         count = log_ratio.new_full((), sum(batch.num_rows for batch in parts))
-        total, all_rows = distributed.summed_over_ranks(torch.stack([log_ratio, count]).double()).unbind()
-        return (total / all_rows.clamp(min=1.0)).clamp(min=0.0).float()
+        total, all_rows = distributed.summed_over_ranks(torch.stack([log_ratio, count])).unbind()
+        return (total / all_rows.clamp(min=1.0)).clamp(min=0.0)
 
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Weighted sum over rows."""

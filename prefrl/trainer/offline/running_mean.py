@@ -24,12 +24,13 @@ class RunningMean:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of values, and their number
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+        self._sums = torch.zeros(2, dtype=dtype, device=device)  # of values, and their number
         self._pending: list[Tensor] = []
 
     @property
     def value(self) -> Tensor:
-        """[] float64, the mean."""
+        """[] the mean."""
         total, count = self._sums.unbind()
         return total / count.clamp(min=1.0)
 
