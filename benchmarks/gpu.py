@@ -115,6 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=40.0, help="of all stages together")
     parser.add_argument("--only", nargs="+", choices=STAGES, default=[*STAGES], help="some of the stages")
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="of the steps, see `workloads.py`")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny sizes")
     parser.add_argument(
         "--output", type=Path, help="JSON file; default: in benchmarks/results, or in runs to rehearse"
@@ -144,6 +145,7 @@ def _run(name: str, options: argparse.Namespace, results: Results, seconds: floa
 
 def _command(name: str, options: argparse.Namespace, seconds: float) -> list[str]:
     command = [sys.executable, "-m", "benchmarks.gpu", "--stage", name, "--output", str(options.output)]
+    command += ["--workloads", *options.workloads] if options.workloads else []
     return [*command, "--minutes", str(seconds / 60), *(["--rehearse"] if options.rehearse else [])]
 
 
@@ -166,7 +168,8 @@ def _run_here(options: argparse.Namespace, results: Results) -> int:
         print(json.dumps(found), flush=True)
         has_failed |= bool(found.get("problem") or found.get("problems"))
 
-    getattr(gpu_stages, options.stage)(record, rehearses=options.rehearse)
+    chosen = {"names": options.workloads} if options.stage == "steps" else {}
+    getattr(gpu_stages, options.stage)(record, rehearses=options.rehearse, **chosen)
     return int(has_failed)
 
 

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -159,10 +159,10 @@ def _only(name: str, *, must_serve: bool) -> Iterator[None]:
         interface.choose_kernel = original
 
 
-def steps(record: Record, *, rehearses: bool) -> None:
+def steps(record: Record, *, rehearses: bool, names: Sequence[str] | None = None) -> None:
     """Steps and generation of both libraries, one after the other: each has the device to itself."""
     device = "cpu" if rehearses else "cuda"
-    workloads = _tiny_workloads() if rehearses else CUDA_WORKLOADS
+    workloads = [w for w in (_tiny_workloads() if rehearses else CUDA_WORKLOADS) if names is None or w.name in names]
     machine = Machine(device, tuple(sorted(os.sched_getaffinity(0))))
     found: dict[Library, Measurement | WorkerError] = {}
     with tempfile.TemporaryDirectory() as cache:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
@@ -17,6 +18,7 @@ from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
 from tests.assets import tiny_model
 from tests.contract.cases import ONLINE, make_trainer, relative_difference, train_inside, update_of
+from tests.contract.test_guard import EVERYTHING, Breaks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -47,6 +49,41 @@ def test_a_step_does_not_wait_for_the_device(algorithm: str, options: dict[str, 
     trainer = make_trainer(algorithm, tmp_path, use_cpu=False, max_steps=3, **options)
     verdict_of(trainer.policy)
     assert train_inside(trainer, no_waiting) == 3
+
+
+class _NeverWaits(TrainerCallback):
+    """An error where the host waits for all that is queued, from the second step to the end of the third."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        if state.global_step == 1:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        if state.global_step == 3:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("algorithm", _OFFLINE)
+def test_the_queue_is_never_drained_between_two_logs(algorithm: str, tmp_path: Path) -> None:
+    options = {"optim": "adamw_torch_fused", "max_grad_norm": 1.0, "max_steps": 4, "logging_steps": 100}
+    trainer = make_trainer(algorithm, tmp_path, use_cpu=False, callbacks=[_NeverWaits()], **options)
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_a_step_that_is_not_finite_changes_nothing(optim: str, tmp_path: Path) -> None:
+    options = {"optim": optim, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "max_steps": 4}
+    trainer = make_trainer("sft", tmp_path, use_cpu=False, on_nan="skip", **options)
+    breaks = Breaks(trainer, "gradient", (2,))
+    trainer.train()
+    assert breaks.changed == [EVERYTHING, [], EVERYTHING, EVERYTHING]
+    assert trainer.guard.num_skipped == 1
 
 
 def test_completions_are_the_same_with_an_offloaded_cache_and_less_memory() -> None:

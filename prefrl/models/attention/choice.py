@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -147,8 +148,9 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
     """
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     try:
-        # Compilation may draw random numbers, which must not affect the training run.
-        with torch.random.fork_rng(devices):
+        # Compilation may draw random numbers, which must not affect the training run. Triton launches kernels on the
+        # current GPU, which in a fresh thread is the first one.
+        with torch.random.fork_rng(devices), torch.cuda.device(inputs.device) if devices else nullcontext():
             trials = product(_TRIALS, _TRIAL_WINDOWS)
             largest = max(error for forest, window in trials for error in _errors(kernel, inputs, forest, window))
     except torch.OutOfMemoryError:
