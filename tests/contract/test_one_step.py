@@ -48,7 +48,7 @@ def count_forwards(trainer: OnlineTrainer) -> list[int]:
     tokens: list[int] = []
 
     def note(_module: Any, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
-        if kwargs.get("past_key_values") is None and not kwargs.get("use_cache"):
+        if not kwargs.get("use_cache"):
             tokens.append(kwargs["input_ids"].numel())
 
     trainer.policy.model.register_forward_hook(note, with_kwargs=True)

@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from types import FunctionType
 from typing import Generic, get_args, get_type_hints
 
 import grimp
@@ -33,67 +32,13 @@ from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.sft_config import SFTConfig
+from tests.private_names import ROOT, SOURCES, nodes_of_files
 
-ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "prefrl").rglob("*.py"))
 ALGORITHMS = [pytest.param(row, id=row.name) for row in REGISTRY.values()]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_LEAF_LINES = 150
-
-# Parameters of each HuggingFace method that a trainer of ours overrides or calls through super(). If this fails after
-# an upgrade of transformers, read the method's new body before changing a line here.
-HOOKS = {
-    "_build_accelerator_args": ["kwargs"],
-    "_clip_grad_norm": ["model"],
-    "_finish_current_push": [],
-    "_init_training_state": [
-        *("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial")
-    ],
-    "_issue_warnings_after_load": ["load_result"],
-    "_load_best_model": [],
-    "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
-    "_get_grad_norm": ["model", "grad_norm"],
-    "_get_output_dir": ["trial"],
-    "_load_optimizer_and_scheduler": ["checkpoint"],
-    "_load_rng_state": ["checkpoint"],
-    "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
-    "_prepare_inputs": ["inputs"],
-    "_push_from_checkpoint": ["checkpoint_folder"],
-    "_save": ["output_dir", "state_dict"],
-    "_save_checkpoint": ["model", "trial"],
-    "_save_optimizer_and_scheduler": ["output_dir"],
-    "_track_num_input_tokens": ["inputs"],
-    "create_optimizer": ["model"],
-    "create_scheduler": ["num_training_steps", "optimizer"],
-    "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
-    "end": [],
-    "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
-    "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
-    "floating_point_ops": ["inputs"],
-    "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
-    "get_eval_dataloader": ["eval_dataset"],
-    "get_test_dataloader": ["test_dataset"],
-    "get_optimizer_cls_and_kwargs": ["args", "model"],
-    "get_total_train_batch_size": ["args"],
-    "get_train_dataloader": [],
-    "log": ["logs", "start_time"],
-    "predict": ["test_dataset", "ignore_keys", "metric_key_prefix"],
-    "save_model": ["output_dir", "_internal_call"],
-    "training_step": ["model", "inputs", "num_items_in_batch"],
-}
-# Their arguments are passed on or ignored as they are.
-VARIADIC = {
-    "__init__",
-    "_inner_training_loop",
-    "_maybe_log_save_evaluate",
-    "_run_epoch",
-    "create_model_card",
-    "train",
-}
-# Replaced as a whole; HuggingFace's arguments differ between the versions that are supported.
-REPLACED = {"init_hf_repo", "push_to_hub"}
 
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
@@ -202,8 +147,8 @@ def _lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_optional_packages_are_asked_for_in_their_places_only() -> None:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, nodes in nodes_of_files().items():
+        for node in nodes:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require"):
                 continue
             assert isinstance(node.args[0], ast.Constant), relative(path)
@@ -215,17 +160,17 @@ def test_optional_packages_are_never_imported() -> None:
     packages = {*OPTIONAL, "vllm"}
     imported = {
         (relative(path), package)
-        for path in SOURCES
-        for package in packages & _imported_packages(ast.parse(path.read_text(encoding="utf-8")))
+        for path, nodes in nodes_of_files().items()
+        for package in packages & _imported_packages(nodes)
     }
     # Runs inside vLLM's processes, and nothing imports it.
     assert imported == {("prefrl/generation/vllm/plugin.py", "vllm")}
 
 
-def _imported_packages(tree: ast.Module) -> set[str]:
+def _imported_packages(every: list[ast.AST]) -> set[str]:
     """What is imported at run time."""
-    for_types = {id(node) for block in ast.walk(tree) if _is_for_types(block) for node in ast.walk(block)}
-    nodes = [node for node in ast.walk(tree) if id(node) not in for_types]
+    for_types = {id(node) for block in every if _is_for_types(block) for node in ast.walk(block)}
+    nodes = [node for node in every if id(node) not in for_types]
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
     return {module.partition(".")[0] for module in modules}
@@ -258,38 +203,6 @@ def test_own_modules_are_imported_where_import_linter_sees_it() -> None:
 
 def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-@pytest.mark.parametrize("name", sorted(HOOKS))
-def test_hooks_of_the_huggingface_loop_have_the_signature_that_was_read(name: str) -> None:
-    parameters = inspect.signature(getattr(Trainer, name)).parameters
-    assert [parameter for parameter in parameters if parameter != "self"] == HOOKS[name]
-
-
-def test_every_overridden_hook_is_pinned() -> None:
-    bases = [
-        OptimizedTrainer,
-        ResumableTrainer,
-        GuardedTrainer,
-        SizedTrainer,
-        EvaluatingTrainer,
-        BaseTrainer,
-        OfflineTrainer,
-        OnlineTrainer,
-    ]
-    classes = [*bases, *(row.load_trainer() for row in REGISTRY.values())]
-    overridden = {
-        name
-        for cls in classes
-        for name, value in vars(cls).items()
-        if isinstance(value, FunctionType | staticmethod) and name in vars(Trainer)
-    }
-    assert overridden - VARIADIC - REPLACED == set(HOOKS)
-
-
-def test_transformers_still_reads_the_flag_that_the_loss_is_scaled_already() -> None:
-    # Without it, HuggingFace would divide by gradient_accumulation_steps once more.
-    assert "loss_is_scaled_for_ga" in inspect.getsource(Trainer.training_step)
 
 
 def _yaml_texts() -> list[object]:

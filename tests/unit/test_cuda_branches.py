@@ -32,12 +32,14 @@ from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
+from prefrl.trainer.base.early_read import EarlyRead
 from prefrl.trainer.base.options.precision import check_precision
 from prefrl.trainer.base.options.rules import check_device, check_liger_device
 from prefrl.trainer.base.profiling import ProfileParams, StepProfiler, check_profile
 from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
 from prefrl.trainer.base.sizes.memory import TrialMemory, free_memory
 from prefrl.trainer.base.step_account import StepAccount
+from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.online.local_options import LocalOptions
 from tests.cuda_lines import lines_that_name_cuda, traced
@@ -192,6 +194,7 @@ def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have
     "trainer.base.sizes.memory:_used",
     "trainer.base.sizes.memory:_peak",
     "scripts.checkup.resources:_free",
+    "scripts.checkup.resources:_available",
 )
 def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     own = gpus[3]
@@ -205,7 +208,13 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     assert memory.load == pytest.approx(10 / (79 / 2 - 3))
     assert memory.load_of_gradients == pytest.approx(1 / (79 / 2 - 3))
     assert free_memory(torch.device("cuda", 5)) == 74 * GIB
-    assert resources._free(OWN) == (76 * GIB, "on Pretend H300")
+    place = "on Pretend H300"
+    assert resources._free(OWN) == (76 * GIB, place)
+    subject: Any = SimpleNamespace(plan=None, config=options(world_size=COUNT))
+    assert resources._available(subject) == (76 * GIB, place)
+    subject.config.world_size += 1
+    others = " of this machine; the devices of other machines are taken to have as much"
+    assert resources._available(subject) == (76 * GIB, place + others)
 
 
 @reaches("trainer.base.sizes.auto:AutomaticSizes._search", "trainer.base.sizes.auto:AutomaticSizes._wait")
@@ -285,6 +294,18 @@ def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch)
         check_profile(config)
 
 
+@reaches("trainer.base.early_read:EarlyRead.__init__")
+def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) -> None:
+    numbers = torch.tensor([[1.0, 2.0]]).to(OWN)
+    gpus[3].work(2.0)
+    torch.cuda.set_device(5)
+    read = EarlyRead(numbers)
+    gpus[3].work(100.0)
+    assert (gpus[3].waits, gpus[3].done) == (0, 0.0)
+    assert read.numbers() == [[1.0, 2.0]]
+    assert (gpus[3].waits, gpus[3].done) == (1, 2.0)
+
+
 # Precision, and what a device does not have.
 
 
@@ -352,6 +373,13 @@ def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU=true, but this run is on cuda:0"):
         SFTConfig(output_dir="x", report_to="none")
+
+
+@reaches("trainer.offline.running_mean:RunningMean.__init__")
+def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> None:
+    assert RunningMean(OWN).value.dtype == torch.float64
+    assert RunningMean(OWN).value.device == OWN
+    assert RunningMean(torch.device("mps")).value.dtype == torch.float32
 
 
 # Random numbers.

@@ -100,6 +100,8 @@ class LocalGenerator:
         self._memory = memory
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
+        # The second name is that of transformers before 5.24, and of models that come with their own code.
+        self._cache_name = "cache" if "cache" in self._arguments else "past_key_values"
         limit = position_limit(self._base)
         self._rules = image_rules(self._base)
         self._never = placeholder_ids(self._base)
@@ -275,7 +277,7 @@ class LocalGenerator:
             mask: [R, .] int64, over all tokens so far, 0 for padding; None if there is no padding.
             images: What the model reads besides tokens.
         """
-        arguments = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        arguments = {"input_ids": input_ids, "attention_mask": mask, self._cache_name: cache, "use_cache": True}
         arguments |= images or {}
         if "position_ids" in self._arguments:
             arguments["position_ids"] = positions if positions.dim() == 2 else positions.transpose(0, 1)
@@ -286,15 +288,15 @@ class LocalGenerator:
             arguments["output_router_logits"] = False
         with self._autocast():
             output = self._model(**arguments)
-        if output.get("past_key_values") is not cache:
+        if output.get(self._cache_name) is not cache:
             raise _no_cache_error(self._base, "its forward pass does not fill the cache that is passed to it")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped
 
     def _check_architecture(self) -> None:
         if self._base.config.is_encoder_decoder:
             raise _no_cache_error(self._base, "it is an encoder-decoder model")
-        if "past_key_values" not in self._arguments:
-            raise _no_cache_error(self._base, "its forward pass takes no past_key_values")
+        if self._cache_name not in self._arguments:
+            raise _no_cache_error(self._base, "its forward pass takes no cache")
         if is_peft_model(self._model) and self._model.active_peft_config.is_prompt_learning:
             kind = type(self._model.active_peft_config).__name__
             raise _no_cache_error(self._base, f"its adapter ({kind}) inserts its own tokens before the prompt")
