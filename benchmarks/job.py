@@ -73,13 +73,15 @@ def offline_arguments(setup: Setup) -> dict[str, Any]:
     """The arguments of both libraries' trainers on fixed datasets."""
     workload = setup.workload
     arguments: dict[str, Any] = {
-        "model": build_model(workload.model, seed=POLICY_SEED, is_classifier=workload.task == "reward"),
+        "model": build_model(
+            workload.model, seed=POLICY_SEED, is_classifier=workload.task == "reward", device=setup.device
+        ),
         "train_dataset": rows_of(workload),
         "processing_class": build_tokenizer(workload.model.vocab_size),
         "callbacks": [setup.callback()],
     }
     if workload.task in ("dpo", "kto"):
-        arguments["ref_model"] = build_model(workload.model, seed=REFERENCE_SEED)
+        arguments["ref_model"] = build_model(workload.model, seed=REFERENCE_SEED, device=setup.device)
     return arguments
 
 

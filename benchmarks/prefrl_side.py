@@ -53,7 +53,7 @@ def config_of(setup: Setup) -> BaseConfig:
 
 def _build_grpo(setup: Setup) -> Job:
     workload = setup.workload
-    model = build_policy(workload, seed=REFERENCE_SEED)
+    model = build_policy(workload, seed=REFERENCE_SEED, device=setup.device)
     trainer = REGISTRY["grpo"].load_trainer()(
         model,
         reward_funcs=setup.counter.reward(),
@@ -63,7 +63,7 @@ def _build_grpo(setup: Setup) -> Job:
         callbacks=[setup.callback()],
     )
     # The reference was built from the weights that the model had before.
-    model.load_state_dict(build_policy(workload, seed=POLICY_SEED).state_dict())
+    model.load_state_dict(build_policy(workload, seed=POLICY_SEED, device=setup.device).state_dict())
     if workload.task == "grpo_loss":
         trainer.generator = ScriptedGenerator(completions_of(workload), workload.prompt_length)
         return job_of(setup, trainer)

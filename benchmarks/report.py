@@ -10,10 +10,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from benchmarks.worker import Library, Measurement
+from benchmarks.worker import Library, Measurement, WorkerError
 from benchmarks.workloads import Gate, Workload
 
-__all__ = ["Figures", "Report", "Row", "failed_row", "replace_between_markers", "row_of", "unequal_work"]
+__all__ = [
+    "Figures",
+    "Report",
+    "Row",
+    "failed_row",
+    "measured_row",
+    "replace_between_markers",
+    "row_of",
+    "unequal_work",
+]
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 HEADS = (
@@ -139,11 +148,20 @@ class Report:
         return cls(content["environment"], [Row.from_json(row) for row in content["rows"]])
 
 
-def row_of(workload: Workload, measured: Mapping[Library, Measurement], *, device: str) -> Row:
+def row_of(workload: Workload, measured: Mapping[Library, Measurement]) -> Row:
     """A row with ratios if both libraries did the same work, otherwise one with problems."""
-    problems = unequal_work(workload, measured, tolerance=3e-2 if device == "cuda" else 1e-4)
+    problems = unequal_work(workload, measured, tolerance=1e-4)
     figures = {library: _figures(workload, measurement) for library, measurement in measured.items()}
-    return Row(workload.name, workload.title, workload.gate, tuple(problems), uses_wall=device == "cuda", **figures)
+    return Row(workload.name, workload.title, workload.gate, tuple(problems), **figures)
+
+
+def measured_row(workload: Workload, found: Mapping[Library, Measurement | WorkerError]) -> Row:
+    """A row of a GPU, whose clock is the wall's. It also has the figures of one library if the other failed."""
+    measured = {library: value for library, value in found.items() if isinstance(value, Measurement)}
+    errors = [f"{name}: {str(e).strip().splitlines()[-1]}" for name, e in found.items() if isinstance(e, WorkerError)]
+    problems = errors or unequal_work(workload, measured, tolerance=3e-2)
+    figures = {library: _figures(workload, measurement) for library, measurement in measured.items()}
+    return Row(workload.name, workload.title, workload.gate, tuple(problems), uses_wall=True, **figures)
 
 
 def failed_row(workload: Workload, error: Exception) -> Row:

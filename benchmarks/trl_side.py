@@ -31,12 +31,12 @@ __all__ = ["ForcedEnd", "ForcedGenerate", "ScriptedGenerate", "build"]
 
 def build(setup: Setup) -> Job:
     """Prepare everything up to the first step."""
-    own = {"gradient_checkpointing": False, **setup.workload.trl_options}
+    own = {"gradient_checkpointing": False, **setup.arguments(), **setup.workload.trl_options}
     if setup.workload.is_online:
         return _build_grpo(setup, own)
     name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "sft": "SFT"}[setup.workload.task]
     module = import_module("trl")  # only installed in the environment of the benchmark
-    args = getattr(module, f"{name}Config")(max_length=None, **setup.arguments(), **own)
+    args = getattr(module, f"{name}Config")(max_length=None, **own)
     trainer = getattr(module, f"{name}Trainer")(args=args, **offline_arguments(setup))
     return job_of(setup, trainer)
 
@@ -45,11 +45,11 @@ def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
     from trl import GRPOConfig, GRPOTrainer
 
     workload = setup.workload
-    model = build_policy(workload, seed=REFERENCE_SEED)
-    # TRL loads its reference from the place that the model came from.
-    folder = Path(setup.folder) / "reference"
-    model.save_pretrained(folder)
-    model.config._name_or_path = str(folder)
+    model = build_policy(workload, seed=REFERENCE_SEED, device=setup.device)
+    if workload.options["beta"]:  # TRL loads its reference from the place that the model came from
+        folder = Path(setup.folder) / "reference"
+        model.save_pretrained(folder)
+        model.config._name_or_path = str(folder)
     trainer = GRPOTrainer(
         model,
         reward_funcs=setup.counter.reward(),
@@ -58,14 +58,13 @@ def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
             max_completion_length=max(workload.lengths),
             temperature=1.0,
             use_bias_correction_kl=False,  # prefrl's KL term has no importance weight
-            **setup.arguments(),
             **own,
         ),
         train_dataset=rows_of(workload),
         processing_class=build_processor(workload),
         callbacks=[setup.callback()],
     )
-    model.load_state_dict(build_policy(workload, seed=POLICY_SEED).state_dict())
+    model.load_state_dict(build_policy(workload, seed=POLICY_SEED, device=setup.device).state_dict())
     if workload.task == "grpo_loss":
         model.generate = ScriptedGenerate(completions_of(workload), workload.prompt_length)
         return job_of(setup, trainer)

@@ -1,15 +1,20 @@
-"""One process for each workload and library, and the parent process that lets two of them take turns.
+"""One process for each workload and library, and the parent process that lets them take turns.
 
-Each process is forked from a server that has imported everything, so that it starts at once with the same libraries.
+Processes that take turns are forked from a server that has imported everything, so that they start at once with the
+same libraries. Importing them may initialize CUDA, which does not survive a fork: a process that has the device to
+itself imports them on its own, while those before it still run.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import tempfile
 import traceback
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -29,6 +34,7 @@ __all__ = [
     "Worker",
     "WorkerError",
     "measure",
+    "measure_one_by_one",
     "prepare_environment",
 ]
 
@@ -36,6 +42,7 @@ Library = Literal["trl", "prefrl"]
 LIBRARIES: tuple[Library, ...] = get_args(Library)
 _PATIENCE_S = 3600.0  # for one turn: a large model on a busy machine
 _FAREWELL_S = 10.0
+_NUM_AHEAD = 3  # processes that import what they need while another one runs
 _SIDES: dict[Library, str] = {"trl": "benchmarks.trl_side", "prefrl": "benchmarks.prefrl_side"}
 
 
@@ -97,23 +104,33 @@ def prepare_environment(cache: str) -> None:
 class Worker:
     """The parent's end of one process.
 
+    Args:
+        waits: Whether it is not forked, and builds its model and trainer, which takes memory, only after `build`.
     Raises:
         WorkerError: From any method, if the process failed.
     """
 
-    def __init__(self, workload: Workload, library: Library, *, machine: Machine, num_turns: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.preload"])
+    def __init__(
+        self, workload: Workload, library: Library, *, machine: Machine, num_turns: int, waits: bool = False
+    ) -> None:
+        context: Any = multiprocessing.get_context("spawn" if waits else "forkserver")
+        if not waits:
+            context.set_forkserver_preload(["benchmarks.preload"])
         self._connection, theirs = context.Pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="prefrl-bench-")
-        arguments = (theirs, workload, library, machine, num_turns, self._folder.name)
+        arguments = (theirs, workload, library, machine, num_turns, self._folder.name, waits)
         self._process = context.Process(target=_serve, args=arguments)
         self._process.start()
         theirs.close()
 
+    def build(self) -> None:
+        """Let the process that waits build its model and trainer."""
+        with suppress(ConnectionError):  # a process that failed has left its message
+            self._connection.send(None)
+
     def turn(self) -> Turn:
         """Let the process take a turn, and wait for its end."""
-        with suppress(ConnectionError):  # a process that failed has left its message
+        with suppress(ConnectionError):
             self._connection.send(None)
         return self._receive()  # type: ignore[no-any-return]
 
@@ -160,12 +177,50 @@ def measure(workload: Workload, *, num_turns: int, machine: Machine) -> dict[Lib
         return {library: Measurement(tuple(turns[library]), worker.outcome()) for library, worker in workers.items()}
 
 
+def measure_one_by_one(
+    workloads: Iterable[Workload], *, machine: Machine
+) -> Iterator[tuple[Workload, Library, Measurement | WorkerError]]:
+    """Measure each library on each workload in a process that has the device to itself."""
+    jobs = iter([(workload, library) for workload in workloads for library in LIBRARIES])
+    with ExitStack() as stack:
+        waiting: deque[tuple[Workload, Library, Worker]] = deque()
+        while True:
+            while len(waiting) <= _NUM_AHEAD and (job := next(jobs, None)) is not None:
+                worker = Worker(*job, machine=machine, num_turns=job[0].turns + 1, waits=True)
+                waiting.append((*job, stack.enter_context(worker)))
+            if not waiting:
+                return
+            workload, library, worker = waiting.popleft()
+            with worker:
+                found = _measured(worker, workload.turns + 1)
+            yield workload, library, found
+
+
+def _measured(worker: Worker, num_turns: int) -> Measurement | WorkerError:
+    worker.build()
+    try:
+        turns = tuple(worker.turn() for _ in range(num_turns))
+        return Measurement(turns, worker.outcome())
+    except WorkerError as error:
+        return error
+
+
 def _serve(
-    connection: Connection, workload: Workload, library: Library, machine: Machine, num_turns: int, folder: str
+    connection: Connection,
+    workload: Workload,
+    library: Library,
+    machine: Machine,
+    num_turns: int,
+    folder: str,
+    waits: bool,
 ) -> None:
     """Body of the process: build the library's job, take turns, and send the outcome."""
     os.sched_setaffinity(0, machine.cores)
     try:
+        if waits:
+            logging.disable(logging.WARNING)
+            import_module(_SIDES[library])
+            connection.recv()
         connection.send(_run(connection, workload, library, machine, num_turns, folder))
     except (EOFError, ConnectionError):
         return  # the parent has gone

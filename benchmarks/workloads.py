@@ -14,13 +14,15 @@ Task = Literal["grpo_loss", "grpo", "generation", "dpo", "kto", "reward", "sft"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A random Qwen2 with tied embeddings, in float32; key/value heads are half the heads."""
+    """A random Qwen2 with tied embeddings."""
 
     hidden_size: int
     num_layers: int
     ffn_size: int
     vocab_size: int
     num_heads: int
+    num_kv_heads: int = 0  # 0: half the heads
+    dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint: str = ""  # a folder: the model that it holds instead, whose sizes these are
 
 
@@ -341,95 +343,143 @@ OFFLINE_WORKLOADS = (
 )
 CPU_WORKLOADS = GRPO_LOSS_WORKLOADS + GRPO_WORKLOADS + OFFLINE_WORKLOADS
 
-# Only larger models and batches keep a GPU busy. No ratio is required there yet.
-MODEL_Q = ModelSizes(hidden_size=896, num_layers=24, ffn_size=4864, vocab_size=151936, num_heads=14)
+# Realistic sizes, in bfloat16 as they are trained on a GPU. The most telling rows come first: a run may be cut.
+MODEL_1_5B = ModelSizes(
+    hidden_size=1536,
+    num_layers=28,
+    ffn_size=8960,
+    vocab_size=151936,
+    num_heads=12,
+    num_kv_heads=2,
+    dtype="bfloat16",
+)
+MODEL_7B = ModelSizes(
+    hidden_size=3584,
+    num_layers=28,
+    ffn_size=18944,
+    vocab_size=152064,
+    num_heads=28,
+    num_kv_heads=4,
+    dtype="bfloat16",
+)
+_CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 CUDA_WORKLOADS = (
     Workload(
         "cuda_grpo_loss",
-        "GRPO loss step, A, 8 prompts of 512",
+        "GRPO loss step, 1.5B, prompt 1,024, 8 completions of 1,024",
         "grpo_loss",
-        MODEL_A,
-        LONG_LENGTHS,
-        prompt_length=512,
-        num_prompts=8,
+        MODEL_1_5B,
+        (1024,) * 8,
+        prompt_length=1024,
         options={"beta": 0.0},
-        quick_turns=3,
+        turns=3,
     ),
     Workload(
-        "cuda_grpo_loss_q",
-        "GRPO loss step, Q (0.5 B), 4 prompts of 512, completions 128 to 1,024",
+        "cuda_grpo_loss_ragged",
+        "GRPO loss step, 1.5B, 2 prompts of 1,024, 8 completions of 128 to 1,024",
         "grpo_loss",
-        MODEL_Q,
+        MODEL_1_5B,
         VERY_LONG_LENGTHS,
-        prompt_length=512,
-        num_prompts=4,
+        prompt_length=1024,
+        num_prompts=2,
         options={"beta": 0.0},
+        turns=3,
     ),
     Workload(
-        "cuda_grpo_loss_liger",
-        "GRPO loss step, Q (0.5 B), 4 prompts of 512, completions 128 to 1,024, Liger in both",
+        "cuda_dpo",
+        "DPO, 1.5B, 8 pairs, prompt 512, responses 128 to 1,024",
+        "dpo",
+        MODEL_1_5B,
+        VERY_LONG_LENGTHS * 2,
+        prompt_length=512,
+        turns=3,
+    ),
+    Workload(
+        "cuda_sft",
+        "SFT, 1.5B, 16 texts of 128 to 1,024, TRL padding-free",
+        "sft",
+        MODEL_1_5B,
+        VERY_LONG_LENGTHS * 2,
+        trl_options={"padding_free": True},
+        turns=3,
+    ),
+    Workload(
+        "cuda_grpo_loss_long",
+        "GRPO loss step, 1.5B, prompt 1,024, 8 completions of 8,192, checkpointing in both",
         "grpo_loss",
-        MODEL_Q,
-        VERY_LONG_LENGTHS,
-        prompt_length=512,
-        num_prompts=4,
-        options={"beta": 0.0, "use_liger_kernel": True},
-    ),
-    Workload(
-        "cuda_grpo_loss_kl",
-        "GRPO loss step with reference, Q (0.5 B), 4 prompts of 512",
-        "grpo_loss",
-        MODEL_Q,
-        LONG_LENGTHS,
-        prompt_length=512,
-        num_prompts=4,
-        options={"beta": 0.04},
-    ),
-    Workload(
-        "cuda_grpo",
-        "whole GRPO step, A, 8 prompts of 512",
-        "grpo",
-        MODEL_A,
-        LONG_LENGTHS,
-        prompt_length=512,
-        num_prompts=8,
-        options={"beta": 0.0},
-        quick_turns=3,
+        MODEL_1_5B,
+        (8192,) * 8,
+        prompt_length=1024,
+        options={"beta": 0.0, **_CHECKPOINTED},
+        turns=1,
     ),
     Workload(
         "cuda_generation",
-        "generation, A, 8 prompts of 512, 64 completions",
+        "generation, 1.5B, prompt 1,024, 64 completions of 16 to 128",
         "generation",
-        MODEL_A,
-        LONG_LENGTHS,
-        prompt_length=512,
-        num_prompts=8,
+        MODEL_1_5B,
+        LENGTHS * 8,
+        prompt_length=1024,
         options={"beta": 0.0},
-        quick_turns=3,
+        turns=1,
     ),
     Workload(
-        "cuda_dpo", "DPO, Q (0.5 B), 16 pairs", "dpo", MODEL_Q, PAIR_LENGTHS * 4, prompt_length=512, quick_turns=3
+        "cuda_grpo_loss_7b",
+        "GRPO loss step, 7B, prompt 1,024, 8 completions of 1,024, checkpointing in both",
+        "grpo_loss",
+        MODEL_7B,
+        (1024,) * 8,
+        prompt_length=1024,
+        options={"beta": 0.0, **_CHECKPOINTED},
+        turns=1,
     ),
-    Workload("cuda_kto", "KTO, Q (0.5 B), 32 rows", "kto", MODEL_Q, PAIR_LENGTHS * 4, prompt_length=512),
-    Workload("cuda_sft", "SFT, Q (0.5 B), 32 texts, TRL padded", "sft", MODEL_Q, TEXT_LENGTHS * 4, quick_turns=3),
     Workload(
-        "cuda_sft_padding_free",
-        "SFT, Q (0.5 B), 32 texts, TRL padding-free",
+        "cuda_grpo_loss_7b_long",
+        "GRPO loss step, 7B, prompt 1,024, 8 completions of 8,192, checkpointing in both",
+        "grpo_loss",
+        MODEL_7B,
+        (8192,) * 8,
+        prompt_length=1024,
+        options={"beta": 0.0, **_CHECKPOINTED},
+        turns=1,
+    ),
+    Workload(
+        "cuda_grpo",
+        "whole GRPO step, 1.5B, prompt 1,024, 8 completions of 32 to 256",
+        "grpo",
+        MODEL_1_5B,
+        LONG_LENGTHS,
+        prompt_length=1024,
+        options={"beta": 0.0},
+        turns=2,
+    ),
+    Workload(
+        "cuda_grpo_loss_liger",
+        "GRPO loss step, 1.5B, 2 prompts of 1,024, 8 completions of 128 to 1,024, Liger in both",
+        "grpo_loss",
+        MODEL_1_5B,
+        VERY_LONG_LENGTHS,
+        prompt_length=1024,
+        num_prompts=2,
+        options={"beta": 0.0, "use_liger_kernel": True},
+        turns=3,
+    ),
+    Workload(
+        "cuda_grpo_loss_kl",
+        "GRPO loss step with reference, 1.5B, prompt 1,024, 8 completions of 128 to 1,024",
+        "grpo_loss",
+        MODEL_1_5B,
+        VERY_LONG_LENGTHS,
+        prompt_length=1024,
+        options={"beta": 0.04},
+        turns=3,
+    ),
+    Workload(
+        "cuda_sft_padded",
+        "SFT, 1.5B, 16 texts of 128 to 1,024, TRL padded",
         "sft",
-        MODEL_Q,
-        TEXT_LENGTHS * 4,
-        trl_options={"padding_free": True},
-    ),
-    Workload(
-        "cuda_sft_liger",
-        "SFT, Q (0.5 B), 32 texts, TRL padding-free, Liger in both",
-        "sft",
-        MODEL_Q,
-        TEXT_LENGTHS * 4,
-        options={"use_liger_kernel": True},
-        trl_options={"padding_free": True},
-    ),
-    Workload(
-        "cuda_reward", "reward model, Q (0.5 B), 16 pairs", "reward", MODEL_Q, PAIR_LENGTHS * 4, prompt_length=512
+        MODEL_1_5B,
+        VERY_LONG_LENGTHS * 2,
+        turns=3,
     ),
 )

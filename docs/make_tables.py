@@ -10,6 +10,8 @@ A page says where with a pair of markers; what stands between them is replaced.
 `<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
 `<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, whose docstrings mkdocstrings shows
 `<!-- demo -->`, `<!-- end of demo -->`: what `make demo` reached, from benchmarks/results/demo.json
+`<!-- kernels -->`, `<!-- end of kernels -->`: what `make kernels` found, from benchmarks/results/kernels.json
+`<!-- gpu: steps -->`, `<!-- end of gpu -->`: a stage of `make gpu`, from benchmarks/results/gpu.json
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", 
 COMMAND = re.compile(r"(<!-- command options -->\n).*?(<!-- end of options -->)", re.S)
 API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
 DEMO = re.compile(r"(<!-- demo -->\n).*?(<!-- end of demo -->)", re.S)
+KERNELS = re.compile(r"(<!-- kernels -->\n).*?(<!-- end of kernels -->)", re.S)
+GPU = re.compile(r"(<!-- gpu: (\w+) -->\n).*?(<!-- end of gpu -->)", re.S)
 PAPERS = re.compile(r"(<!-- papers: (\w+) -->\n).*?(<!-- end of papers -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
@@ -70,6 +74,8 @@ def render(page: str) -> str:
     page = COMMAND.sub(lambda found: f"{found[1]}\n{command_tables()}\n{found[2]}", page)
     page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2])}\n\n{found[3]}", page)
     page = DEMO.sub(lambda found: f"{found[1]}\n{demo_figures()}\n\n{found[2]}", page)
+    page = KERNELS.sub(lambda found: f"{found[1]}\n{kernel_figures()}\n\n{found[2]}", page)
+    page = GPU.sub(lambda found: f"{found[1]}\n{load('benchmarks.gpu_report.markdown')(found[2])}\n\n{found[3]}", page)
     page = PAPERS.sub(lambda found: f"{found[1]}\n{papers_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
@@ -95,6 +101,21 @@ def demo_figures() -> str:
         f"runs took between {seconds} seconds of CPU time, with one thread."
     )
     return "\n".join(textwrap.wrap(text, 128))
+
+
+def kernel_figures() -> str:
+    """How far Liger's kernels differ from the model without them, for each model type and forward plan."""
+    read = json.loads((DOCS.parent / "benchmarks/results/kernels.json").read_text(encoding="utf-8"))
+    plans = ("padded", "packed", "shared_prefix")
+    rows = [["model type", "kernels", *(f"`{plan}`" for plan in plans)], ["---"] * 5]
+    for name, found in read["findings"].items():
+        if not found["error"]:
+            figures = [found["differences"].get(plan) for plan in plans]
+            cells = ["-" if pair is None else ", ".join(f"{value:.0e}" for value in pair) for pair in figures]
+            rows.append([f"`{name}`", found["kernels"], *cells])
+    *most, last = (f"{name} {number}" for name, number in read["versions"].items())
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"{table}\n\nMeasured with {', '.join(most)} and {last}."
 
 
 def papers_of(algorithm: str) -> str:

@@ -440,7 +440,8 @@ def _shifted(parts: Iterable[Sequence[int]], offsets: Sequence[int]) -> tuple[in
 
 def _take_segments(flat: Tensor, lengths: Sequence[int], which: Sequence[int]) -> Tensor:
     segments = torch.split(flat, list(lengths))
-    return torch.cat([segments[i] for i in which]) if which else flat[:0]
+    # A slice would keep all tokens in memory, and in what is sent to other ranks.
+    return torch.cat([segments[i] for i in which]) if which else flat[:0].clone()
 
 
 @dataclass(frozen=True, slots=True)

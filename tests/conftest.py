@@ -90,6 +90,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneWorkerForWhatIsShared(config, log)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """After some errors of an earlier test a process can use its device no more: xdist starts another one then."""
+    if item.get_closest_marker("gpu") is None or "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    import torch
+
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except torch.AcceleratorError:
+        os._exit(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 DEVICE = "pretend:0"
@@ -128,7 +127,13 @@ class _Mode(TorchDispatchMode):
 
 
 def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    if torch.is_inference_mode_enabled():  # in which operators arrive that consist of others
+        result = operator.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    tensors: list[torch.Tensor] = []
+    raw_args = _noted(args, tensors)
+    raw_kwargs = {name: _noted(value, tensors) for name, value in kwargs.items()}
     far = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
     target = kwargs.get("device")
     if operator is _aten.copy_.default:
@@ -138,7 +143,8 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if far:
         _check_devices(operator, args, tensors)
         _check_wait(operator, args, kwargs, goes_far=goes_far)
-    raw_args, raw_kwargs = tree_map_only(PretendTensor, lambda tensor: tensor.raw, (args, dict(kwargs)))
+    if operator in _MOVES:
+        _check_copy(operator, args, kwargs, goes_far=goes_far)
     if goes_far and target is not None:
         raw_kwargs["device"] = torch.device("cpu")
     raw_kwargs.pop("pin_memory", None)
@@ -147,11 +153,21 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return result
     if operator._schema.is_mutable and isinstance(result, torch.Tensor):
         return kwargs.get("out", args[0])
-    return tree_map_only(torch.Tensor, _wrapped, result)
+    return _wrapped(result)
 
 
-def _wrapped(tensor: torch.Tensor) -> PretendTensor:
-    return tensor if isinstance(tensor, PretendTensor) else PretendTensor(tensor)
+def _noted(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with tensors of the CPU; notes those that it had."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return value.raw if isinstance(value, PretendTensor) else value
+    return type(value)(_noted(each, tensors) for each in value) if type(value) in (list, tuple) else value
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, PretendTensor) else PretendTensor(value)
+    return type(value)(_wrapped(each) for each in value) if type(value) in (list, tuple) else value
 
 
 def _check_devices(operator: Any, args: Any, tensors: list[torch.Tensor]) -> None:
@@ -170,6 +186,14 @@ def _check_wait(operator: Any, args: Any, kwargs: dict[str, Any], *, goes_far: b
     by_mask = operator in _INDEXED and any(index is not None and index.dtype == torch.bool for index in args[1])
     if operator in _WAITS or to_host or by_mask:
         _record(str(operator))
+
+
+def _check_copy(operator: Any, args: Any, kwargs: dict[str, Any], *, goes_far: bool) -> None:
+    """A copy from the host waits, too, unless it is told not to."""
+    source = args[1] if operator is _aten.copy_.default else args[0]
+    from_host = goes_far and not isinstance(source, PretendTensor) and source.numel() > 0
+    if from_host and not _is_non_blocking(operator, args, kwargs):
+        _record(f"{operator} from the host")
 
 
 def _is_non_blocking(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -230,8 +254,8 @@ def _empty(
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     near, far = (tensor.raw if isinstance(tensor, PretendTensor) else tensor for tensor in (source, target))
-    if isinstance(source, PretendTensor) and not isinstance(target, PretendTensor) and not non_blocking:
-        _record("copy to the host")
+    if isinstance(source, PretendTensor) != isinstance(target, PretendTensor) and source.numel() and not non_blocking:
+        _record("copy to the host" if isinstance(source, PretendTensor) else "copy from the host")
     far.copy_(near)
     return target
 

@@ -45,7 +45,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "transformers:AutoModel": ("_model_mapping",),
     "transformers:PreTrainedConfig": ("_attn_implementation",),
     "transformers:PreTrainedModel": (
-        *("_from_config", "_hf_peft_config_loaded", "_is_stateful", "_keys_to_ignore_on_save"),
+        *("_from_config", "_hf_peft_config_loaded", "_is_stateful", "_keys_to_ignore_on_save", "_no_split_modules"),
     ),
     "transformers:Trainer": ("_get_learning_rate", "_globalstep_last_logged"),
     "accelerate.optimizer:AcceleratedOptimizer": ("_is_overflow",),

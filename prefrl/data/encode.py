@@ -28,6 +28,7 @@ from prefrl.data.images import (
     tokenizer_of,
     with_stored_images,
 )
+from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
 from prefrl.pictures import has_images, images_of, with_placeholders
 
@@ -201,7 +202,7 @@ class RowEncoder:
                 token_ids = encode_row(row)
             except DataError:  # reported, with all rows like it, when the dataset is mapped
                 continue
-            for problem in self._odd_tokens(token_ids, learns_to_stop):
+            for problem in self._odd_tokens(token_ids, learns_to_stop) if is_main() else ():
                 logger.warning("Row %d of the dataset %s", index, problem)
             return
 

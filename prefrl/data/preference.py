@@ -38,6 +38,7 @@ from prefrl.data.images import ProcessingClass, tokenizer_of
 from prefrl.data.mismatch import MISMATCHED, with_mismatched_completions
 from prefrl.data.rows import REMEDY, EncodeRow, InvalidRows, map_rows
 from prefrl.data.tokenized import num_ids_of, plain, read_ids
+from prefrl.distributed import is_main
 from prefrl.errors import DataError
 
 __all__ = ["prepare_preference_dataset", "prepare_reward_dataset", "prepare_unpaired_dataset"]
@@ -487,7 +488,7 @@ def _read_margin(row: Mapping[str, Any]) -> float:
 
 def _warn_of_one_label(labels: Sequence[bool]) -> None:
     desirable = sum(labels)
-    if desirable in (0, len(labels)):
+    if desirable in (0, len(labels)) and is_main():
         logger.warning(
             "column 'label': %d desirable and %d undesirable rows. A loss on unpaired data needs both: add rows of "
             "the missing label",

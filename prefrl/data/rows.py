@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from prefrl.data.formats import AnyDataset
+from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def drop_rows(rows: datasets.Dataset, problems: Mapping[int, str], *, remedy: st
         return rows
     if len(problems) == len(rows):
         raise DataError(f"{_list_of(problems, len(rows))}. {remedy}")
-    logger.warning("%s. They are dropped. %s", _list_of(problems, len(rows)), remedy)
+    if is_main():  # all processes read the same rows
+        logger.warning("%s. They are dropped. %s", _list_of(problems, len(rows)), remedy)
     return rows.select([index for index in range(len(rows)) if index not in problems])
 
 
@@ -128,7 +130,7 @@ class _StreamedRow:
 
     def _log(self, index: int, error: DataError) -> None:
         self.num_dropped += 1
-        if self.num_dropped > _SHOWN:
+        if self.num_dropped > _SHOWN or not is_main():
             return
         silence = ". Further rows are dropped without a message" if self.num_dropped == _SHOWN else ""
         logger.warning("row %d of the stream cannot be used and is dropped: %s%s", index, error, silence)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -50,16 +51,41 @@ def tell_deepspeed() -> None:
 def leave_out_update(accelerator: Any, optimizer: Any, *, leaves_out: bool) -> None:
     """Decide whether the update that follows is left out: weights, optimizer and scheduler stay as they are.
 
+    After `leave_out_update_if`, the device has decided, and it is called after the update, with the same decision.
     DeepSpeed has decided by itself: it leaves out an update whose gradient norm is not finite.
     """
     if updates_in_backward(accelerator):
         return
+    vars(optimizer.optimizer).pop("found_inf", None)
     optimizer._is_overflow = leaves_out  # HuggingFace's loop then leaves the scheduler alone
     if not leaves_out:
         return
     accelerator.gradient_state._set_sync_gradients(False)  # accelerate's optimizer then does nothing
     if accelerator.scaler is not None:
         accelerator.scaler.update()  # ends the step that began with unscaling
+
+
+def updates_conditionally(accelerator: Any, optimizer: Any, device: torch.device) -> bool:
+    """Whether `leave_out_update_if` works: with torch's fused Adam, and with all of its weights on the device."""
+    if updates_in_backward(accelerator) or accelerator.scaler is not None:
+        return False
+    inner = optimizer.optimizer
+    if type(inner) not in (torch.optim.Adam, torch.optim.AdamW):  # others may change their state all the same
+        return False
+    groups = inner.param_groups
+    return all(group["fused"] and {p.device for p in group["params"]} <= {device} for group in groups)
+
+
+def leave_out_update_if(optimizer: Any, condition: torch.Tensor) -> None:
+    """Let the device decide whether the update that follows is left out, so that the host need not know yet.
+
+    Call `leave_out_update` after the update, once the host knows.
+
+    Args:
+        optimizer: One with which `updates_conditionally`.
+        condition: [] bool.
+    """
+    optimizer.optimizer.found_inf = condition.float()  # the attribute through which a GradScaler tells it, too
 
 
 def is_finding_scale(accelerator: Any) -> bool:

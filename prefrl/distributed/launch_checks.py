@@ -65,6 +65,11 @@ def check_processes(args: Any, environment: Mapping[str, str]) -> None:
             "ACCELERATE_USE_CPU=true with DeepSpeed: weights would be partitioned, but trained as if they were "
             "whole. Set use_cpu: false in the accelerate config, and use_cpu=True (--use_cpu true) for the run."
         )
+    if _is_set(environment, "ACCELERATE_USE_CPU") and args.device.type != "cpu":
+        raise ConfigError(
+            f"ACCELERATE_USE_CPU=true, but this run is on {args.device}: the model would be on the CPU, its "
+            "batches on the GPU. Set use_cpu=True (--use_cpu true), too, or use_cpu: false in the accelerate config."
+        )
 
 
 def partitions_weights(args: Any, environment: Mapping[str, str]) -> bool:

@@ -127,10 +127,23 @@ def check_model(model: Any, *, trainer: str) -> None:
         raise _no_tensor_parallelism(
             f"model was loaded with tp_plan or distributed_config ({cut} is a DTensor)", trainer
         )
-    num_heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
-    if num_heads % team_size():
+    check_heads(model.config, team_size())
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Reject teams that cannot divide the attention heads of a model.
+
+    Args:
+        config: Of a transformers model.
+        size: Processes of a team.
+
+    Raises:
+        ConfigError: The size does not divide the number of heads.
+    """
+    num_heads = getattr(config.get_text_config(), "num_attention_heads", 0)
+    if num_heads % size:
         raise ConfigError(
-            f"parallelism_config.sp_size={team_size()}: must divide the model's {num_heads} attention heads, which "
+            f"parallelism_config.sp_size={size}: must divide the model's {num_heads} attention heads, which "
             "are divided among the processes that share a row. Choose another size."
         )
 

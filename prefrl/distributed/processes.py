@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -110,6 +110,11 @@ def world_size() -> int:
     return num_processes() // _teams.size
 
 
+def rank_in_names(rank: int, world_size: int) -> str:
+    """The number of a rank in names of files, with as many digits as the last rank has: names sort by rank."""
+    return f"{rank:0{len(str(world_size - 1))}d}"
+
+
 def is_main() -> bool:
     """Whether this process writes logs and files."""
     return not is_distributed() or dist.get_rank() == 0
@@ -122,6 +127,18 @@ def gather_objects(value: T) -> list[T]:
     gathered: list[T | None] = [None] * world_size()
     dist.all_gather_object(gathered, value, group=_teams.peers)
     return gathered  # type: ignore[return-value]  # all_gather_object fills every entry
+
+
+def gather_on_main(value: T) -> list[T] | None:
+    """[world_size] the host values of all ranks, in rank order, on the main process; None on the others.
+
+    All ranks must call it. What only the main process reads is sent to it alone.
+    """
+    if world_size() == 1:
+        return [value] if is_main() else None
+    gathered: list[T | None] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, gathered, group=_teams.peers, group_dst=0)
+    return cast("list[T]", gathered) if is_main() else None
 
 
 def from_main(value: T) -> T:
@@ -142,10 +159,19 @@ def on_main(work: Callable[[], T]) -> T:
             result = work()
         except Exception as caught:  # raised below, on all processes
             error = caught
-    result, error = from_main((result, error))
-    if error is not None:
-        raise error
+    result, shared = from_main((result, None if error is None else _shareable(error)))
+    if shared is not None:
+        raise error or shared
     return cast("T", result)
+
+
+def _shareable(error: Exception) -> Exception:
+    """The error, or one with its words if other processes could not receive it: they would wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def wait_for_all() -> None:
@@ -189,9 +215,34 @@ def exchange(parts: list[T], device: torch.device) -> list[T]:
     ]
 
 
+def on_own_gpu(work: Callable[..., T]) -> Callable[..., T]:
+    """What a thread of user code runs instead of `work`: the same, on the current GPU of the thread that calls this.
+
+    A thread begins with the first GPU, to which code that says "cuda" would send its tensors on every process.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*arguments: Any) -> T:
+        torch.cuda.set_device(device)
+        return work(*arguments)
+
+    return run
+
+
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """Sums of host numbers over all ranks, in float64. All ranks must call it."""
     return values if world_size() == 1 else _reduce(values, device, dist.ReduceOp.SUM, _teams.peers)
+
+
+def summed_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sums over all ranks of numbers on the device, where they stay. All ranks must call it."""
+    if world_size() == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM, group=_teams.peers)
+    return total
 
 
 def team_totals(values: list[float], device: torch.device) -> list[float]:
@@ -209,16 +260,13 @@ def min_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return values if num_processes() == 1 else _reduce(values, device, dist.ReduceOp.MIN, None)
 
 
-def gather_numbers(values: torch.Tensor) -> list[list[float]]:
-    """[num_processes][n] the numbers [n] that each process has on its device. All processes must call it.
-
-    Waits for the device once.
-    """
+def gather_numbers(values: torch.Tensor) -> torch.Tensor:
+    """[num_processes, n] the numbers [n] that each process has on its device. All processes must call it."""
     if num_processes() == 1:
-        return [values.tolist()]
+        return values[None]
     gathered = values.new_empty((num_processes(), *values.shape))
     dist.all_gather(list(gathered), values.contiguous())
-    return gathered.tolist()
+    return gathered
 
 
 def _reduce(

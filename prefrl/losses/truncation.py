@@ -128,7 +128,7 @@ class TokenTruncation:
         """[c, V] factors of the repetition penalty on logits [c, V], constants; None: there is no penalty."""
         if self.history is None:
             return None
-        ids, penalty = self.history.tokens(), logits.new_tensor(self.cuts.repetition_penalty)
+        ids, penalty = self.history.tokens(), logits.new_full((), self.cuts.repetition_penalty)
         is_positive = logits.detach().gather(1, ids) > 0
         return torch.ones_like(logits).scatter_(1, ids, torch.where(is_positive, 1 / penalty, penalty))
 

@@ -83,7 +83,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one process that nothing is partitioned on."""
+    """Bytes on one process."""
 
     weights: int
     gradients: int
@@ -92,17 +92,19 @@ class Footprint:
     activations: int
     cache: int
     first_gradients: int  # those that are there before activations are freed
+    copies: int = 0  # what a backend keeps a second time from step to step
+    gathered: int = 0  # of the largest layer that a backend has whole for a while
 
     @property
     def step(self) -> int:
         """Bytes that a step needs at most besides what stays from step to step."""
         training = max(self.activations + self.first_gradients, self.gradients)
-        return max(training, self.cache)
+        return max(training + self.gathered, self.cache)
 
     @property
     def peak(self) -> int:
         """Bytes at most: in training, or while completions are sampled."""
-        return self.weights + self.optimizer + self.reference + self.step
+        return self.weights + self.optimizer + self.reference + self.copies + self.step
 
 
 def weights_of(model: PreTrainedModel) -> Weights:

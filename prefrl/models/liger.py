@@ -98,7 +98,7 @@ def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
     code = {module: dict(vars(module)) for module in _code_of(inner)}
     try:
         function(model=inner, **{name: value for name, value in options.items() if name in parameters})
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
             f"use_liger_kernel=True: Liger fails on a {type(inner).__name__}: {error}. Leave it False."
         ) from error

@@ -1,4 +1,4 @@
-"""Reproducible initialization of random weights."""
+"""Random numbers of torch's global generators, drawn from a seed of one's own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ __all__ = ["seeded"]
 def seeded(seed: int | None) -> Iterator[None]:
     """Draw random numbers from `seed` inside, and restore torch's global random states afterwards.
 
+    Those of GPUs only if they are in use: to ask for their states would start CUDA, also in a run on the CPU.
     None: draw from the global states.
     """
     if seed is None:
         yield
         return
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
+    generators = [torch.default_generator]
+    for accelerator in (torch.cuda, torch.xpu):
+        if accelerator.is_initialized():
+            generators.extend(accelerator.default_generators)
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prefrl import distributed
 from prefrl.errors import PrefrlError, RewardError
 from prefrl.rewards import compute_score
 from prefrl.rewards.guard import DeadlineError, can_interrupt, end_process_after, guarded, leave_if_forked, watched
@@ -69,7 +70,8 @@ class EventLoopThread:
         """Run a coroutine in the loop."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_loop, args=(self._loop,), name="prefrl-rewards", daemon=True).start()
+            run = distributed.on_own_gpu(_run_loop)
+            threading.Thread(target=run, args=(self._loop,), name="prefrl-rewards", daemon=True).start()
             weakref.finalize(self, _stop_loop, self._loop)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -212,9 +214,8 @@ def _call_in_thread(call: Call, timeout: float | None) -> Outcome:
     """The thread of a function that takes too long keeps running, because a thread cannot be ended."""
     outcomes: list[Outcome] = []
     context = contextvars.copy_context()
-    thread = threading.Thread(
-        target=lambda: outcomes.append(context.run(_outcome, call, BaseException)), name=call.name, daemon=True
-    )
+    run = distributed.on_own_gpu(lambda: outcomes.append(context.run(_outcome, call, BaseException)))
+    thread = threading.Thread(target=run, name=call.name, daemon=True)
     thread.start()
     thread.join(timeout)
     return outcomes[0] if outcomes else Outcome(error=DeadlineError())

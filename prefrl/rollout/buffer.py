@@ -19,14 +19,9 @@ from prefrl.types import TokenBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Minibatch", "RolloutBuffer", "rollouts_file"]
+__all__ = ["Minibatch", "RolloutBuffer"]
 
 Ready = TypeVar("Ready", bound=TokenBatch)
-
-
-def rollouts_file(rank: int, world_size: int) -> str:
-    """The name of the file with a rank's buffer."""
-    return f"rollouts_{rank}_of_{world_size}.safetensors"
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class Journal:
     keep: int
     _run: str = ""
     _left_until: int = 0
+    # Files of this rank by step. The folder has those of all ranks, so it is not listed for each batch.
+    _known: list[tuple[int, Path]] | None = None
 
     def begin(self, run: str, *, generations: Sequence[int], steps_each: int, device: torch.device) -> None:
         """Find the batches that an interrupted run has left, up to the first damaged one. All ranks must call it.
@@ -112,26 +114,30 @@ class Journal:
         if self.keep == 0 or generation < self._left_until:
             return
         try:
+            files = self._files()
             write_entry(Entry(self._run, generation, step, parts), self.path_of(step))
         except OSError as error:
             raise CheckpointError(
                 f"the rollouts of step {step} cannot be written to {self.folder}: {error}. Free space or lower "
                 "journal_keep, then resume with resume_from_checkpoint=True."
             ) from error
-        files = self._files()
-        for number, path in files[: max(0, len(files) - self.keep)]:
-            if number < needed_from:
-                path.unlink()
+        files = sorted({*files, (step, self.path_of(step))})
+        surplus = [file for file in files[: max(0, len(files) - self.keep)] if file[0] < needed_from]
+        for _, path in surplus:
+            path.unlink(missing_ok=True)
+        self._known = [file for file in files if file not in surplus]
 
     def forget(self, *, from_step: int) -> None:
         """Delete the batches of this rank that were first learned from at or after a step."""
         for step, path in self._files():
             if step >= from_step:
-                path.unlink()
+                path.unlink(missing_ok=True)
+        self._known = None
 
     def path_of(self, step: int) -> Path:
         """The file of the batch of this rank that a step, counted from 0, learned from first."""
-        of_rank = "" if self.world_size == 1 else f"_rank{self.rank}of{self.world_size}"
+        number = distributed.rank_in_names(self.rank, self.world_size)
+        of_rank = "" if self.world_size == 1 else f"_rank{number}of{self.world_size}"
         return self.folder / f"completions_{step:05d}{of_rank}.parquet"
 
     def _has(self, generation: int, *, step: int) -> bool:
@@ -150,11 +156,14 @@ class Journal:
         return (about["run"], about["generation"]) == (self._run, generation)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """The files of this rank by step."""
+        """The files of this rank by step; the folder is listed the first time."""
+        if self._known is not None:
+            return self._known
         suffix = self.path_of(0).name.removeprefix("completions_00000")
         paths = self.folder.glob(f"completions_*{suffix}")
         numbers = ((path.name.removeprefix("completions_").removesuffix(suffix), path) for path in paths)
-        return sorted((int(number), path) for number, path in numbers if number.isdecimal())
+        self._known = sorted((int(number), path) for number, path in numbers if number.isdecimal())
+        return self._known
 
 
 def write_entry(entry: Entry, path: Path) -> None:

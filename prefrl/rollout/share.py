@@ -36,8 +36,11 @@ def share_out(
     everyone, start = distributed.gather_rows(mine)
     dealt = deal([cost for _, cost in everyone], distributed.world_size(), equal_counts=equal_counts)
     here = range(start, start + len(own))
-    leaving = [batch.select([row for i in sorted(part) if i in here for row in own[i - start]]) for part in dealt]
-    batch = type(batch).concat(distributed.exchange(leaving, device))
+    rows_to = [[row for i in sorted(part) if i in here for row in own[i - start]] for part in dealt]
+    # Of hundreds of ranks, most get nothing from this one.
+    leaving = [batch.select(rows_of) if rows_of else None for rows_of in rows_to]
+    arrived = [part for part in distributed.exchange(leaving, device) if part is not None]
+    batch = type(batch).concat(arrived or [batch.select([])])
     part, first, rows = dealt[distributed.rank()], 0, {}
     for i in sorted(part):  # as they arrive: those of each rank in order
         rows[i] = range(first, first + everyone[i][0])

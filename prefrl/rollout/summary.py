@@ -163,8 +163,8 @@ def log_collected(collected: Collected, *, step: int, limit: int | None, unique:
         unique: Print only the first completion of each prompt.
         tables: Those of the trackers, which get all completions.
     """
-    parts = distributed.gather_objects(collected)
-    if distributed.is_main():
+    parts = distributed.gather_on_main(collected)
+    if parts is not None:
         rollouts = type(collected).concat(parts).rollouts
         shown = one_of_each_prompt(rollouts) if unique else rollouts
         shown = shown if limit is None else best_and_worst(shown)[:limit]

@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from prefrl.errors import ConfigError
-from prefrl.run.seal import manifest_of, problem_of, seal, sync_folder
+from prefrl.run.seal import FileSeal, manifest_of, problem_of, seal, sync_folder
 
 __all__ = [
     "WORDS_TO_RESUME",
@@ -57,7 +59,9 @@ def staging_folder(run_folder: Path) -> Path:
     return run_folder / ".saving"
 
 
-def publish(run_folder: Path, *, run: str, step: int, resumable: bool) -> Path:
+def publish(
+    run_folder: Path, *, run: str, step: int, resumable: bool, known: Mapping[str, FileSeal] = MappingProxyType({})
+) -> Path:
     """Seal the checkpoint that was written aside, and move it to its place.
 
     Args:
@@ -65,6 +69,7 @@ def publish(run_folder: Path, *, run: str, step: int, resumable: bool) -> Path:
         run: Id of the run.
         step: Optimizer steps that were done.
         resumable: Whether it holds the state of training besides the model.
+        known: Seals of some of its files.
 
     Returns:
         Its folder.
@@ -73,7 +78,7 @@ def publish(run_folder: Path, *, run: str, step: int, resumable: bool) -> Path:
         OSError: It cannot be written, for example because the disk is full.
     """
     staged = staging_folder(run_folder) / checkpoint_name(step)
-    seal(staged, run=run, step=step, resumable=resumable)
+    seal(staged, run=run, step=step, resumable=resumable, known=known)
     return move_in_place(run_folder, staged)
 
 

@@ -6,18 +6,23 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 __all__ = [
     "MANIFEST",
+    "FileSeal",
     "Manifest",
     "manifest_of",
     "parsed",
     "problem_of",
     "seal",
+    "seals_of",
+    "sizes_in",
     "sync_folder",
     "text_of",
     "write_synced",
@@ -53,7 +58,9 @@ class FileSeal:
     sha256: str
 
 
-def seal(folder: Path, *, run: str, step: int, resumable: bool) -> None:
+def seal(
+    folder: Path, *, run: str, step: int, resumable: bool, known: Mapping[str, FileSeal] = MappingProxyType({})
+) -> None:
     """Write all files of a folder to the disk, then its manifest.
 
     Args:
@@ -61,18 +68,33 @@ def seal(folder: Path, *, run: str, step: int, resumable: bool) -> None:
         run: Id of the run.
         step: Optimizer steps that were done.
         resumable: Whether the folder holds the state of training besides the model.
+        known: Seals of some of the files, see `seals_of`.
 
     Raises:
         OSError: A file cannot be written, for example because the disk is full.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    with ThreadPoolExecutor(_READERS) as readers:
-        seals = list(readers.map(_seal_file, paths))
-    files = {path.relative_to(folder).as_posix(): value for path, value in zip(paths, seals, strict=True)}
-    write_synced(folder / MANIFEST, text_of(Manifest(run, step, resumable, files)))
+    names = sorted(sizes_in(folder))
+    seals = {**known, **seals_of(folder, [name for name in names if name not in known])}
+    write_synced(folder / MANIFEST, text_of(Manifest(run, step, resumable, {name: seals[name] for name in names})))
     for inner in [path for path in folder.rglob("*") if path.is_dir()]:
         sync_folder(inner)
     sync_folder(folder)
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """The bytes of each file of a folder that a manifest would list, by path relative to the folder."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+
+
+def seals_of(folder: Path, names: Sequence[str]) -> dict[str, FileSeal]:
+    """Write files to the disk, and return their seals.
+
+    Raises:
+        OSError: A file cannot be read, or not be written to the disk.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:
+        return dict(zip(names, readers.map(lambda name: _seal_file(folder / name), names), strict=True))
 
 
 def manifest_of(folder: Path) -> Manifest | None:

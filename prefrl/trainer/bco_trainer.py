@@ -122,7 +122,8 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
         is_desirable = batch.preferred
-        losses = bco(log_ratio, is_desirable, beta=self.args.beta, reward_shift=self._mean.value)
+        shift = self._mean.value.to(log_ratio.device)
+        losses = bco(log_ratio, is_desirable, beta=self.args.beta, reward_shift=shift)
         losses = losses * batch.on_device(batch.weights)
         rewards = self.args.beta * log_ratio.detach()
         if model.training:

@@ -67,9 +67,9 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         check_arguments(type(self), {"model": model, "ref_model": ref_model, "args": args})
         super().__init__(model, args, *data, **arguments)
         self.set_up_reference(ref_model)
-        self._kl = 0.0
+        self._kl = torch.zeros((), device=self.args.device)
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        if self._estimates_kl and rows * distributed.world_size() == 1:
+        if self._estimates_kl and rows * distributed.world_size() == 1 and distributed.is_main():
             logger.warning(
                 "per_device_train_batch_size=1 and gradient_accumulation_steps=1: KTO's KL is estimated from one row, "
                 "which is very noisy. Raise one of them."
@@ -98,17 +98,17 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
             self._kl = self._estimated_kl(scored)
         return [batch.select(sided_rows(batch)) for batch in scored]
 
-    def _estimated_kl(self, batches: list[ReferencedBatch]) -> float:
-        """max(0, mean over mismatched rows of all ranks of log policy - log reference), in nats."""
+    def _estimated_kl(self, batches: list[ReferencedBatch]) -> Tensor:
+        """[] max(0, mean over mismatched rows of all ranks of log policy - log reference), in nats, on the device."""
         unsided = [(batch, sorted(set(range(batch.num_rows)) - set(sided_rows(batch)))) for batch in batches]
         parts = [batch.select(rows) for batch, rows in unsided if rows]
         log_ratio = torch.zeros((), device=self.args.device)
         for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.policy_logprobs, parts), strict=True):
-            log_ratio += ((logprobs - batch.ref_logprobs) * batch.trainable).sum().to(log_ratio.device)
-        count = sum(batch.num_rows for batch in parts)
-        # float() waits for the device, once per step.
-        total, all_rows = distributed.sum_over_ranks([float(log_ratio), count], self.args.device)
-        return max(0.0, total / max(all_rows, 1.0))
+            part = ((logprobs - batch.ref_logprobs) * batch.trainable).sum()
+            log_ratio += part.to(log_ratio.device, non_blocking=True)
+        count = log_ratio.new_full((), sum(batch.num_rows for batch in parts))
+        total, all_rows = distributed.summed_over_ranks(torch.stack([log_ratio, count])).unbind()
+        return (total / all_rows.clamp(min=1.0)).clamp(min=0.0)
 
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Weighted sum over rows."""
@@ -116,7 +116,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
         is_desirable = batch.preferred
-        losses = kto(log_ratio, is_desirable, beta=self.args.beta, kl=log_ratio.new_full((), self._kl))
+        losses = kto(log_ratio, is_desirable, beta=self.args.beta, kl=self._kl.to(log_ratio.device))
         weights = torch.where(is_desirable, self.args.desirable_weight, self.args.undesirable_weight)
         total = (weights * losses).sum()
         rewards = self.args.beta * log_ratio.detach()

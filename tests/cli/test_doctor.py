@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.models import load
+from prefrl.models.footprint import Footprint, weights_of
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.checkup import doctor, resources
 from prefrl.scripts.checkup.findings import Section
+from prefrl.scripts.checkup.plan import plan_of
+from prefrl.scripts.checkup.processes import footprint_of_process
 from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
 from prefrl.scripts.checkup.run import checkup_of
 from prefrl.scripts.checkup.subject import Subject
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
+
+CPU = torch.device("cpu")
 
 
 def checked(name: str, model: Path, *options: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
@@ -261,3 +270,150 @@ def test_control_characters_in_a_finding_are_shown_as_text(level: str) -> None:
     section = Section("Data")
     getattr(section, level)("the column \x1b[2J\u202e")
     assert section.entries[0][1] == r"the column \x1b[2J\u202e"
+
+
+def words_of(found: dict[str, list[tuple[str, str]]], title: str) -> str:
+    return "\n".join(f"{level}: {text}" for level, text in found[title])
+
+
+def test_512_processes_are_checked_by_their_number(workspace: Path, model_folder: Path) -> None:
+    write_jsonl(workspace / "prompts.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 1000)
+    words = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--max_completion_length", "64"]
+    words += ["--per_device_train_batch_size", "4", "--num_generations", "8", "--num_processes", "512"]
+    found, _ = checked("grpo", model_folder, *words, "--accelerate_config", "zero3", "--bf16")
+    text = words_of(found, "Processes")
+    assert "ok: 512 processes with ZeRO-3; each holds its part of weights, gradients" in text
+    assert "warning: a generation batch has 256 prompts for 512 processes: 256 ask for none, and wait" in text
+    assert "note: 232 of 1,000 prompts do not fill a generation batch" in text
+    assert "51,200 files, one for each of 100 generation batches" in text
+    assert f"a checkpoint has about {4 * 512 + 20:,} files" in text
+    assert "rollouts_000_of_512.safetensors, global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in text
+    assert "process 0 holds 1.20 times an equal part" in text  # 26,912 weights in small tensors
+    assert "a step of all processes has up to about 133,120 tokens" in words_of(found, "Memory and time")
+
+
+def test_rows_and_evaluation_for_more_processes_than_there_are_rows(workspace: Path, model_folder: Path) -> None:
+    rows = [{"text": f"text {i}"} for i in range(100)]
+    write_jsonl(workspace / "train.jsonl", rows)
+    write_jsonl(workspace / "test.jsonl", rows[:50])
+    data = '{"path": "json", "data_files": {"train": "train.jsonl", "test": "test.jsonl"}}'
+    words = ["--datasets", data, "--eval_strategy", "epoch", "--per_device_train_batch_size", "1"]
+    words += ["--num_processes", "64", "--accelerate_config", "fsdp2"]
+    found, _ = checked("sft", model_folder, *words)
+    text = words_of(found, "Processes")
+    assert "note: the last step of an epoch has 36 rows, and 28 of 64 processes have no row" in text
+    assert "note: eval_dataset has 50 rows, and 14 of 64 processes have no row to evaluate" in text
+    assert f"about {3 * 64 + 20} files" in text
+    assert "rng_state_0.pth, pytorch_model_fsdp_0/__0_0.distcp, optimizer_0/__0_0.distcp" in text
+    found, _ = checked("sft", model_folder, *words, "--gradient_accumulation_steps", "2")
+    assert "warning: a step takes 128 rows, but the dataset has 100: each step is the whole" in words_of(
+        found, "Processes"
+    )
+    found, _ = checked("sft", model_folder, *words, "--gradient_accumulation_steps", "2", "--dataloader_drop_last")
+    assert "problem: a step takes 128 rows, the dataset has 100, and dataloader_drop_last=True" in words_of(
+        found, "Processes"
+    )
+
+
+def test_a_stream_is_read_whole_by_each_process(workspace: Path, model_folder: Path) -> None:
+    words = ["--dataset_name", "texts.jsonl", "--dataset_streaming", "--max_steps", "2", "--num_processes", "64"]
+    found, _ = checked("sft", model_folder, *words)
+    assert "warning: each process reads and tokenizes the 512 rows of all processes in each step" in words_of(
+        found, "Processes"
+    )
+
+
+def test_processes_that_share_rows_have_to_divide_processes_and_heads(workspace: Path, model_folder: Path) -> None:
+    config = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\nparallelism_config:\n"
+    words = ["--dataset_name", "texts.jsonl", "--accelerate_config", "teams.yaml"]
+    (workspace / "teams.yaml").write_text(f"{config}  parallelism_config_sp_size: 8\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="sp_size=8: must divide the number of processes, 60"):
+        checked("sft", model_folder, *words, "--num_processes", "60")
+    found, _ = checked("sft", model_folder, *words, "--num_processes", "64")
+    assert "problem: parallelism_config.sp_size=8: must divide the model's 4 attention heads" in words_of(
+        found, "Processes"
+    )
+    assert "* 8 teams of 8 processes = 64 rows a step" in words_of(found, "Batches")
+    (workspace / "teams.yaml").write_text(f"{config}  parallelism_config_sp_size: 4\n", encoding="utf-8")
+    found, _ = checked("sft", model_folder, *words, "--num_processes", "64")
+    assert "problem" not in words_of(found, "Processes")
+
+
+def test_the_memory_of_other_devices_is_what_the_user_says(
+    workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        f"# prefrl sft run.yaml\nmodel_name_or_path: {model_folder}\ndataset_name: texts.jsonl\nnum_processes: 512\n"
+    )
+    (workspace / "run.yaml").write_text(text, encoding="utf-8")
+    assert main(["doctor", "run.yaml", "--device_memory", "0.5"]) == 0
+    assert re.search(r"ok  .*needed by each of 512 processes, 512.0 MiB are free on each dev", capsys.readouterr().out)
+    assert main(["doctor", "run.yaml", "--device_memory", "0.0001"]) == 2
+    assert "problem" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert main(["doctor", "run.yaml"]) == 0
+        assert "This machine has no GPU to compare with: --device_memory 80" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"device_memory=0\.0: must be a number > 0"):
+        doctor.main(["run.yaml", "--device_memory", "0"])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("0", "num_processes=0: must be a number >= 1"),
+        ("-1", "num_processes=-1: must be a number >= 1"),
+        ("many", "invalid int value: 'many'"),
+        ("1000000000", "num_processes=1000000000: must be a number >= 1 and <= 1000000"),
+    ],
+)
+def test_numbers_of_processes_that_mean_nothing_are_refused(value: str, message: str, workspace: Path) -> None:
+    (workspace / "run.yaml").write_text("# prefrl sft run.yaml\nmodel_name_or_path: m\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        doctor.main(["run.yaml", "--num_processes", value])
+
+
+# MiB of each of two processes at most, measured with a model of 109,548,288 weights; see docs/distributed.md.
+MEASURED = {"ddp": 2214, "zero1": 1567, "zero2": 1480, "zero3": 1362, "fsdp2": 1149}
+
+
+@pytest.mark.parametrize("backend", MEASURED)
+def test_the_memory_of_a_process_is_that_which_was_measured_with_two(backend: str) -> None:
+    sizes = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12}
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(
+            Qwen2Config(vocab_size=32000, num_key_value_heads=6, tie_word_embeddings=True, **sizes)
+        )
+    config = SimpleNamespace(
+        world_size=2, parallelism_config=None, deepspeed=None, fsdp=None, bf16=False, fp16=False, device=CPU
+    )
+    subject: Any = SimpleNamespace(config=config, model=model, trained=model)
+    size = weights_of(model).total
+    whole = Footprint(size, size, 2 * size, reference=0, activations=0, cache=0, first_gradients=size)
+    plan = plan_of(config, LaunchArguments(accelerate_config=backend, num_processes=2))
+    estimated = footprint_of_process(subject, plan, whole).peak / 2**20
+    assert 0.96 <= estimated / MEASURED[backend] <= 1.0
+
+
+def test_512_processes_hold_one_part_in_512_of_what_divides() -> None:
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(hidden_size=1024, intermediate_size=4096, vocab_size=65536))
+    config = SimpleNamespace(
+        world_size=512, parallelism_config=None, deepspeed=None, fsdp=None, bf16=True, fp16=False, device=CPU
+    )
+    subject: Any = SimpleNamespace(config=config, model=model, trained=model)
+    weights = weights_of(model)
+    whole = Footprint(weights.total, weights.total, 2 * weights.total, weights.total, 10**9, 10**8, weights.total)
+    parts = {}
+    for backend in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
+        plan = plan_of(config, LaunchArguments(accelerate_config=backend, num_processes=512))
+        parts[backend] = footprint_of_process(subject, plan, whole)
+        assert parts[backend].activations == whole.activations
+    half, equal = weights.total // 2, pytest.approx
+    assert (parts["ddp"].weights, parts["ddp"].copies) == (weights.total, weights.total)
+    assert (parts["zero1"].weights, parts["zero1"].gradients) == (half, half)  # DeepSpeed trains weights of 2 bytes
+    assert (parts["zero1"].optimizer, parts["zero1"].copies) == (equal(4 * half / 512), equal(2 * half / 512))
+    assert parts["zero2"].gradients == equal(half / 512)
+    assert (parts["zero3"].weights, parts["zero3"].reference) == (equal(half / 512), equal(half / 512))
+    assert parts["zero3"].cache == 10**8 + half  # sampling needs all weights
+    assert parts["fsdp2"].weights == equal(weights.total / 512)
+    assert parts["fsdp2"].copies == 0

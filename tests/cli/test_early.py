@@ -42,6 +42,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"gradient_accumulation_steps": "auto"}),
     ("sft", {"learning_rate": "auto", "optim": "sgd"}),
     ("sft", {"dataloader_persistent_workers": True}),
+    ("sft", {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "forkserver"}),
     ("dpo", {"loss_type": ["sigmo"]}),
     ("dpo", {"loss_type": ["hinge"], "label_smoothing": 0.1}),
     ("dpo", {"loss_type": ["sigmoid", "sigmoid"]}),

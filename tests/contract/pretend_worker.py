@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from prefrl.errors import NonFiniteError
 from prefrl.models.forward import verdict_of
+from prefrl.registry import REGISTRY
 from prefrl.rewards import ModelReward
+from prefrl.scripts.replay.command import main as main_of_replay
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.sft_trainer import SFTTrainer
 from prefrl.types import LossOutput
@@ -27,6 +32,13 @@ from tests.contract.cases import ONLINE, dataset_of, make_trainer, relative_diff
 from tests.process import leave_modules_uncollected
 
 STEPS = 2
+# Sets of options that cut, lay out or repeat the work in another way: on the CPU, the update is the one without them.
+SAME_UPDATE = (
+    *("checkpointing", "budget", "accumulation", "packed", "padded"),
+    *("evaluated", "average", "resumed", "precomputed"),
+)
+# Rows of a step.
+ROWS = {algorithm: 8 if algorithm in ONLINE else 4 for algorithm in REGISTRY}
 
 
 @dataclass
@@ -40,14 +52,20 @@ class Outcome:
 
 
 def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
-    """At least ten runs of an algorithm that take different ways through the code."""
+    """At least ten runs of an algorithm that take different ways through the code.
+
+    With LoRA, the reference is the model without its adapter, elsewhere a copy of it.
+    """
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     shared: dict[str, dict[str, Any]] = {
-        "adamw": {"optim": "adamw_torch", "adam_epsilon": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1},
+        "adamw": {
+            **{"optim": "adamw_torch_fused", "adam_epsilon": 1e-3, "weight_decay": 0.1},
+            **{"learning_rate": 0.01, "max_grad_norm": 1.0},
+        },
         "lora": {"peft_config": lora},
         "checkpointing": {"activation_checkpointing": True},
         "budget": {"max_tokens_per_micro_batch": 40},
-        "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "accumulation": {"per_device_train_batch_size": ROWS[algorithm] // 2, "gradient_accumulation_steps": 2},
         "packed": {"forward_plan": "packed"},
         "padded": {"forward_plan": "padded"},
         "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of(algorithm, 5)},
@@ -65,21 +83,52 @@ def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
         own["episodes"] = {"talks": "forgetful"}
     if algorithm == "grpo":
         own["reward model"] = {"reward": ModelReward(tiny_reward_model(), tokenizer=tiny_tokenizer())}
+        own["sampling"] = {"top_k": None, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
     if algorithm in ("sft", "grpo"):
         own["images"] = {"pictures": "qwen2_5_vl"}
     return shared | own
 
 
-def outcome(algorithm: str, options: dict[str, Any], folder: Path) -> Outcome:
+def outcome(algorithm: str, name: str, folder: Path) -> Outcome:
     """Train on both devices."""
-    on_cpu, _ = _train(algorithm, options, folder / "cpu", use_cpu=True)
+    on_cpu = _update_on_cpu(algorithm, "" if name in SAME_UPDATE else name)
     with pretend.device() as waits:
-        on_device, inside = _train(algorithm, options, folder / "device", use_cpu=False, bf16=False)
+        options = option_sets(algorithm)[name]
+        on_device, inside = _train(algorithm, options, folder, use_cpu=False, bf16=False)
         return Outcome(
             difference=relative_difference(on_device, on_cpu),
             inside=frozenset(inside),
             outside=frozenset(waits) - frozenset(inside),
         )
+
+
+@cache
+def _update_on_cpu(algorithm: str, name: str) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        options = option_sets(algorithm)[name] if name else {}
+        return _train(algorithm, options, Path(folder), use_cpu=True)[0]
+
+
+def replayed(folder: Path) -> Outcome:
+    """Train until a step is kept because its loss is NaN, and compute it again; it has its loss without the NaN."""
+    losses: list[float] = []
+    with pretend.device() as waits:
+        trainer = make_trainer("dpo", folder, use_cpu=False, bf16=False)
+        loss = trainer.loss
+
+        def broken(model: Any, batch: Any) -> LossOutput:
+            found = loss(model, batch)
+            losses.append(found.total.raw.item() / (batch.num_rows // 2))
+            return replace(found, total=found.total * math.nan)
+
+        trainer.loss = broken
+        with pytest.raises(NonFiniteError):
+            trainer.train()
+        kept = folder / "nan-step-1"
+        with redirect_stdout(StringIO()) as text:
+            assert main_of_replay([str(kept)]) == 0
+        (row,) = (line for line in text.getvalue().splitlines() if line.count("│") > 5 and "0" in line)
+        return Outcome(difference=abs(float(row.split("│")[5]) - losses[0]), outside=frozenset(waits))
 
 
 def _train(
@@ -97,7 +146,8 @@ def _train(
 
     def new() -> BaseTrainer:
         torch.manual_seed(0)  # of adapters
-        return make_trainer(algorithm, folder, max_steps=STEPS, **options, **device)
+        rows = {"per_device_train_batch_size": ROWS[algorithm]}
+        return make_trainer(algorithm, folder, max_steps=STEPS, **{**rows, **options}, **device)
 
     trainer = new()
     verdict_of(trainer.policy)
@@ -156,10 +206,10 @@ def main(result: str, what: list[str]) -> None:
     """Store the outcome of each set of options of algorithms, or of each fault."""
     found: dict[tuple[str, str], Outcome] = {}
     jobs: list[tuple[tuple[str, str], Callable[[Path], Outcome]]] = [
-        ((algorithm, name), partial(outcome, algorithm, options))
-        for algorithm in what
-        for name, options in option_sets(algorithm).items()
+        ((algorithm, name), partial(outcome, algorithm, name)) for algorithm in what for name in option_sets(algorithm)
     ]
+    if "dpo" in what:
+        jobs.append((("dpo", "replay"), replayed))
     for key, job in jobs or [(("sft", name), partial(with_fault, name)) for name in FAULTS]:
         leave_modules_uncollected()
         with tempfile.TemporaryDirectory() as folder:

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
-from tests.contract.cases import ONLINE, make_trainer, relative_difference, stopping_model, train_inside, update_of
+from tests.assets import tiny_model
+from tests.contract.cases import ONLINE, make_trainer, relative_difference, train_inside, update_of
+from tests.contract.test_guard import EVERYTHING, Breaks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -48,8 +51,43 @@ def test_a_step_does_not_wait_for_the_device(algorithm: str, options: dict[str, 
     assert train_inside(trainer, no_waiting) == 3
 
 
+class _NeverWaits(TrainerCallback):
+    """An error where the host waits for all that is queued, from the second step to the end of the third."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        if state.global_step == 1:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """HuggingFace's hook."""
+        if state.global_step == 3:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("algorithm", _OFFLINE)
+def test_the_queue_is_never_drained_between_two_logs(algorithm: str, tmp_path: Path) -> None:
+    options = {"optim": "adamw_torch_fused", "max_grad_norm": 1.0, "max_steps": 4, "logging_steps": 100}
+    trainer = make_trainer(algorithm, tmp_path, use_cpu=False, callbacks=[_NeverWaits()], **options)
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_a_step_that_is_not_finite_changes_nothing(optim: str, tmp_path: Path) -> None:
+    options = {"optim": optim, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "max_steps": 4}
+    trainer = make_trainer("sft", tmp_path, use_cpu=False, on_nan="skip", **options)
+    breaks = Breaks(trainer, "gradient", (2,))
+    trainer.train()
+    assert breaks.changed == [EVERYTHING, [], EVERYTHING, EVERYTHING]
+    assert trainer.guard.num_skipped == 1
+
+
 def test_completions_are_the_same_with_an_offloaded_cache_and_less_memory() -> None:
-    model = stopping_model(num_hidden_layers=8, eos_token_id=[1]).cuda()
+    model = tiny_model(num_hidden_layers=8, eos_token_id=[1]).cuda()
     sampling = SamplingParams(num_samples=16, max_tokens=256, temperature=1.0)
     drawn, peaks = [], []
     for offloads in (False, True):
@@ -99,3 +137,19 @@ def test_a_snapshot_of_the_memory(tmp_path: Path) -> None:
     make_trainer("sft", tmp_path, use_cpu=False, max_steps=2, profile=True, profile_kwargs=window).train()
     snapshot = tmp_path / "profile" / "steps-1-1-rank-0.memory.pickle"
     assert snapshot.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_automatic_sizes_are_found_and_make_the_step_that_was_asked_for(algorithm: str, tmp_path: Path) -> None:
+    sizes = {
+        "per_device_train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "effective_batch_size": 8,
+    }
+    precision = {"use_cpu": False, "bf16": False, "tf32": False}
+    found = make_trainer(algorithm, tmp_path / "found", **sizes, **precision)
+    given = make_trainer(algorithm, tmp_path / "given", per_device_train_batch_size=8, **precision)
+    assert relative_difference(update_of(found), update_of(given)) < 1e-4
+    rows, accumulation = found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps
+    assert rows * accumulation == 8
+    assert all(trial.load > 0 for trial in found.sizes.trials)

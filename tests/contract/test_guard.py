@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from prefrl import distributed
 from prefrl.errors import NonFiniteError
 from prefrl.run.checkpoints import find_last
+from prefrl.trainer.base.early_read import EarlyRead
 from prefrl.trainer.base.trainer import BaseTrainer
 from tests.contract.cases import make_trainer, weights_of
 
@@ -76,12 +79,14 @@ def losses(trainer: BaseTrainer) -> list[float]:
 EVERYTHING = ["weights", "optimizer", "schedule"]
 
 
+# With torch's fused AdamW, the device leaves out an update, and the host knows of it afterwards.
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_skipped_step_changes_nothing_and_the_next_ones_train_on(
-    what: str, max_grad_norm: float, tmp_path: Path
+    what: str, max_grad_norm: float, optim: str, tmp_path: Path
 ) -> None:
-    options = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "learning_rate": 1e-3}
+    options = {"optim": optim, "lr_scheduler_type": "linear", "learning_rate": 1e-3}
     options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_grad_norm": max_grad_norm}
     trainer = make_trainer("sft", tmp_path, max_steps=4, on_nan="skip", **options)
     breaks = Breaks(trainer, what, (2,))
@@ -92,9 +97,11 @@ def test_a_skipped_step_changes_nothing_and_the_next_ones_train_on(
     assert skipped == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dpo"])
-def test_training_stops_with_the_weights_before_the_step_on_the_disk(algorithm: str, tmp_path: Path) -> None:
-    trainer = make_trainer(algorithm, tmp_path, **SAVING, max_steps=4, save_total_limit=1)
+@pytest.mark.parametrize(("algorithm", "optim"), [("grpo", "sgd"), ("ppo", "adamw_torch_fused"), ("dpo", "sgd")])
+def test_training_stops_with_the_weights_before_the_step_on_the_disk(
+    algorithm: str, optim: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(algorithm, tmp_path, **SAVING, max_steps=4, save_total_limit=1, optim=optim)
     breaks = Breaks(trainer, "loss", (3,))
     with pytest.raises(NonFiniteError, match=r"step 3: the loss is nan\. .* kept in .*nan-step-3"):
         trainer.train()
@@ -106,6 +113,78 @@ def test_training_stops_with_the_weights_before_the_step_on_the_disk(algorithm: 
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "nan-step-3", dtype=torch.float32)
     for name, weight in kept.named_parameters():
         assert torch.equal(weight, breaks.before["weights"][name]), name
+
+
+FUSED: dict[str, Any] = {"optim": "adamw_torch_fused", "learning_rate": 1e-3, "weight_decay": 0.1, "max_steps": 6}
+
+
+@dataclass
+class Run:
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, Any]
+    average: dict[str, torch.Tensor]
+    schedule: int
+    logs: list[dict[str, Any]]
+    guard: list[Any]
+
+
+def run_of(trainer: BaseTrainer, checkpoint: str | None = None) -> Run:
+    """What training leaves behind in which steps 1, 4 and 5 are left out."""
+    changes = Breaks(trainer, "gradient", (1, 4, 5))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.ema is not None
+    assert trainer.ema.average is not None
+    state = changes.state()
+    names = ("loss", "grad_norm", "learning_rate", "guard/skipped_steps")
+    logs = [{name: log[name] for name in names} for log in trainer.state.log_history if "loss" in log]
+    guard = trainer.guard
+    return Run(
+        weights=state["weights"],
+        moments=state["optimizer"],
+        average=trainer.ema.average.state(keep=True),
+        schedule=state["schedule"],
+        logs=logs,
+        guard=[guard.num_skipped, guard.in_a_row, {name: list(values) for name, values in guard.known.items()}],
+    )
+
+
+def test_nothing_differs_if_the_device_leaves_out_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**FUSED, **SAVING, "lr_scheduler_type": "linear", "max_grad_norm": 1.0, "ema_decay": 0.9}
+
+    def trainer(folder: str) -> BaseTrainer:
+        return make_trainer("sft", tmp_path / folder, on_nan="skip", **options)
+
+    whole = run_of(trainer("late"))
+    resumed = run_of(trainer("late"), str(tmp_path / "late" / "checkpoint-4"))
+    monkeypatch.setattr(distributed, "updates_conditionally", lambda *_: False)
+    early = run_of(trainer("early"))
+    assert whole.guard[:2] == [3, 0]
+    assert [log["guard/skipped_steps"] for log in whole.logs] == [1, 1, 1, 2, 3, 3]
+    for name in ("weights", "moments", "average", "schedule", "guard"):
+        assert same(vars(whole)[name], vars(early)[name]), name
+        assert same(vars(whole)[name], vars(resumed)[name]), name
+    assert repr(whole.logs) == repr(early.logs)  # two NaNs are not equal
+
+
+def test_the_host_learns_of_a_step_only_after_its_update_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    read, step = EarlyRead.numbers, torch.optim.AdamW.step
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
+
+    monkeypatch.setattr(EarlyRead, "numbers", noted("read", read))
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted("update", step))
+    trainer = make_trainer("sft", tmp_path, **FUSED | {"max_steps": 2})
+    trainer.train()
+    assert events == ["update", "read"] * 2
+    assert not hasattr(trainer.optimizer.optimizer, "found_inf")  # which would leave out updates of somebody else
+    for options in ({"optim": "adamw_torch"}, {"on_spike": "rollback", **SAVING}, {"optim": "sgd"}):
+        events.clear()
+        make_trainer("sft", tmp_path, **FUSED | {"max_steps": 1} | options).train()
+        assert "read" not in events, options
 
 
 def test_the_critics_gradients_count_when_they_are_clipped(tmp_path: Path) -> None:

@@ -172,12 +172,17 @@ def test_offloading_changes_no_bit_of_an_update(name: str, options: dict[str, An
     assert offload.num_moved > 0
 
 
+def gpu(test: Any) -> Any:
+    """Marks a test of a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
 def gpu_growth(case: Case, folder: Path) -> float:
     """As torch's allocator counts it, in this process."""
     return growth_mib(case, CudaGauge(), folder)
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("name", ROWS)
 def test_on_a_gpu_a_token_budget_bounds_the_memory_of_a_step(name: str, tmp_path: Path) -> None:
     many = gpu_growth(budgeted(name, 16), tmp_path)
@@ -185,7 +190,7 @@ def test_on_a_gpu_a_token_budget_bounds_the_memory_of_a_step(name: str, tmp_path
     assert many < 0.4 * gpu_growth(Case(name, 16), tmp_path)
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("name", ROWS)
 def test_on_a_gpu_padding_and_whole_logits_need_more(name: str, tmp_path: Path) -> None:
     growth = gpu_growth(Case(name, 4), tmp_path)
@@ -195,7 +200,7 @@ def test_on_a_gpu_padding_and_whole_logits_need_more(name: str, tmp_path: Path) 
         assert growth < 0.8 * gpu_growth(Case(name, 4, full_logits=True), tmp_path)
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("name", ROWS)
 def test_on_a_gpu_checkpointing_and_offloading_save_memory(name: str, tmp_path: Path) -> None:
     growth = gpu_growth(Case(name, 4), tmp_path)
@@ -207,7 +212,7 @@ def test_on_a_gpu_checkpointing_and_offloading_save_memory(name: str, tmp_path: 
     assert both < checkpointed
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["all", "checkpoints"])
 @pytest.mark.parametrize("name", REGISTRY)

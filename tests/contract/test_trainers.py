@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,20 @@ def test_the_order_of_rows_comes_from_data_seed_or_else_from_seed(name: str, tmp
 
     assert order(seed=3) != order(seed=4)
     assert order(seed=4, data_seed=3) == order(seed=3)
+
+
+def test_workers_of_the_loader_are_forks_whatever_the_default_of_python_is(tmp_path: Path) -> None:
+    def tokens(**options: Any) -> list[list[int]]:
+        return [
+            batch.response_ids.tolist() for batch in make_trainer("sft", tmp_path, **options).get_train_dataloader()
+        ]
+
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)  # as in Python 3.14
+    try:
+        assert tokens(dataloader_num_workers=2) == tokens()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from prefrl.distributed import names_in_checkpoint, partition_of
 from prefrl.errors import ConfigError
 from tests.contract.cases import model_of
 from tests.distributed.resume_worker import RESUMED, SAVED_AT, folder_of, run
@@ -74,6 +76,27 @@ def check_export(folder: Path, job: str, trained: dict[str, torch.Tensor]) -> No
         assert all(torch.equal(value, trained[key]) for key, value in critic.items()), job
 
 
+def check_names(checkpoint: Path, backend: str, *, has_rollouts: bool) -> None:
+    """Each process writes the files that the doctor foresees, and no others have the number of a process."""
+    stage = int(backend.removesuffix("_offload")[-1]) if backend.startswith("zero") else 0
+    config: dict[str, Any] = {"distributed_type": "MULTI_GPU"}
+    if backend.startswith("zero"):
+        config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+    elif backend.startswith("fsdp2"):
+        saved = "SHARDED_STATE_DICT" if backend == "fsdp2_sharded" else "FULL_STATE_DICT"
+        config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_state_dict_type": saved}}
+    partition = partition_of(config, 2, option="accelerate_config")
+    foreseen = {
+        name
+        for process in (0, 1)
+        for name in names_in_checkpoint(partition, process, step=SAVED_AT, has_rollouts=has_rollouts, is_bf16=False)
+    }
+    found = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    assert foreseen <= found
+    assert [name for name in found - foreseen if re.search(r"dp_rank_\d|rng_state|_of_\d|__\d", name)] == []
+    assert 14 <= len(found - foreseen) <= 22  # "about 20" in the doctor's words
+
+
 def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> None:
     alone = run(tmp_path, "single", "grpo_reuse", None)
     from_one = f"ddp:grpo_reuse:{folder_of(tmp_path, 'single', 'grpo_reuse') / f'checkpoint-{SAVED_AT}'}"
@@ -90,6 +113,7 @@ def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> No
         assert bool(averages) == name.endswith("_averaged"), job
         assert not averages or distance(resumed_averages, averages) == 0, job
         check_export(tmp_path, job, results[job]["whole"])
+        check_names(checkpoint, backend, has_rollouts=RESUMED[name].algorithm in ("grpo", "ppo"))
         has_weights = (checkpoint / "model.safetensors").exists() or (
             checkpoint / "adapter_model.safetensors"
         ).exists()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
 
-__all__ = ["keep_rows", "rows_of_cache"]
+__all__ = ["keep_rows", "rows_of_cache", "sent"]
 
 
 def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = False) -> Cache:
@@ -39,9 +39,14 @@ def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = Fal
     return filled
 
 
+def sent(values: Sequence[object], device: torch.device) -> Tensor:
+    """The values as a tensor of the device, for which the host does not wait."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
 def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
     """Keep only `rows`, in this order. A row that moves must come from behind all positions that remain."""
-    index = torch.tensor(rows, device=device)
+    index = sent(rows, device)
     for layer in cache.layers:
         if isinstance(layer, _RoomyLayer):
             layer.keep(rows)
@@ -100,5 +105,7 @@ def _with_room(state: Tensor, rows: Tensor, room: int, device: torch.device) -> 
 
 def _rows_of_layer(layer: CacheLayerMixin, rows: Tensor) -> CacheLayerMixin:
     copied = copy.copy(layer)
+    # Recurrent states are in dictionaries, which the copy would share.
+    vars(copied).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
     copied.reorder_cache(rows)
     return copied

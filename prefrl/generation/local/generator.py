@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
-from prefrl.generation.local.cache import keep_rows, rows_of_cache
+from prefrl.generation.local.cache import keep_rows, rows_of_cache, sent
 from prefrl.generation.local.packed_linear import packed_linears
 from prefrl.generation.local.prompts import Prompt, Row, batches_of, in_space
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
@@ -229,15 +229,15 @@ class LocalGenerator:
             kept = wave.leave(has_stopped, step + 1)
             if not kept:
                 return
-            tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[kept]
+            tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[sent(kept, draw.tokens.device)]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
 
     def _prefill(self, prompts: list[Prompt]) -> _Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
-        input_ids = torch.tensor(ids, device=device)
+        input_ids = sent(ids, device)
         left = [width - len(prompt.ids) for prompt in prompts]
-        padding = torch.tensor(left, device=device)
+        padding = sent(left, device)
         has_padding = any(left)
         columns = torch.arange(width, device=device)
         positions = (columns - padding[:, None]).clamp(min=0)
@@ -246,7 +246,8 @@ class LocalGenerator:
         places: list[RowPositions | None] = [None] * len(prompts)
         found = [prompt.images for prompt in prompts if prompt.images is not None]
         if found and self._rules is not None:
-            types = self._rules.types([prompt.images for prompt in prompts], width, starts=left).to(device)
+            types = self._rules.types([prompt.images for prompt in prompts], width, starts=left)
+            types = types.to(device, non_blocking=True)
             images = {**self._rules.join(found, device), **dict.fromkeys(self._rules.type_names, types)}
             if self._rules.rope_index is not None:
                 rules = self._rules
@@ -296,6 +297,8 @@ class LocalGenerator:
             raise _no_cache_error(self._base, "it is an encoder-decoder model")
         if self._cache_name not in self._arguments:
             raise _no_cache_error(self._base, "its forward pass takes no cache")
+        if getattr(self._base, "_is_stateful", False) and "position_ids" not in self._arguments:
+            raise _no_cache_error(self._base, "padding before a prompt would change its state")
         if is_peft_model(self._model) and self._model.active_peft_config.is_prompt_learning:
             kind = type(self._model.active_peft_config).__name__
             raise _no_cache_error(self._base, f"its adapter ({kind}) inserts its own tokens before the prompt")
@@ -345,13 +348,13 @@ class _Wave:
         self._drawn_for: list[list[int]] = []  # rows of each draw
         # State of the live rows, in the order of the cache.
         self._live = list(range(len(rows)))
-        prompts = torch.tensor([number for number, _ in rows], device=self._device)
+        prompts = sent([number for number, _ in rows], self._device)
         # As many numbers as the row's own limit, so that they do not depend on the other rows.
         uniforms = [
             pad(uniform_numbers(seeds[row.request], row.sample, limit), (0, self.max_tokens - limit))
             for row, limit in zip(self._rows, self._limits, strict=True)
         ]
-        self._uniforms = torch.stack(uniforms).to(self._device)  # [R, T]
+        self._uniforms = torch.stack(uniforms).to(self._device, non_blocking=True)  # [R, T]
         self._history = pad(prefill.ids[prompts], (0, self.max_tokens))  # [R, W + T]
         columns = torch.arange(self._width + self.max_tokens, device=self._device)
         padding = prefill.padding[prompts, None]
@@ -404,7 +407,7 @@ class _Wave:
         is_done = [s or self._limits[row] == num_drawn for row, s in zip(self._live, has_stopped, strict=True)]
         kept = _fill_gaps(is_done)
         if kept and len(kept) < len(has_stopped):
-            chosen = torch.tensor(kept, device=self._device)
+            chosen = sent(kept, self._device)
             self._live = [self._live[place] for place in kept]
             self._uniforms, self._history, self._positions = (
                 state[chosen] for state in (self._uniforms, self._history, self._positions)

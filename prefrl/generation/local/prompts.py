@@ -61,5 +61,5 @@ def in_space(positions: Tensor, places: Sequence[RowPositions | None]) -> Tensor
         if place is None:
             columns.append(row.expand(3, -1))
         else:
-            columns.append(place.of(0, length).to(row.device)[:, row.clamp(min=0)])
+            columns.append(place.of(0, length).to(row.device, non_blocking=True)[:, row.clamp(min=0)])
     return torch.cat([positions[:, None], torch.stack(columns)], 1)

@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from prefrl.generation.local.cache import sent
 from prefrl.losses.determinism import cumsum_permitted
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class TokenSampler:
         """[B, V] scores, -inf for tokens that are never drawn."""
         if not self._never:
             return scores
-        return scores.index_fill(1, torch.tensor(self._never, device=scores.device), float("-inf"))
+        return scores.index_fill(1, sent(self._never, scores.device), float("-inf"))
 
 
 def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:

@@ -64,17 +64,19 @@ class Group:
         rank: This process's rank; 0 for the trainer.
         store: The rendezvous store.
         address: Address of this machine, as the others see it.
+        device: See `device_of`.
     """
 
-    def __init__(self, invitation: Invitation, *, rank: int, store: TCPStore, address: str) -> None:
-        self.device = HOST_DEVICE
+    def __init__(
+        self, invitation: Invitation, *, rank: int, store: TCPStore, address: str, device: torch.device
+    ) -> None:
+        self.device = device
         self.invitation = invitation
         self._store: TCPStore | None = None
         self._backend: Any
         if invitation.transport == "gloo":
             self._backend = _gloo(store, rank, invitation, address)
         else:
-            self.device = torch.device("cuda", torch.cuda.current_device())
             self._store = store  # NCCL may read it at any time
             self._backend = _nccl(PrefixStore(_prefix(invitation), store), rank, invitation)
         self._under_way: Any = None
@@ -119,12 +121,18 @@ class Group:
         """Leave without waiting. The others notice at once or, if a message is being sent, when that ends."""
         backend, store, under_way = self._backend, self._store, self._under_way
         self._backend = self._store = self._under_way = None
-        if backend is not None and under_way is not None and not under_way.is_completed():
+        # NCCL keeps the GPU's memory of a group that is dropped without an end.
+        if under_way is not None and (self.device != HOST_DEVICE or not under_way.is_completed()):
             is_aborted = threading.Event()
             arguments = (backend, store, under_way, is_aborted)
             threading.Thread(target=_abort, args=arguments, name="prefrl-group-end", daemon=True).start()
             # A program that ends while a daemon thread returns from torch into Python would be aborted.
             is_aborted.wait(_ABORT_SECONDS)
+
+
+def device_of(transport: Transport) -> torch.device:
+    """Where this process's messages are: with NCCL, on the current GPU of the calling thread; another has another."""
+    return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else HOST_DEVICE
 
 
 class _Rendezvous(Store):
@@ -211,6 +219,7 @@ class Host:
         self, transport: Transport, host: str, port: int, *, num_workers: int, tag: str, timeout: float
     ) -> None:
         self._address = address_towards(host, port)
+        self._device = device_of(transport)  # now: the thread that joins starts with the first GPU
         self._is_cancelled = False
         listener = _listen(self._address)
         self._store: Any = TCPStore(
@@ -252,7 +261,7 @@ class Host:
                 raise TimeoutError(f"not all of {len(keys)} workers arrived within {invitation.timeout_s:g} s")
             time.sleep(_JOIN_POLL_SECONDS)
         store, self._store = self._store, None
-        return Group(invitation, rank=0, store=store, address=self._address)
+        return Group(invitation, rank=0, store=store, address=self._address, device=self._device)
 
 
 def join(invitation: Invitation, *, worker: int) -> Group:
@@ -278,7 +287,7 @@ def join(invitation: Invitation, *, worker: int) -> Group:
     rank = invitation.rank_offset + worker
     store.set(_arrival_key(invitation, rank), "")
     address = address_towards(invitation.host, invitation.port)
-    return Group(invitation, rank=rank, store=store, address=address)
+    return Group(invitation, rank=rank, store=store, address=address, device=device_of(invitation.transport))
 
 
 def _arrival_key(invitation: Invitation, rank: int) -> str:

@@ -134,7 +134,7 @@ class Pairs:
     rejected_lengths: Tensor  # [P]
     divergence: Divergence = "reverse_kl"
     alpha: float = 0.5
-    reward_shift: float = 0.0  # t, running mean of the rewards b u of chosen and rejected responses
+    reward_shift: float | Tensor = 0.0  # t, [], running mean of the rewards b u of chosen and rejected responses
 
     def __post_init__(self) -> None:
         check_same_shape(

@@ -47,14 +47,14 @@ def kto(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, kl: Tensor) -> 
     return torch.sigmoid(_side(is_desirable) * (beta * (reference_point - log_ratio)))
 
 
-def bco(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, reward_shift: float) -> Tensor:
+def bco(log_ratio: Tensor, is_desirable: Tensor, *, beta: float, reward_shift: float | Tensor) -> Tensor:
     """Cross-entropy of a classifier with logit b u - t: -log sigmoid(b u - t), if undesirable -log sigmoid(t - b u).
 
     Args:
         log_ratio: [B] nats, u, gradient flows.
         is_desirable: [B] bool.
         beta: b > 0, in 1 / nats.
-        reward_shift: t, running mean of the rewards b u of desirable and undesirable rows.
+        reward_shift: t, a number or [], running mean of the rewards b u of desirable and undesirable rows.
 
     Returns:
         [B] nats.

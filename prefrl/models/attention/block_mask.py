@@ -210,4 +210,6 @@ def _count(row: Tensor, first: Tensor, stop: Tensor, *, num_blocks: int) -> Tens
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """[rows] int32 how many blocks are set, and [rows, columns] int32 their columns, followed by the other columns."""
-    return blocks.sum(1, dtype=torch.int32), blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    columns = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    # Compiled kernels take the columns of a row for neighbors in memory, which those of a transposed matrix are not.
+    return blocks.sum(1, dtype=torch.int32), columns.contiguous()

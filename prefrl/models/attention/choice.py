@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -27,10 +28,11 @@ logger = logging.getLogger(__name__)
 # computes something else has an error of about 1; TF32 products are meant to pass.
 _TOLERANCES = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
 
-# Two forests, since a compiled kernel may be recompiled for the second; lengths below and above a block of 128.
+# Two forests, since a compiled kernel may be recompiled for the second; lengths below and above a block of 128. In the
+# second, queries see several whole blocks, and between the queries that see a part of a block some see all of it.
 _TRIALS = (
     ((130, -1), (40, 0), (1, 0), (90, 0), (33, -1)),
-    ((7, -1), (200, 0), (3, 1), (150, 2), (30, 1), (20, 0), (1, -1), (300, 6)),
+    ((7, -1), (200, 0), (3, 1), (150, 2), (30, 1), (20, 0), (1, -1), (600, 6), (40, -1)),
 )
 _TRIAL_WINDOWS = (None, 20)
 # The most copies of keys for each token that the variable-length kernel makes of deep forests.
@@ -142,16 +144,20 @@ def _mistake(kernel: Kernel, inputs: Inputs) -> str | None:
 
     Raises:
         OutOfMemoryError: The device is out of memory, which says nothing about the kernel.
+        AcceleratorError: The kernel has left the device in a state in which no other kernel can run.
     """
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     try:
-        # Compilation may draw random numbers, which must not affect the training run.
-        with torch.random.fork_rng(devices):
+        # Compilation may draw random numbers, which must not affect the training run. Triton launches kernels on the
+        # current GPU, which in a fresh thread is the first one.
+        with torch.random.fork_rng(devices), torch.cuda.device(inputs.device) if devices else nullcontext():
             trials = product(_TRIALS, _TRIAL_WINDOWS)
             largest = max(error for forest, window in trials for error in _errors(kernel, inputs, forest, window))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # missing compiler, unsupported head size or chip: another kernel is used
+        if devices:  # after some errors a process can use its device no more: this raises them again
+            torch.cuda.synchronize(inputs.device)
         return f"{type(error).__name__}: {error}"
     if largest <= _TOLERANCES[inputs.dtype]:
         return None

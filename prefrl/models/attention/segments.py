@@ -94,7 +94,11 @@ def _block(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> _Piece:
 
 
 def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    """[rows, keys] additive mask for the last `rows` of `keys` positions; a view of one mask for all segments."""
+    """[rows, keys] additive mask for the last `rows` of `keys` positions: a part of one mask for all segments.
+
+    It is copied: kernels for CUDA check the strides of a mask only, and a view that begins at an odd place makes
+    them read a misaligned address, after which the process can use its device no more.
+    """
     before = layout.longest
 
     def make() -> Tensor:
@@ -106,7 +110,8 @@ def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor
         return zeros.masked_fill_(hidden, float("-inf"))
 
     mask = layout.once(("mask", window, like.dtype, like.device), make)
-    return mask[:rows, before - (keys - rows) : before + rows]
+    part = mask[:rows, before - (keys - rows) : before + rows]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _sdpa(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from prefrl import distributed
 from prefrl.printable import reason_of
 
 __all__ = ["MainThread", "Worker", "reported"]
@@ -23,7 +24,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="prefrl-environment", daemon=True).start()
+        run = distributed.on_own_gpu(self._run)
+        threading.Thread(target=run, name="prefrl-environment", daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         """Call a function on the thread."""

@@ -8,16 +8,30 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.suggest import nearest
 from prefrl.scripts.arguments.given import Given
 
-__all__ = ["AUTO", "CPU", "LAUNCHED", "ONLY_CHECK", "LaunchArguments", "ProcessArguments", "launch_options"]
+__all__ = [
+    "AUTO",
+    "CONFIGS",
+    "CPU",
+    "LAUNCHED",
+    "ONLY_CHECK",
+    "LaunchArguments",
+    "ProcessArguments",
+    "config_file",
+    "launch_options",
+]
 
+# Folder of the accelerate configs that can be selected by name; examples/accelerate_configs links to it.
+CONFIGS = Path(__file__).parents[1] / "launch" / "accelerate_configs"
 AUTO, CPU = "auto", "cpu"  # values of `vllm` besides GPUs
 # Environment variable of training processes that a launch starts: how many they are, on all machines together.
 LAUNCHED = "PREFRL_NUM_PROCESSES"
@@ -31,7 +45,7 @@ _GPUS = re.compile(rf"{_GPU}(?:\s*,\s*{_GPU})*")
 class ProcessArguments:
     """How many processes train, where, and with which backend."""
 
-    num_processes: Annotated[int, Ge(1)] | None = opt(
+    num_processes: Annotated[int, Ge(1), Le(1_000_000)] | None = opt(
         None,
         "Start this many training processes, on all machines together, through accelerate. None: the command trains "
         "in its own process; with other launch options, one process per training GPU, or a single one on a CPU.",
@@ -190,3 +204,19 @@ def _check_address(vllm: str, given: Given) -> None:
             raise ConfigError(
                 f"vllm={vllm!r}: would start a server, but {name}={value!r} names another one. Remove one of them."
             )
+
+
+def config_file(name: str | None) -> Path | None:
+    """The accelerate config with a name; the name may also be the path of a file. None: there is no name.
+
+    Raises:
+        ConfigError: There is no such config.
+    """
+    known = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+    if name is None or name in known:
+        return None if name is None else known[name]
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"accelerate_config={name!r}: is neither a file nor the name of a config. {nearest(name, known)}"
+        )
+    return Path(name)

@@ -42,7 +42,8 @@ class Batches:
         per_device = config.rows_per_micro_batch
         if not isinstance(per_device, int):  # auto
             return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, num_rows, None)
-        accumulation, ranks = int(config.gradient_accumulation_steps), num_ranks(config)
+        accumulation = int(config.gradient_accumulation_steps)
+        ranks = num_ranks(config) if subject.plan is None else subject.plan.num_ranks
         rows = per_device * accumulation * ranks
         who = "processes" if ranks == config.world_size else f"teams of {config.world_size // ranks} processes"
         noun = "completions" if subject.is_online else "rows"

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Gt
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.imports import uncollected
@@ -35,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The command line or the file cannot be read.
     """
-    algorithm, options = _read(argv)
+    algorithm, options, own = _read(argv)
     given = read(algorithm, options)
     with uncollected():  # these import torch, which mistakes do not need
         from rich.console import Console
@@ -43,16 +47,29 @@ def main(argv: Sequence[str]) -> int:
         from prefrl.scripts.arguments.launch import launch_options
         from prefrl.scripts.checkup.run import checkup_of
 
-    checkup = checkup_of(algorithm, given, launch_options(given, os.environ))
+    launch = launch_options(given, os.environ)
+    checkup = checkup_of(algorithm, given, launch, device_memory=own.device_memory)
     checkup.print(Console(highlight=False))
     return 2 if checkup.count("problem") else 0
 
 
-def _read(argv: Sequence[str]) -> tuple[Algorithm, list[str]]:
-    """The algorithm, and the command line of `prefrl <algorithm>`."""
+@dataclass
+class DoctorArguments:
+    """What the doctor is told besides the options of the run."""
+
+    device_memory: Annotated[float, Gt(0)] | None = opt(
+        None, "GiB of memory of each device on which the run will be; None: look at the devices of this machine."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def _read(argv: Sequence[str]) -> tuple[Algorithm, list[str], DoctorArguments]:
+    """The algorithm, the command line of `prefrl <algorithm>`, and the doctor's own options."""
     parser = CommandParser(
         "doctor",
-        (),
+        (DoctorArguments,),
         "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. Options are "
         f"those of the algorithm. {_USAGE}. Without ALGORITHM, the file has to name it in a comment, such as '# "
         "prefrl grpo run.yaml'.",
@@ -66,11 +83,12 @@ def _read(argv: Sequence[str]) -> tuple[Algorithm, list[str]]:
     names = [word for word in words if word not in files]
     if len(names) > 1 or len(files) > 1:
         raise ConfigError(f"{' '.join(words)}: give one algorithm and one file: {_USAGE}")
+    (own,), options = parser.parse_known(options)
     config = [option for path in files for option in ("--config", path)]
     name = names[0] if names else _named_in(files)
     if name not in REGISTRY:
         raise ConfigError(f"unknown algorithm {name!r}. {nearest(name, list(REGISTRY))}")
-    return REGISTRY[name], [*config, *options]
+    return REGISTRY[name], [*config, *options], own
 
 
 def _named_in(files: Sequence[str]) -> str:

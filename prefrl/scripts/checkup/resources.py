@@ -13,7 +13,6 @@ import torch
 from rich.table import Table
 
 from prefrl.errors import ConfigError
-from prefrl.models.adapters import add_adapter
 from prefrl.models.footprint import (
     Footprint,
     activations_of,
@@ -22,14 +21,13 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
-from prefrl.models.outline import outline_of
+from prefrl.scripts.checkup.processes import footprint_of_process
 from prefrl.scripts.checkup.rows import row_lengths
 from prefrl.scripts.inputs import lora_of
 from prefrl.trainer.base.options.reference import ReferenceOptions
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedModel
 
     from prefrl.scripts.checkup.batches import Batches
     from prefrl.scripts.checkup.findings import Section
@@ -48,9 +46,12 @@ __all__ = [
 
 _MIB, _GIB = 2**20, 2**30
 _SECONDS = 0.1  # for which a speed is measured
+_PRODUCTS = 8  # between two waits for a GPU, which would otherwise idle while the next product is launched
 _UNLIMITED = 10**9  # tokens of a row, and rows
 _IMPOSSIBLE = 1.5  # times the free memory: estimates are not exact, and other programs may end
 _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "cache")
+# Parts that only a run on several processes has, and what they are called.
+_OF_BACKEND = {"copies": "copies of the backend", "gathered": "whole parts of a layer"}
 _KNOWN_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # whose whole state is known to be on the device
 # The largest part of the memory -> how to need less of it.
 _REMEDIES = {
@@ -83,12 +84,18 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
     batch = large_micro_batch(subject, rows, batches)
     try:
         footprint = estimated_footprint(subject, rows, batches)
+        if subject.plan is not None:
+            footprint = footprint_of_process(subject, subject.plan, footprint)
     except Exception as error:  # a model's own code that needs data, such as the routing of experts
         name = type(subject.model).__name__
         section.note(f"memory was not estimated: {name} cannot run on shapes without data ({type(error).__name__})")
     else:
         _show_memory(section, subject, footprint)
-    section.note(f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens")
+    of_step = batch.num_fed * batches.rows_per_step // batch.num_rows
+    section.note(
+        f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens; a step of all processes has up "
+        f"to about {of_step:,} tokens"
+    )
     _show_time(section, subject, batch, batches)
 
 
@@ -119,8 +126,8 @@ def _shortage(subject: Subject, footprint: Footprint) -> str | None:
         return None
     is_known = str(getattr(config.optim, "value", config.optim)) in _KNOWN_OPTIMIZERS
     least = footprint if is_known else replace(footprint, optimizer=0)
-    free, place = _free(config.device)
-    if least.peak <= _IMPOSSIBLE * free:
+    free, place = _available(subject)
+    if least.peak <= _IMPOSSIBLE * free or _is_for_elsewhere(subject):
         return None
     parts = {name: getattr(least, name) for name in _PARTS}
     largest = max(parts, key=lambda name: parts[name])
@@ -134,15 +141,22 @@ def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> No
     table = Table("memory of one process", "", box=None, header_style="dim")
     for name in _PARTS:
         table.add_row(name, _size(getattr(footprint, name)))
+    for name, words in _OF_BACKEND.items():
+        if getattr(footprint, name):
+            table.add_row(words, _size(getattr(footprint, name)))
     table.add_row("peak, libraries not counted", _size(footprint.peak), style="bold")
     section.shown.append(table)
-    device, count = subject.config.device, int(subject.config.world_size)
-    free, place = _free(device)
+    count, (free, place) = int(subject.config.world_size), _available(subject)
     each = f" by each of {count} processes" if count > 1 else ""
-    needed = footprint.peak * (count if device.type == "cpu" else 1)  # processes share a machine's memory
+    needed = footprint.peak * _processes_of_one_memory(subject)
     text = f"{_size(footprint.peak)} are needed{each}, {_size(free)} are free {place}"
     if (problem := _shortage(subject, footprint)) is not None:
         section.problem(problem)
+    elif _is_for_elsewhere(subject):
+        section.note(
+            f"{_size(footprint.peak)} are needed{each}. This machine has no GPU to compare with: --device_memory 80 "
+            "compares with 80 GiB"
+        )
     else:
         (section.ok if needed < free else section.warn)(text)
     if subject.algorithm.name == "ppo":
@@ -152,7 +166,7 @@ def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> No
 def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
     """Memory of one process that shares nothing."""
     config, model, adapter = subject.config, subject.model, lora_of(subject.script)
-    weights = weights_of(_with_adapter(subject) if adapter is not None else model)
+    weights = weights_of(subject.trained)
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     kept = activations_of(model, batch.num_fed, peft_config=adapter, autocast=autocast)
     head = head_bytes(model, batch.num_scored, device=config.device)
@@ -168,12 +182,6 @@ def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
         cache=_cache(subject, batch),
         first_gradients=weights.trained if is_cut else weights.head,
     )
-
-
-def _with_adapter(subject: Subject) -> PreTrainedModel:
-    outline = outline_of(subject.script.model_name_or_path, model_init_kwargs=subject.config.model_init_kwargs)
-    with torch.device("meta"):
-        return add_adapter(outline, lora_of(subject.script), task_type="CAUSAL_LM", seed=None)
 
 
 def _stored(subject: Subject, total: int) -> int:
@@ -225,6 +233,33 @@ def _large_sum(lengths: Any, count: int) -> int:
     return int(min(count * lengths.mean() + 2 * count**0.5 * lengths.std(), most))
 
 
+def _is_for_elsewhere(subject: Subject) -> bool:
+    """Whether it would run on GPUs that this machine lacks, and whose memory is not known."""
+    config, plan = subject.config, subject.plan
+    if plan is None or plan.device_memory is not None or int(config.world_size) == 1:
+        return False
+    return config.device.type == "cpu" and not config.use_cpu
+
+
+def _processes_of_one_memory(subject: Subject) -> int:
+    """Processes that share the memory of `_available`: those of a machine, if they run on its CPU."""
+    plan, count = subject.plan, int(subject.config.world_size)
+    if subject.config.device.type != "cpu" or (plan is not None and plan.device_memory is not None):
+        return 1
+    return -(-count // (1 if plan is None else plan.num_machines))
+
+
+def _available(subject: Subject) -> tuple[int, str]:
+    """Bytes that a process may need, and where they are."""
+    plan = subject.plan
+    if plan is not None and plan.device_memory is not None:
+        return plan.device_memory, "on each device (device_memory)"
+    free, place = _free(subject.config.device)
+    if subject.config.device.type == "cuda" and int(subject.config.world_size) > torch.cuda.device_count():
+        place += " of this machine; the devices of other machines are taken to have as much"
+    return free, place
+
+
 def _free(device: torch.device) -> tuple[int, str]:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]), f"on {torch.cuda.get_device_name(device)}"
@@ -273,15 +308,20 @@ def products_per_second(
     device: torch.device, dtype: torch.dtype, *, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """FLOP/s of a product of matrices."""
-    size = 4096 if device.type == "cuda" else 512
+    size = 512 if device.type == "cpu" else 4096
     matrix = torch.ones(size, size, device=device, dtype=dtype)
-    matrix @ matrix
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            matrix @ matrix
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    multiply(1)  # loads the library
     started, count = clock(), 0
     while clock() < started + _SECONDS:
-        matrix @ matrix
-        count += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        multiply(_PRODUCTS)
+        count += _PRODUCTS
     return float(2 * size**3 * count / (clock() - started))
 
 

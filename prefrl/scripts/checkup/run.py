@@ -15,6 +15,8 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.checkup.batches import Batches
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
+from prefrl.scripts.checkup.plan import plan_of
+from prefrl.scripts.checkup.processes import check_processes
 from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.rewards import try_rewards
 from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
@@ -75,22 +77,26 @@ def check_before(
         check_servers(Section("Server"), subject)
 
 
-def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | None = None) -> Checkup:
+def checkup_of(
+    algorithm: Algorithm, given: Given, launch: LaunchArguments | None = None, *, device_memory: float | None = None
+) -> Checkup:
     """Check everything. What cannot be checked after a problem is left out.
 
     Args:
         algorithm: The algorithm.
         given: Its options.
         launch: How the run is started; None: in one process, without a server of its own.
+        device_memory: GiB of each device; None: the devices of this machine are looked at.
 
     Raises:
         ConfigError: Options exclude each other.
     """
     with given.locating():
         script, config = options_of(algorithm, given, num_processes=None if launch is None else launch.num_processes)
+        plan = plan_of(config, launch, device_memory=device_memory)
     checkup = Checkup(located=given.located)
     is_partitioned = launch is not None and launch.accelerate_config not in (None, "single", "ddp")
-    subject = Subject(algorithm, script, config, is_partitioned or partitions_weights(config, os.environ))
+    subject = Subject(algorithm, script, config, is_partitioned or partitions_weights(config, os.environ), plan)
     raw = rows = None
     with checkup.section("Data"):
         raw, evaluated = datasets_of(script, config)
@@ -115,15 +121,25 @@ def checkup_of(algorithm: Algorithm, given: Given, launch: LaunchArguments | Non
                     section.ok(f"the run starts it (vllm={launch.vllm!r})")
                 else:
                     check_servers(section, subject)
+    _check_sizes(checkup, subject, launch, raw, rows, evaluated)
+    return checkup
+
+
+def _check_sizes(
+    checkup: Checkup, subject: Subject, launch: LaunchArguments | None, raw: Any, rows: Any, evaluated: Any
+) -> None:
+    """Batches, processes, memory and time."""
     with checkup.section("Batches") as section:
         batches = Batches.of(subject, _num_rows(raw))
         batches.report(section)
-        if launch is not None and launch.num_processes is None and config.device.type != "cpu":
+        if launch is not None and launch.num_processes is None and subject.config.device.type != "cpu":
             section.note("the sizes are those of one process; a run without num_processes starts one for each GPU")
+    if subject.plan is not None and int(subject.config.world_size) > 1:
+        with checkup.section("Processes") as section:
+            check_processes(section, subject, subject.plan, batches, evaluated)
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)
-    return checkup
 
 
 def _num_rows(dataset: Any) -> int | None:

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from prefrl.data.images import tokenizer_of, with_named_images
 from prefrl.errors import PrefrlError
+from prefrl.models.adapters import add_adapter
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.outline import outline_of
 from prefrl.models.positions import position_limit
 from prefrl.scripts.arguments.command import RewardArguments
+from prefrl.scripts.inputs import lora_of
 from prefrl.trainer.bco_config import BCOConfig
 from prefrl.trainer.kto_config import KTOConfig
 from prefrl.trainer.offline.preference import PAIRS, prepare_unpaired
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.registry import Algorithm
     from prefrl.scripts.arguments.command import CommandArguments
+    from prefrl.scripts.checkup.plan import Plan
 
 __all__ = ["Subject"]
 
@@ -44,12 +49,14 @@ class Subject:
         script: Options of model, data and rewards.
         config: Options of the trainer.
         is_partitioned: Whether processes may hold parts of the weights instead of copies.
+        plan: How it would be started; None: this process trains.
     """
 
     algorithm: Algorithm
     script: CommandArguments
     config: Any
     is_partitioned: bool = False
+    plan: Plan | None = None
 
     @property
     def is_online(self) -> bool:
@@ -68,6 +75,20 @@ class Subject:
             model_init_kwargs=self.config.model_init_kwargs,
             is_classifier=isinstance(self.config, RewardConfig),
         )
+
+    @cached_property
+    def trained(self) -> PreTrainedModel:
+        """The model with the adapter that is trained, if there is one; without its weights."""
+        if (adapter := lora_of(self.script)) is None:
+            return self.model
+        outline = outline_of(self.script.model_name_or_path, model_init_kwargs=self.config.model_init_kwargs)
+        with torch.device("meta"):
+            return add_adapter(outline, adapter, task_type="CAUSAL_LM", seed=None)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained."""
+        return lora_of(self.script) is not None
 
     @cached_property
     def processing_class(self) -> ProcessingClass:

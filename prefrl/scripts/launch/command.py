@@ -17,7 +17,16 @@ from prefrl.optional import is_installed
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
-from prefrl.scripts.arguments.launch import AUTO, CPU, LAUNCHED, ONLY_CHECK, LaunchArguments, launch_options
+from prefrl.scripts.arguments.launch import (
+    AUTO,
+    CONFIGS,
+    CPU,
+    LAUNCHED,
+    ONLY_CHECK,
+    LaunchArguments,
+    config_file,
+    launch_options,
+)
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.launch.processes import Program
 from prefrl.scripts.launch.run import ServerProgram, run_together
@@ -29,8 +38,6 @@ from prefrl.scripts.schema.parser import options_of
 
 __all__ = ["CONFIGS", "main", "plan_training", "start", "visible_gpus", "with_gpus"]
 
-# Folder of the accelerate configs that can be selected by name; examples/accelerate_configs links to it.
-CONFIGS = Path(__file__).parent / "accelerate_configs"
 _NAMES = frozenset(field.name for field in dataclasses.fields(LaunchArguments))
 # Options that the user's accelerate config may also set.
 _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -112,7 +119,7 @@ def _plan(
     words: Sequence[str], run: Mapping[str, Any], options: LaunchArguments, *, is_real: bool
 ) -> tuple[Program, ServerProgram | None]:
     """Training and its server; if it is real, also checks that the server can start on this machine."""
-    _config_file(options.accelerate_config)  # before torch is imported
+    config_file(options.accelerate_config)  # before torch is imported
     if options.vllm is None:
         return plan_training(options, words, run, visible_gpus(os.environ)), None
     visible = visible_gpus(os.environ)
@@ -178,7 +185,7 @@ def plan_training(
     Raises:
         ConfigError: There are too few GPUs, or options contradict each other.
     """
-    config = _config_file(options.accelerate_config)
+    config = config_file(options.accelerate_config)
     options = options if config is None else _completed(options, config)
     options.check_machines()
     server_gpus = options.server_gpus(visible)
@@ -202,18 +209,6 @@ def plan_training(
     # A run that is resumed by its own command must have as many.
     count = [] if run.get("num_processes") else ["--num_processes", str(here * machines)]
     return Program([*command, "-m", "prefrl.scripts.main", *words, *count], environment)
-
-
-def _config_file(name: str | None) -> Path | None:
-    """The accelerate config with a name; the name may also be the path of a file."""
-    known = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
-    if name is None or name in known:
-        return None if name is None else known[name]
-    if not Path(name).is_file():
-        raise ConfigError(
-            f"accelerate_config={name!r}: is neither a file nor the name of a config. {nearest(name, known)}"
-        )
-    return Path(name)
 
 
 def _completed(options: LaunchArguments, config: Path) -> LaunchArguments:

@@ -9,10 +9,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefrl.metrics import Max, Metric
 
-__all__ = ["StepGuard"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["StepGuard", "has_problem"]
 
 # Steps whose losses a new one is compared with, and the fewest that say what is usual.
 _WINDOW = 100
@@ -21,6 +25,16 @@ _FEWEST = 10
 _MAD_SCALE = 1.4826
 _FILE = "guard.json"
 _COUNTS = ("num_skipped", "num_rollbacks", "in_a_row")
+
+
+def has_problem(numbers: Tensor) -> Tensor:
+    """[] bool on the device: whether `StepGuard.problem` will find one, if gradients may not overflow.
+
+    Args:
+        numbers: [num_processes, >= 2], for each process, its share of the loss, the gradient norm, and more.
+    """
+    norms = numbers[:, 1]
+    return ~(numbers[:, :2].isfinite().all() & (norms >= 0).all())
 
 
 @dataclass

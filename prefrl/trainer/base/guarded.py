@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, NonFiniteError
 from prefrl.metrics import Max, Mean, Metric, merge
 from prefrl.run.checkpoints import find_last
-from prefrl.trainer.base.guard import StepGuard
+from prefrl.trainer.base.early_read import EarlyRead
+from prefrl.trainer.base.guard import StepGuard, has_problem
 from prefrl.trainer.base.resumable import ResumableTrainer
 from prefrl.trainer.base.rollback import Rollback, RollbackRequest, scale_learning_rates
 from prefrl.trainer.base.step_dump import dump_step, dumped_before
@@ -31,7 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class GuardedTrainer(ResumableTrainer):
-    """HuggingFace's loop, in which the numbers of a step are judged between its backward pass and its update.
+    """HuggingFace's loop, in which the numbers of a step are judged before anything of it is applied.
+
+    They are judged between backward pass and update, or right after the update if the device can leave it out by
+    itself: it then works on the update while the host waits for the numbers and goes on to the next step.
 
     Args:
         args: Options.
@@ -54,6 +60,8 @@ class GuardedTrainer(ResumableTrainer):
         self._kl_before: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)
         self._step: tuple[Step, Tensor]  # the one that has run, and this process's share of its loss
         self._stop_reason: str | None = None
+        self._unjudged: EarlyRead | None = None  # the numbers of a step whose update has been queued
+        self.callback_handler.callbacks.insert(0, _AfterUpdate(self._judge_late))  # others shall see what it decides
 
     def _new_guard(self) -> StepGuard:
         watched = sorted({"loss", *self.args.watched_metrics})
@@ -63,6 +71,21 @@ class GuardedTrainer(ResumableTrainer):
         """HuggingFace's hook, called right before the update, with the norm before clipping or None."""
         norm = super()._get_grad_norm(model, grad_norm)
         numbers = self._numbers(0.0 if norm is None else norm)
+        must_know = self.args.on_spike == "rollback"  # for which the host computes scores
+        if must_know or not distributed.updates_conditionally(self.accelerator, self.optimizer, numbers.device):
+            self._judge(numbers.tolist())
+            return norm
+        distributed.leave_out_update_if(self.optimizer, has_problem(numbers))
+        self._unjudged = EarlyRead(numbers)
+        return norm
+
+    def _judge_late(self) -> None:
+        if self._unjudged is not None:
+            numbers, self._unjudged = self._unjudged.numbers(), None
+            self._judge(numbers)
+
+    def _judge(self, numbers: list[list[float]]) -> None:
+        """Decide whether the step is applied, or note that it was not."""
         problem = self.guard.problem(numbers, may_overflow=lambda: distributed.is_finding_scale(self.accelerator))
         spikes = self.guard.spike(numbers)
         is_spike = problem is None and self._is_spike({name: metric.value() for name, metric in spikes.items()})
@@ -75,10 +98,12 @@ class GuardedTrainer(ResumableTrainer):
         self._stop_reason = None
         if problem is not None:
             self._tell(problem)
-        return norm
 
-    def _numbers(self, norm: Tensor | float) -> list[list[float]]:
-        """For each process its share of the loss, the gradient norm, and the sum and the count of the step's KL."""
+    def _numbers(self, norm: Tensor | float) -> Tensor:
+        """For each process its share of the loss, the gradient norm, and the sum and the count of the step's KL.
+
+        They are on the device.
+        """
         loss = self._step[1].float()
         whole = distributed.whole(norm.detach()) if isinstance(norm, torch.Tensor) else torch.tensor(norm)
         numbers = [loss, whole.to(loss.device, torch.float32)]
@@ -194,6 +219,7 @@ class GuardedTrainer(ResumableTrainer):
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
         self.guard, self._stop_reason, self._kl_before = self._new_guard(), None, (0.0, 0.0)
+        self._unjudged = None
         output = super()._train(checkpoint, *args, **kwargs)
         weight = distributed.first_non_finite(self.model, self.args.device)
         if weight is not None:
@@ -249,3 +275,12 @@ class GuardedTrainer(ResumableTrainer):
         """Read what `_save_update_state` wrote. All ranks must call it."""
         super()._load_update_state(folder)
         self.guard.load(folder)
+
+
+class _AfterUpdate(TrainerCallback):
+    def __init__(self, judge: Callable[[], None]) -> None:
+        self.judge = judge
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """HuggingFace's hook, called right after the update."""
+        self.judge()

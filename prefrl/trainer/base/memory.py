@@ -29,7 +29,10 @@ __all__ = [
 ]
 
 # Errors of torch that have no type of their own.
-_WORDS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory")
+_WORDS = (
+    *("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"),  # what torch does not allocate itself
+)
 _LENGTHS = ("max_completion_length", "max_length")
 # For each kind of work the options that decide its memory, the best first. A config need not have all of them.
 TRAINING = ("max_tokens_per_micro_batch", "activation_checkpointing", "activation_offloading", *_LENGTHS)

@@ -192,7 +192,8 @@ class StepProfiler(TrainerCallback):
     def _write(self, traced: profile) -> None:
         """Called after the last step of a trace, and before the next one begins."""
         if self._first is not None and self._first <= self._last:  # not if training ends where a trace would begin
-            name = f"steps-{self._first}-{self._last}-rank-{distributed.rank()}"
+            number = distributed.rank_in_names(distributed.rank(), distributed.world_size())
+            name = f"steps-{self._first}-{self._last}-rank-{number}"
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"{name}.json.gz"
             traced.export_chrome_trace(str(path))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -59,9 +60,9 @@ class _HostMark:
     def synchronize(self) -> None: ...
 
 
-def _device_mark() -> Mark:
+def _device_mark(device: torch.device) -> Mark:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-    event.record()
+    event.record(torch.cuda.current_stream(device))  # the current device may be another, which a reward has set
     return event
 
 
@@ -102,7 +103,7 @@ class StepAccount:
     ) -> None:
         self.clock = clock
         self.flops = flops
-        self.new_mark: Callable[[], Mark] = _device_mark if device.type == "cuda" else self._host_mark
+        self.new_mark: Callable[[], Mark] = partial(_device_mark, device) if device.type == "cuda" else self._host_mark
         self._step: _Step | None = None
         self._phases: list[str | None] = []  # the current phases, innermost last
         self._waiting: list[_Step] = []  # steps that ended on the host, but perhaps not yet on the device

@@ -81,7 +81,8 @@ def dump_step(
     try:
         save_model(aside)
         if distributed.place_in_team() == 0:
-            name = f"step_{distributed.rank()}_of_{distributed.world_size()}.safetensors"
+            rank, world_size = distributed.rank(), distributed.world_size()
+            name = f"step_{distributed.rank_in_names(rank, world_size)}_of_{world_size}.safetensors"
             _write(aside / name, batches, num_items)
     except (OSError, SafetensorError) as error:
         problem = str(error)

@@ -310,7 +310,8 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """Forward and backward pass of all micro-batches of the step; the last one synchronizes gradients."""
-        loss = inputs.run(model, self._micro_step, num_items_in_batch).to(self.args.device)
+        loss = inputs.run(model, self._micro_step, num_items_in_batch)
+        loss = loss.to(self.args.device, non_blocking=True)  # without micro-batches, it is on the host
         self._step = inputs, loss
         if inputs.micro_batches:
             self.account.switch("optimizer")

@@ -14,7 +14,7 @@ __all__ = ["check_density_ratios", "check_divergence", "check_labels", "check_pa
 
 
 def check_workers(config: Any) -> None:
-    """Reject options of data workers that there are not.
+    """Reject options of data workers that there are not, and workers that cannot start.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
@@ -23,6 +23,11 @@ def check_workers(config: Any) -> None:
         names = ("dataloader_persistent_workers", "dataloader_multiprocessing_context")
         because, remedy = "dataloader_num_workers=0: there are no workers", "Set dataloader_num_workers."
         check_unset(config, *names, because=because, remedy=remedy)
+    elif config.dataloader_multiprocessing_context not in (None, "fork"):
+        raise ConfigError(
+            f"dataloader_multiprocessing_context={config.dataloader_multiprocessing_context!r}: workers use the "
+            "trainer, which only a fork has. Leave it None."
+        )
 
 
 def check_packing(config: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,19 +20,19 @@ class RunningMean:
     """The mean of all values of earlier optimizer steps, over all ranks; 0 before the first step.
 
     The values of a step are included from the next step on, so that a loss that reads the mean does not depend on how
-    its step is cut into micro-batches.
+    its step is cut into micro-batches. The mean stays on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._total = 0.0
-        self._count = 0.0
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+        self._sums = torch.zeros(2, dtype=dtype, device=device)  # of values, and their number
         self._pending: list[Tensor] = []
 
     @property
-    def value(self) -> float:
-        """The mean."""
-        return self._total / self._count if self._count else 0.0
+    def value(self) -> Tensor:
+        """[] the mean."""
+        total, count = self._sums.unbind()
+        return total / count.clamp(min=1.0)
 
     def add(self, values: Tensor) -> None:
         """Record values of this rank; the next `fold` includes them in the mean."""
@@ -41,12 +40,10 @@ class RunningMean:
 
     def fold(self) -> None:
         """Include the recorded values of all ranks in the mean. All ranks must call it."""
-        total, count = torch.stack(self._pending).double().sum(0).tolist() if self._pending else (0.0, 0.0)
+        own = torch.stack(self._pending).to(self._sums).sum(0) if self._pending else torch.zeros_like(self._sums)
         self._pending = []
-        total, count = distributed.sum_over_ranks([total, count], self._device)
-        if math.isfinite(total):  # otherwise, the step was not applied
-            self._total += total
-            self._count += count
+        sums = distributed.summed_over_ranks(own)
+        self._sums = self._sums + torch.where(sums[0].isfinite(), sums, 0.0)  # otherwise, the step was not applied
 
     def forget(self) -> None:
         """Drop the values that were recorded since the last `fold`."""
@@ -56,10 +53,11 @@ class RunningMean:
         """Write the state, including recorded values. All ranks must call it; they all have the same state."""
         self.fold()
         if writes:
-            path.write_text(json.dumps({"total": self._total, "count": self._count}), encoding="utf-8")
+            total, count = self._sums.tolist()
+            path.write_text(json.dumps({"total": total, "count": count}), encoding="utf-8")
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote."""
         state = json.loads(path.read_text(encoding="utf-8"))
-        self._total, self._count = state["total"], state["count"]
+        self._sums = self._sums.new_tensor([state["total"], state["count"]])
         self._pending = []

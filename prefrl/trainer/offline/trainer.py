@@ -334,7 +334,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             pin_memory=False,  # batches are moved by _prepare_inputs
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+            # They lay out rows with this trainer, which cannot be sent to a process. A fork has it, and uses no GPU.
+            multiprocessing_context="fork" if self.args.dataloader_num_workers else None,
         )
 
     def _stream_loader(

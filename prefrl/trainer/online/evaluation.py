@@ -102,8 +102,8 @@ class EvaluationRollouts:
         sizes = self.args.at_k_params.k
         if not sizes:
             return metrics
-        parts = distributed.gather_objects(self._samples(collected))
-        if distributed.is_main():  # it has those of all ranks
+        parts = distributed.gather_on_main(self._samples(collected))
+        if parts is not None:  # those of all ranks
             prompts = [prompt for part in parts for prompt in part]
             metrics |= {name: Mean(value, 1) for name, value in at_k_metrics(prompts, sizes).items()}
         return metrics
@@ -148,8 +148,8 @@ class EvaluationRollouts:
         limit = self.args.log_val_generations
         if limit == 0:
             return
-        parts = distributed.gather_objects(_first(collected, limit))
-        if not distributed.is_main():
+        parts = distributed.gather_on_main(_first(collected, limit))
+        if parts is None:
             return
         every = _first(Collected.concat(parts), limit)
         log_completions(every.rollouts, title=f"Completions of {name} after step {step}")

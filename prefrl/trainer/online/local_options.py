@@ -29,7 +29,7 @@ class LocalOptions:
     )
 
     def validate_local(self, *, use_vllm: bool) -> None:
-        """Reject options that have no effect.
+        """Reject options that have no effect, and a device that cannot sample.
 
         Raises:
             ConfigError: Names the field, its value and what to do.
@@ -39,6 +39,11 @@ class LocalOptions:
             for name, unset in (("ds3_gather_for_generation", True), ("cache_implementation", None)):
                 value = getattr(self, name)
                 check_no_effect(name=name, value=value, unset=unset, because=because, remedy="Remove it.")
+        elif cast("Any", self).device.type == "mps":
+            raise ConfigError(
+                "use_vllm=False on MPS: tokens are sampled with numbers in float64, which MPS does not have. Set "
+                "use_cpu=True."
+            )
         if self.cache_implementation == "offloaded" and cast("Any", self).device.type == "cpu":
             raise ConfigError(
                 "cache_implementation='offloaded' has no effect on the CPU, where the cache is in host memory anyway. "

@@ -266,7 +266,7 @@ class PolicyObjective:
 
     def _observe(self, place: int, values: Tensor, counts: Tensor) -> None:
         """Add the sum and the number of those [N] values that count."""
-        self._observed = self._observed.to(counts.device)
+        self._observed = self._observed.to(counts.device, non_blocking=True)
         self._observed[place] += values.detach().where(counts, 0.0).sum(dtype=torch.float64)
         self._observed[place + 1] += counts.sum()
 

@@ -19,7 +19,7 @@ from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.models.load import arguments_for_reward
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.buffer import Minibatch, RolloutBuffer, rollouts_file
+from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
@@ -474,7 +474,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _save_update_state(self, folder: Path) -> None:
         """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""
         super()._save_update_state(folder)
-        self.buffer.save(folder / rollouts_file(distributed.rank(), distributed.world_size()))
+        self.buffer.save(folder / distributed.rollouts_file(distributed.rank(), distributed.world_size()))
         if self.args.should_save:
             self.prompts.save(folder / "curriculum.safetensors")
             (folder / _STATE_FILE).write_text(json.dumps(state_of(self.learner)), encoding="utf-8")
@@ -483,7 +483,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Read what `_save_update_state` wrote; with another number of processes, redistribute the rollouts."""
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
-        paths = [folder / rollouts_file(number, num_files) for number in range(num_files)]
+        paths = [folder / distributed.rollouts_file(number, num_files) for number in range(num_files)]
         cut = partial(self.cut, rows_per_micro_batch=self.args.rows_per_micro_batch)
         self.buffer.load_share(paths, cut=cut, rank=rank, world_size=world_size)
         self.prompts.load(folder / "curriculum.safetensors")

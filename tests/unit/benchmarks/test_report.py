@@ -7,19 +7,31 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import BEGIN, END, Report, Row, failed_row, replace_between_markers, row_of, unequal_work
+from benchmarks.report import (
+    BEGIN,
+    END,
+    Report,
+    Row,
+    failed_row,
+    measured_row,
+    replace_between_markers,
+    row_of,
+    unequal_work,
+)
+from benchmarks.worker import WorkerError
 from benchmarks.workloads import Gate, Task
 from tests.unit.benchmarks.conftest import measured, tiny
 
 TOKENS = 2 + 7 + 4 + 5
 
 
-def row(gate: Gate | None = None, *, device: str = "cpu", task: Task = "grpo_loss", **prefrl: Any) -> Row:
+def row(gate: Gate | None = None, *, task: Task = "grpo_loss", make: Any = row_of, **prefrl: Any) -> Row:
     """Pairs of 6/2, 8/2 and 10/2 seconds after a warm-up of 100/1; memory 100/25."""
     workload = replace(tiny(task), gate=gate or Gate())
     arguments = {"seconds": (1.0, 2.0, 2.0, 2.0), "num_tokens": TOKENS, "peak_mib": 25.0} | prefrl
     measurements = {"trl": measured((100.0, 6.0, 8.0, 10.0), num_tokens=TOKENS), "prefrl": measured(**arguments)}
-    return row_of(workload, measurements, device=device)
+    made: Row = make(workload, measurements)
+    return made
 
 
 def test_ratios_are_of_turns_that_followed_each_other_without_the_warm_up() -> None:
@@ -31,8 +43,27 @@ def test_memory_ratio_is_of_the_highest_peaks() -> None:
 
 
 def test_a_gpu_is_timed_by_the_clock_on_the_wall() -> None:
-    assert row(device="cuda").seconds("trl") == (60.0, 80.0, 100.0)
-    assert row(device="cpu").seconds("trl") == (6.0, 8.0, 10.0)
+    assert row(make=measured_row).seconds("trl") == (60.0, 80.0, 100.0)
+    assert row().seconds("trl") == (6.0, 8.0, 10.0)
+
+
+def test_bfloat16_may_round_otherwise_by_three_percent() -> None:
+    assert row(make=measured_row, grad_norm=2.05).problems == ()
+    assert row(make=measured_row, grad_norm=2.1).problems == ("grad_norm differs: TRL 2.0, prefrl 2.1",)
+    assert row(grad_norm=2.05).problems != ()
+
+
+def test_a_library_that_fails_leaves_the_figures_of_the_other() -> None:
+    workload = tiny("grpo_loss")
+    found = {
+        "trl": WorkerError("Traceback\nOutOfMemoryError: no memory"),
+        "prefrl": measured((1.0, 2.0), num_tokens=TOKENS),
+    }
+    half = measured_row(workload, found)
+    assert half.problems == ("trl: OutOfMemoryError: no memory",)
+    assert half.trl is None
+    assert half.prefrl is not None
+    assert half.prefrl.wall_s == (20.0,)
 
 
 @pytest.mark.parametrize(

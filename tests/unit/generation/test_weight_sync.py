@@ -91,6 +91,27 @@ def test_files_are_there_while_servers_load_them_and_gone_before_the_update_is_f
     http.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_files_hold_the_weights_of_a_cuda_device(tmp_path: Path) -> None:
+    loaded: dict[str, torch.Tensor] = {}
+
+    def answer(url: str, path: str, json: Any) -> None:
+        if path == "/update_weights":
+            (file,) = Path(json["update_info"]["path"]).iterdir()
+            loaded.update(load_file(file))
+
+    rows = torch.arange(12.0).view(3, 4)
+    weights = [("rows", rows.cuda()), ("columns", rows.cuda().T), ("half", rows.cuda().bfloat16())]
+    http = ScriptedHttp(answer)
+    transfer, servers = transfer_to(http, A)
+    FileSync(PrivateFolder(tmp_path)).send(transfer, servers, weights)
+    assert servers[0].error is None
+    assert set(loaded) == {name for name, _ in weights}
+    assert all(torch.equal(loaded[name], weight.cpu()) for name, weight in weights)
+    http.close()
+
+
 def test_a_name_that_comes_twice_is_no_file_and_an_error_of_each_server(tmp_path: Path) -> None:
     http = ScriptedHttp(lambda *_: None)
     transfer, servers = transfer_to(http, A, B)

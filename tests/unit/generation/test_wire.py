@@ -95,6 +95,16 @@ def test_what_arrives_is_what_was_sent_bit_for_bit_and_in_order(members: Members
     assert_same(receiving.result(timeout=PATIENCE), weights)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bucket_bytes", [100, 2**20])
+def test_weights_of_a_cuda_device_arrive_bit_for_bit(members: Members, bucket_bytes: int) -> None:
+    weights = mixed_weights()
+    receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
+    members.send([(name, tensor.cuda()) for name, tensor in weights], bucket_bytes=bucket_bytes)
+    assert_same(receiving.result(timeout=PATIENCE), weights)
+
+
 def test_all_workers_receive_and_a_group_serves_many_transfers() -> None:
     members = Members(num_workers=2)
     try:

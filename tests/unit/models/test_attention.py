@@ -36,6 +36,22 @@ RAGGED = forest((5, 3, 1, 7), 4, (2, 6), (1, 1, 2))
 DEEP = forest((4, 3, (2, 5, (1, 1, (6, 2, 3)), 4)), 3, (1, (2, (1, (2, 4, 1)))))
 
 
+def every_forest(most_segments=5):
+    """Forests of every shape up to a number of segments, with ragged lengths; some segments are empty."""
+    shapes = [()]
+    for shape in shapes:
+        if len(shape) < most_segments:
+            path, last = [-1], len(shape) - 1  # those that the next segment may continue
+            while last >= 0:
+                path, last = [*path, last], shape[last]
+            shapes += [(*shape, parent) for parent in path]
+    lengths = (3, 1, 0, 5, 2, 4)
+    return [
+        tuple((lengths[(i + number) % len(lengths)], parent) for i, parent in enumerate(shape))
+        for number, shape in enumerate(shapes[1:])
+    ]
+
+
 def with_siblings_in_sight(segments):
     """The forest in which a segment continues the one before it with the same parent."""
     last = {-1: -1}  # the youngest child of each segment
@@ -71,6 +87,14 @@ def random_qkv(total, *, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, HEADS, total, DIM), (1, KV_HEADS, total, DIM), (1, KV_HEADS, total, DIM)]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def sees(attend, trees):
+    """[T, T] bool: whose values reach each output, if each token has a value of its own and scores are all equal."""
+    total = total_length(trees)
+    size = -(-total // 8) * 8
+    zeros = torch.zeros(1, 1, total, size)
+    return attend(zeros, zeros, torch.eye(total, size)[None, None])[0, :, 0, :total] > 0
 
 
 def written_out(query, key, value, seen, scaling):
@@ -118,6 +142,31 @@ def test_long_segments_are_masked_in_chunks_with_equal_results(window, monkeypat
     torch.testing.assert_close(chunked, whole)
     rows_kept = {mask.size(0) for mask in layout._made.values()}
     assert rows_kept == {16}
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+def test_every_shape_of_a_forest_is_seen_right(window):
+    for trees in every_forest():
+        output = sees(lambda *qkv: segments.attend(*qkv, Layout(trees), scaling=None, window=window), trees)  # noqa: B023
+        assert torch.equal(output, visible_positions(trees, window)), trees
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_begin_where_kernels_of_a_gpu_can_read_them(dtype, monkeypatch):
+    masks = []
+
+    def kept(*args, attn_mask, **kwargs):
+        masks.append(attn_mask)
+        return sdpa(*args, attn_mask=attn_mask, **kwargs)
+
+    sdpa = segments.scaled_dot_product_attention
+    monkeypatch.setattr(segments, "scaled_dot_product_attention", kept)
+    monkeypatch.setattr(segments, "_ROWS_PER_MASK", 16)
+    trees = forest((30, 37, 21), 45)
+    tensors = [x.to(dtype) for x in random_qkv(total_length(trees))]
+    flat_attention(*tensors, Layout(trees), scaling=None, dropout=0.0, window=20)
+    assert len(masks) > 4
+    assert {mask.storage_offset() for mask in masks} == {0}
 
 
 def test_siblings_and_other_trees_do_not_reach_a_branch():

@@ -1,4 +1,4 @@
-"""The block mask and the arguments of variable-length kernels against what each token sees, worked out by hand."""
+"""The block mask against what each token sees, worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from functools import partial
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
-from prefrl.models.attention import block_mask, segments, varlen
+from prefrl.models.attention import block_mask, segments
+from prefrl.models.attention import interface as attention
+from prefrl.models.attention.choice import KERNELS
 from prefrl.models.attention.layout import Layout
+from tests.assets import tiny_model
 from tests.unit.models.test_attention import (
     DEEP,
     RAGGED,
+    every_forest,
     forest,
     random_qkv,
     total_length,
     visible_positions,
-    written_out,
 )
+from tests.unit.models.test_forest import EPISODES, MODELS, numbers
 
 CPU = torch.device("cpu")
 TREES = forest((140, 130, 60, 1), (128, 128, 10))
@@ -59,12 +65,27 @@ def dense(mask):
 
 
 def listed(counts, indices):
-    """[blocks, blocks] bool from the lists of a block mask: each row's first `counts` entries of `indices`."""
-    blocks = torch.zeros(indices.shape[-2:], dtype=torch.bool)
-    for row, (count, columns) in enumerate(zip(counts.flatten().tolist(), indices[0, 0].tolist(), strict=True)):
-        assert len(set(columns[:count])) == count
-        blocks[row, columns[:count]] = True
+    """[blocks, blocks] bool from the lists of a block mask: each row's first `counts` entries of `indices`.
+
+    They are read as compiled kernels do, from memory: the entries of a row one after another, then those of the next.
+    """
+    rows, columns = indices.shape[-2:]
+    blocks = torch.zeros(rows, columns, dtype=torch.bool)
+    entries = indices.as_strided((rows, columns), (columns, 1)).tolist()
+    for row, (count, entries_of_row) in enumerate(zip(counts.flatten().tolist(), entries, strict=True)):
+        assert len(set(entries_of_row[:count])) == count
+        blocks[row, entries_of_row[:count]] = True
     return blocks
+
+
+def lists(mask):
+    """The blocks that need a mask and those that do not, by queries, then the same by keys."""
+    return (
+        listed(mask.kv_num_blocks, mask.kv_indices),
+        listed(mask.full_kv_num_blocks, mask.full_kv_indices),
+        listed(mask.q_num_blocks, mask.q_indices),
+        listed(mask.full_q_num_blocks, mask.full_q_indices),
+    )
 
 
 def in_blocks(seen):
@@ -90,14 +111,33 @@ def test_the_mask_shows_each_token_what_it_may_see(trees, window):
 def test_blocks_are_kept_if_and_only_if_something_in_them_is_visible(trees, window):
     mask = block_mask.block_mask(Layout(trees), window, CPU)
     pairs = in_blocks(dense(mask))
-    partial = listed(mask.kv_num_blocks, mask.kv_indices)
-    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial, full, partial_by_keys, full_by_keys = lists(mask)
     assert torch.equal(partial | full, pairs.any(-1))
     assert not (partial & full).any()
     assert pairs.all(-1)[full].all()
     # For the gradients of keys the same blocks are listed by keys.
-    assert torch.equal(listed(mask.q_num_blocks, mask.q_indices).t(), partial)
-    assert torch.equal(listed(mask.full_q_num_blocks, mask.full_q_indices).t(), full)
+    assert torch.equal(partial_by_keys.t(), partial)
+    assert torch.equal(full_by_keys.t(), full)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("block", [2, 4, 16])
+def test_every_shape_of_a_forest_has_the_blocks_that_torch_finds(block, window, monkeypatch):
+    """With small blocks; torch evaluates its mask function at every pair of tokens."""
+    monkeypatch.setattr(block_mask, "BLOCK", block)
+    for trees in every_forest(4):
+        mask = block_mask.block_mask(Layout(trees), window, CPU)
+        total, padding = mask.seq_lengths[0], mask.seq_lengths[0] - total_length(trees)
+        seen = visible_positions((*trees, (padding, -1)), window)
+        assert torch.equal(dense(mask), seen), trees
+        found = create_block_mask(
+            lambda b, h, query, key: seen[query, key],  # noqa: B023
+            *(None, None, total, total),
+            device="cpu",
+            BLOCK_SIZE=block,
+        )
+        for ours, theirs in zip(lists(mask), lists(found), strict=True):
+            assert torch.equal(ours, theirs), trees
 
 
 BLOCKS = [
@@ -115,8 +155,7 @@ def test_segments_that_see_all_of_themselves(trees, images, window):
     mask = block_mask.block_mask(Layout(trees, blocks=frozenset(images)), window, CPU)
     assert torch.equal(dense(mask)[:total, :total], visible_positions(trees, window, images))
     pairs = in_blocks(dense(mask))
-    partial = listed(mask.kv_num_blocks, mask.kv_indices)
-    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial, full, *_ = lists(mask)
     assert torch.equal(partial | full, pairs.any(-1))
     assert pairs.all(-1)[full].all()
 
@@ -158,6 +197,35 @@ def test_block_attention_equals_attention_segment_by_segment(trees, window, comp
     assert compilations.frame_count == 1  # and not the uncompiled kernel, which makes T x T scores
 
 
+@pytest.mark.parametrize(("architecture", "overrides"), MODELS)
+@pytest.mark.parametrize("name", ["edited", "group"])
+@pytest.mark.usefixtures("compilations")
+def test_a_model_gives_the_numbers_of_padded_rows(name, architecture, overrides, monkeypatch):
+    model = tiny_model(architecture, **overrides)
+    expected = numbers(model, EPISODES[name], "padded")
+    monkeypatch.setattr(attention, "choose_kernel", lambda inputs, layout: KERNELS[1])
+    # torch has no gradients of its compiled kernel on the CPU, and refuses those of the uncompiled one as well.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    for plan in ("shared_prefix", "packed"):
+        found = numbers(model, EPISODES[name], plan)
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=5e-6)
+        assert (found[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
+
+
+@pytest.mark.kernels  # the compiler takes 20 s
+def test_torchs_compiled_kernel_reads_the_lists_as_they_are_meant():
+    """That of the CPU. The uncompiled one, of the tests above, looks at the mask function only."""
+    block_mask._compiled.cache_clear()
+    # The first is long: for two blocks, torch 2.13 writes C++ that does not compile.
+    for trees in (SPINE, forest(1400), forest((700, 300, 200)), forest((140, *[150] * 6)), TREES, RAGGED):
+        tensors = [x.detach() for x in random_qkv(total_length(trees), dtype=torch.float32)]
+        for window in (None, 20, 300):
+            with torch.no_grad():
+                output = block_mask.attend(*tensors, Layout(trees), scaling=0.3, window=window)
+            expected = segments.attend(*tensors, Layout(trees), scaling=0.3, window=window)
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_many_shapes_share_a_compilation_or_two(compilations):
     for round_ in range(6):
         deep = (30, 9, (8 * round_ + 1, 4, (3, 1, 2)))
@@ -195,75 +263,6 @@ def test_layers_and_recomputation_share_one_block_mask(compilations):
     assert len(layout._made) == 2
 
 
-def dense_varlen(query, key, value, held, scaling, window):
-    """What FlashAttention does with sequences of different lengths, written out: the last query sees the last key."""
-    outputs = []
-    queries, keys = held.query_offsets.tolist(), held.key_offsets.tolist()
-    for i, (first_query, first_key) in enumerate(zip(queries[:-1], keys[:-1], strict=True)):
-        q, (k, v) = query[first_query : queries[i + 1]], (x[first_key : keys[i + 1]] for x in (key, value))
-        assert 0 < len(q) <= held.longest_query
-        assert len(q) <= len(k) <= held.longest_key
-        distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
-        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        outputs.append(written_out(q, k, v, seen, scaling).squeeze(0))
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 6])
-@pytest.mark.parametrize("trees", [*LAYOUTS[:3], *LAYOUTS[6:]])
-def test_sequences_of_trunk_and_branch_equal_attention_segment_by_segment(trees, window, monkeypatch):
-    monkeypatch.setattr(varlen, "kernel", lambda: dense_varlen)
-    tensors = random_qkv(total_length(trees))
-    layout = Layout(trees)
-    output = varlen.attend(*tensors, layout, scaling=0.3, window=window)
-    expected = written_out(*tensors, visible_positions(trees, window), 0.3)
-    torch.testing.assert_close(output, expected)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), tensors)
-    grads = torch.autograd.grad((output * weights).sum(), tensors)
-    # Gradients of keys are summed in float32.
-    torch.testing.assert_close(grads, expected_grads, atol=1e-5, rtol=1e-5)
-
-
-def test_sequences_by_hand():
-    held = varlen.sequences(Layout(forest((3, 2, 0, 1), 2)), None)
-    assert held.query_offsets.tolist() == [0, 3, 5, 6, 8]
-    assert held.key_offsets.tolist() == [0, 3, 8, 12, 14]
-    assert held.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
-    assert (held.longest_query, held.longest_key) == (3, 5)
-    assert {held.query_offsets.dtype, held.key_offsets.dtype} == {torch.int32}
-
-
-def test_a_window_copies_no_more_of_the_trunk_than_it_reaches():
-    held = varlen.sequences(Layout(forest((9, 2, 1))), 3)
-    assert held.keys.tolist() == [*range(9), 7, 8, 9, 10, 7, 8, 11]
-    assert held.longest_key == 9
-
-
-def test_a_segment_sees_all_segments_that_it_continues_and_no_other():
-    layout = Layout(forest((2, 1, (2, 1))))
-    assert varlen.sequences(layout, None).keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 0, 1, 3, 4, 5]
-    assert varlen.sequences(layout, 3).keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 3, 4, 5]
-
-
 def test_a_block_that_several_ancestors_fill_together_needs_no_mask():
     mask = block_mask.block_mask(Layout(forest((50, (30, (48, 1, 127, 128))))), None, CPU)
     assert listed(mask.full_kv_num_blocks, mask.full_kv_indices).int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
-
-
-def test_rows_without_branches_are_not_copied():
-    assert varlen.sequences(Layout(forest(3, 4)), None).keys is None
-
-
-@pytest.mark.parametrize(("window", "reach"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
-def test_kernels_count_a_window_without_the_token_itself(window, reach):
-    assert varlen._reach(window) == reach
-
-
-def test_torchs_own_kernel_is_called_as_this_torch_spells_it():
-    assert varlen.kernel() is not None
-    tensors = [x.detach().bfloat16() for x in random_qkv(8)]
-    # There is none for the CPU: it is found, reads every argument, and gets as far as choosing the device.
-    with pytest.raises(NotImplementedError, match="CPU"):
-        varlen.attend(*tensors, Layout(forest((3, 2, 1), 2)), scaling=0.3, window=2)

@@ -106,6 +106,12 @@ def gradient(model, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+def numbers(model, turns: Turns, plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, and the gradient of their weighted sum."""
+    logprobs = token_logprobs(model, turns.batch, plan=plan).logprobs
+    return logprobs.detach(), gradient(model, weighted(logprobs))
+
+
 def alone(model, turns: Turns) -> torch.Tensor:
     """[N] from transformers' forward on every response after its context."""
     found = []

@@ -99,7 +99,7 @@ def test_half_precision_takes_the_variable_length_kernel_and_float32_the_block_m
     assert varlen.kernel() is not None
     for dtype, expected in [(torch.bfloat16, VARLEN), (torch.float16, VARLEN), (torch.float32, BLOCKS)]:
         tensors = random_tensors(RAGGED, dtype)
-        assert choose_kernel(Inputs.of(*tensors, None)) is expected
+        assert choose_kernel(Inputs.of(*tensors, None), Layout(RAGGED)) is expected
     assert warnings_of(caplog) == []
 
 
@@ -145,9 +145,9 @@ def test_flat_plans_are_as_near_to_the_cpu_as_padded_rows_are(kernel, dtype, pla
 
     asked = []
 
-    def choose(inputs):
+    def choose(inputs, layout):
         asked.append(inputs)
-        return choose_kernel(inputs, (kernel, SEGMENTS))
+        return choose_kernel(inputs, layout, (kernel, SEGMENTS))
 
     sizes = {"sliding_window": 20, "head_dim": 16}
     logprobs, gradient = scores(tiny_model("mistral", **sizes), "padded")
@@ -178,7 +178,7 @@ def test_attention_never_waits_for_the_device(kernel, dtype, window):
             torch.cuda.set_sync_debug_mode("default")
 
     # Compiles, which may wait.
-    assert choose_kernel(Inputs.of(*random_tensors(TREES, dtype), None), (kernel, SEGMENTS)) is kernel
+    assert choose_kernel(Inputs.of(*random_tensors(TREES, dtype), None), Layout(TREES), (kernel, SEGMENTS)) is kernel
     for seed in range(3):
         step(seed)
 
@@ -209,7 +209,7 @@ def test_after_its_trial_the_block_mask_kernel_is_compiled_no_more():
     def graphs():
         return counters["stats"]["unique_graphs"]
 
-    assert choose_kernel(Inputs.of(*random_tensors(TREES, torch.float32), None)) is BLOCKS
+    assert choose_kernel(Inputs.of(*random_tensors(TREES, torch.float32), None), Layout(TREES)) is BLOCKS
     before = graphs()
     for step in range(10):
         trees = forest((97 * step + 1, 7, (100 * step + 1, 5, (3, 2))), *[30] * (3 * step))
@@ -225,7 +225,7 @@ def test_after_its_trial_the_block_mask_kernel_is_compiled_no_more():
 def test_a_head_size_that_no_fast_kernel_takes_is_served_segment_by_segment(caplog):
     tensors = [x[..., :4].contiguous() for x in random_tensors(RAGGED, torch.float32)]
     with caplog.at_level(logging.WARNING):
-        assert choose_kernel(Inputs.of(*tensors, None)) is SEGMENTS
+        assert choose_kernel(Inputs.of(*tensors, None), Layout(RAGGED)) is SEGMENTS
     (message,) = warnings_of(caplog)
     assert "block-mask" in message
 
@@ -236,7 +236,7 @@ def test_a_kernel_that_fails_is_replaced_before_the_plan_is(kernel, dtype, monke
         raise RuntimeError("no such kernel image")
 
     order = [kernels.Kernel(k.name, broken, k.serves) if k is kernel else k for k in kernels.KERNELS]
-    monkeypatch.setattr(attention, "choose_kernel", lambda inputs: choose_kernel(inputs, order))
+    monkeypatch.setattr(attention, "choose_kernel", lambda inputs, layout: choose_kernel(inputs, layout, order))
     model = tiny_model("llama", head_dim=16).to("cuda", dtype)
     with caplog.at_level(logging.WARNING):
         assert verdict_of(model).reasons == {}

@@ -173,7 +173,11 @@ def test_a_nan_is_no_agreement(liger: Any, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("gpt2", None, r"has no effect: Liger has no kernels for model_type='gpt2' .*, only for gemma3_text, qwen2\."),
+        (
+            "gpt2",
+            None,
+            r"has no effect: Liger has no kernels for model_type='gpt2' .*, only for gemma3_text, llama, qwen2\.",
+        ),
         (
             "qwen2",
             {"geglu": True},
@@ -181,6 +185,7 @@ def test_a_nan_is_no_agreement(liger: Any, monkeypatch: pytest.MonkeyPatch) -> N
         ),
         ("qwen2", {"rope": False, "rms_norm": False, "swiglu": False}, "has no effect with .*turns off every kernel"),
         ("gemma3_text", None, "Liger fails on a Gemma3ForCausalLM: The model must be"),
+        ("llama", None, "Liger fails on a LlamaForCausalLM: cannot import name 'LlamaOutput'"),
     ],
 )
 def test_a_model_that_cannot_have_them_is_refused(architecture: str, options: Any, message: str) -> None:

@@ -94,6 +94,11 @@ SFT_RULES = [
     ),
     pytest.param({"optim_target_modules": ["q_proj"]}, "optim_target_modules=.* has no effect", id="optim modules"),
     pytest.param({"dataloader_persistent_workers": True}, "persistent_workers=True has no effect", id="workers"),
+    pytest.param(
+        {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"},
+        "dataloader_multiprocessing_context='spawn': workers use the trainer, which only a fork has. Leave it None",
+        id="start of workers",
+    ),
     pytest.param({"remove_unused_columns": True}, "remove_unused_columns=True: must be False", id="columns"),
     pytest.param(
         {"train_sampling_strategy": "group_by_length"}, "must be 'random' or 'sequential'", id="group by length"

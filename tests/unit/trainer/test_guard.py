@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from prefrl.trainer.base.guard import StepGuard
+from prefrl.trainer.base.guard import StepGuard, has_problem
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,6 +28,14 @@ def judge(guard: StepGuard, *numbers: tuple[float, float], may_overflow: bool = 
 )
 def test_the_quantity_and_the_process_are_named(numbers: list[tuple[float, float]], expected: str | None) -> None:
     assert judge(StepGuard(1), *numbers) == expected
+
+
+@pytest.mark.parametrize("loss", [1.0, NAN, INF, -INF])
+@pytest.mark.parametrize("norm", [0.0, 2.0, NAN, INF, -1.0])
+def test_the_device_finds_what_the_host_finds(loss: float, norm: float) -> None:
+    for numbers in ([(loss, norm)], [(1.0, norm), (loss, norm)], [(1.0, norm, NAN, INF), (loss, norm, NAN, INF)]):
+        found = StepGuard(1).problem(numbers, may_overflow=lambda: False)
+        assert bool(has_problem(torch.tensor(numbers))) == (found is not None), numbers
 
 
 def test_gradients_may_overflow_while_a_scale_is_searched_for_but_losses_may_not() -> None:

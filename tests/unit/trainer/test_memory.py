@@ -124,6 +124,20 @@ def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("message", "is_memory"),
+    [
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("Triton Error [CUDA]: invalid argument", False),
+    ],
+)
+def test_memory_that_torch_does_not_allocate_itself_counts(message: str, is_memory: bool) -> None:
+    assert is_out_of_memory(RuntimeError(message)) is is_memory
+
+
 def test_a_long_error_is_shortened() -> None:
     args: Any = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(OutOfMemoryError) as raised, explained(lambda: "a pass", args, ()):

@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from prefrl import distributed
+from prefrl.data.dealing import deal
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
@@ -31,6 +33,7 @@ from prefrl.run.identity import Identity, check_same_run, new_run_id, read_ident
 from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.models import weights_in
 from prefrl.run.place import Place, fetch, is_url
+from prefrl.run.seal import FileSeal, seals_of, sizes_in
 from prefrl.run.starts import STARTS, record_start
 from prefrl.run.uploads import Uploads
 from prefrl.trainer.base.options.checkpoint import UploadParams
@@ -75,6 +78,7 @@ class RunFolder:
     run: str = field(default_factory=new_run_id)  # id of the run that is under way, or none yet
     _runs: set[str] = field(default_factory=set)  # ids of the earlier ones of this trainer
     _is_apart: bool = False
+    _shares_folder: bool = False  # several ranks write to it, and all of them see the same files
     _thread: threading.Thread | None = None
     _error: list[Exception] = field(default_factory=list)
     _uploads: Uploads | None = None  # of the main process
@@ -93,7 +97,8 @@ class RunFolder:
             self._is_apart = is_other and writer_token(self.path) != token
             if self._is_apart:
                 clean(self.path)
-            if self.upload_to is not None and any(distributed.gather_objects(self._is_apart)):
+            self._shares_folder = distributed.world_size() > 1 and not any(distributed.gather_objects(self._is_apart))
+            if self.upload_to is not None and distributed.world_size() > 1 and not self._shares_folder:
                 raise ConfigError(
                     f"upload_to={without_secrets(self.upload_to)!r}: each node writes its part of a checkpoint to its "
                     "own disk, and one process uploads. Put output_dir on a file system that all nodes share, or "
@@ -270,7 +275,8 @@ class RunFolder:
         work = partial(self._publish, run_folder, step=step, resumable=resumable, best=best)
         distributed.wait_for_all()
         if not self.in_background:
-            distributed.on_main(work)
+            known = self._seals(run_folder, step) if self._shares_folder else {}
+            distributed.on_main(partial(work, known=known))
             if self._is_apart:
                 work()
         elif distributed.is_main() or self._is_apart:
@@ -282,9 +288,41 @@ class RunFolder:
     def _uploads_all(self) -> bool:
         return self.upload is not None and self.upload.checkpoints == "all"
 
-    def _publish(self, run_folder: Path, *, step: int, resumable: bool, best: str | None) -> None:
+    def _seals(self, run_folder: Path, step: int) -> dict[str, FileSeal]:
+        """The seals of the files, of which each rank reads a part, on the main process. All processes must call it.
+
+        Raises:
+            CheckpointError: A file cannot be written to the disk.
+        """
+        folder = staging_folder(run_folder) / checkpoint_name(step)
+        sizes = distributed.on_main(lambda: sizes_in(folder))
+        names, parts = list(sizes), deal(list(sizes.values()), distributed.world_size(), equal_counts=False)
+        found: dict[str, FileSeal] = {}
+        problem: str | None = None
         try:
-            final = publish(run_folder, run=self.run, step=step, resumable=resumable)
+            if distributed.place_in_team() == 0:
+                found = seals_of(folder, [names[i] for i in parts[distributed.rank()]])
+        except FileNotFoundError:
+            pass  # this node does not see a new file yet, so the main process reads it
+        except OSError as error:
+            problem = str(error)
+        of_ranks = distributed.gather_objects((found, problem))
+        problems = [problem for _, problem in of_ranks if problem is not None]
+        if problems:
+            raise distributed.on_main(lambda: self.failure(OSError(problems[0]), run_folder, step))
+        return {name: value for found, _ in of_ranks for name, value in found.items()}
+
+    def _publish(
+        self,
+        run_folder: Path,
+        *,
+        step: int,
+        resumable: bool,
+        best: str | None,
+        known: Mapping[str, FileSeal] = MappingProxyType({}),
+    ) -> None:
+        try:
+            final = publish(run_folder, run=self.run, step=step, resumable=resumable, known=known)
             if self._uploads is not None and self._uploads_all and run_folder == self.path:
                 self._uploads.add(final)
             rotate(run_folder, run=self.run, limit=self.limit, best=best)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.optional import MissingPackageError, is_installed
 from prefrl.options.fields import opt
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PrecisionOptions", "check_precision"]
 
-_FP8_SINCE = (8, 9)  # compute capability
+logger = logging.getLogger(__name__)
+
+_BF16_SINCE, _FP8_SINCE = (8, 0), (8, 9)  # compute capability
 
 
 @dataclass
@@ -48,10 +52,21 @@ def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
             "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: in prefrl, fp8 is an "
             "option of the run. Remove it, and set fp8=True with bf16=True."
         )
+    if config.bf16 and config.device.type == "cuda":
+        _warn_of_emulation(config.device)
     if fp8:
         _check_fp8(config)
     if config.torch_compile:
         _check_compilation(config)
+
+
+def _warn_of_emulation(device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device) < _BF16_SINCE and distributed.is_main():
+        logger.warning(
+            "bf16=True on %s: it has no arithmetic in bfloat16, which is therefore emulated and slow. Set fp16=True, "
+            "or neither",
+            torch.cuda.get_device_name(device),
+        )
 
 
 def _check_fp8(config: TrainingArguments) -> None:

@@ -222,11 +222,16 @@ def check_update(config: Any) -> None:
 
 
 def check_device(config: Any) -> None:
-    """Reject what has no effect on the CPU.
+    """Reject what has no effect on the CPU, and trials on a device whose memory is not measured.
 
     Raises:
         ConfigError: Names the option and what to do.
     """
+    if config.sought and config.device.type not in ("cpu", "cuda", "unknown"):  # unknown: the command's early checks
+        raise ConfigError(
+            f"{min(config.sought)}='auto' on {config.device.type.upper()}: sizes are found by trial on CUDA devices "
+            "and CPUs only. Set a number."
+        )
     if config.device.type != "cpu":
         return
     if config.fp16:

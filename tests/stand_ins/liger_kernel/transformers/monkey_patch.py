@@ -69,9 +69,14 @@ def apply_liger_kernel_to_gemma3_text(geglu: bool = True, model: Any = None) -> 
     raise TypeError("The model must be Gemma3ForCausalLM.")
 
 
+def apply_liger_kernel_to_llama(swiglu: bool = True, model: Any = None) -> None:
+    raise ImportError("cannot import name 'LlamaOutput'")
+
+
 MODEL_TYPE_TO_APPLY_LIGER_FN = {
     "qwen2": apply_liger_kernel_to_qwen2,
     "gemma3_text": apply_liger_kernel_to_gemma3_text,
+    "llama": apply_liger_kernel_to_llama,
 }
 
 

@@ -1,0 +1,97 @@
+"""The tables of docs/performance.md from benchmarks/results/gpu.json, which `docs/make_tables.py` inserts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import Row
+
+__all__ = ["markdown"]
+
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+Records = Sequence[Mapping[str, Any]]
+
+
+def markdown(stage: str, path: Path = RESULTS) -> str:
+    """What a stage measured, as a table, or a sentence where it has not run; `machine`: where all stages ran."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if stage == "machine":
+        return f"Measured on: {'; '.join(f'{name} {value}' for name, value in content['environment'].items())}."
+    held = content["stages"].get(stage)
+    if held is None or not held["records"]:
+        return "Not measured yet."
+    return TABLES[stage](held["records"])
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    return "\n".join(lines)
+
+
+def _tests(records: Records) -> str:
+    files = dict.fromkeys(record["test"].partition("::")[0] for record in records if "test" in record)
+    rows = []
+    for file in files:
+        outcomes = [record["outcome"] for record in records if record.get("test", "").startswith(f"{file}::")]
+        rows.append([f"`{file}`", str(outcomes.count("passed")), str(len(outcomes) - outcomes.count("passed"))])
+    return _table(["tests", "passed", "failed"], rows)
+
+
+def _plans(records: Records) -> str:
+    heads = ["plan", "kernel of flat attention", "ms", "MiB", "error of log-probs", "error of gradients"]
+    return _table(
+        heads,
+        (
+            [
+                f"`{record['plan']}`",
+                record["kernel"] or "that of transformers",
+                *(
+                    [f"**failed**: {record['problem'].strip().splitlines()[-1]}", "", "", ""]
+                    if "problem" in record
+                    else []
+                ),
+                *([] if "problem" in record else _numbers(record, "ms", "mib", "logprob_error", "gradient_error")),
+            ]
+            for record in records
+        ),
+    )
+
+
+def _numbers(record: Mapping[str, Any], *names: str) -> list[str]:
+    return [f"{record[name]:,.0f}" if record[name] >= 100 else f"{record[name]:.2g}" for name in names]
+
+
+def _steps(records: Records) -> str:
+    heads = ["workload", "TRL, s", "prefrl, s", "TRL / prefrl", "TRL, GiB", "prefrl, GiB", "TRL / prefrl"]
+    return _table(heads, (_step(Row.from_json(record)) for record in records))
+
+
+def _step(row: Row) -> list[str]:
+    both = [row.trl, row.prefrl]
+    seconds = ["failed" if figures is None else f"{median(figures.wall_s):.2f}" for figures in both]
+    memory = ["" if figures is None else f"{figures.peak_mib / 1024:.1f}" for figures in both]
+    if row.problems:
+        return [f"{row.title} ({'; '.join(row.problems)})", *seconds, "", *memory, ""]
+    return [row.title, *seconds, f"**{median(row.ratios()):.2f}**", *memory, f"**{row.memory_ratio():.2f}**"]
+
+
+def _doctor(records: Records) -> str:
+    heads = ["algorithm", "peak, GiB", "estimated, GiB", "estimated / measured", "step, s", "lower bound, s"]
+    rows = []
+    for found in records:
+        if "problem" in found:
+            rows.append(
+                [found["algorithm"], f"**failed**: {found['problem'].strip().splitlines()[-1]}", "", "", "", ""]
+            )
+            continue
+        memory = [found["peak"] / 1024, found["estimated_peak"] / 1024]
+        times = [f"{found['step']:.3f}", f"{found['least_step']:.3f}"]
+        rows.append([found["algorithm"], *(f"{x:.2f}" for x in memory), f"{memory[1] / memory[0]:.2f}", *times])
+    return _table(heads, rows)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {"tests": _tests, "plans": _plans, "steps": _steps, "doctor": _doctor}

@@ -1,0 +1,204 @@
+"""The stages of `benchmarks.gpu`. Each calls `record` with every figure as soon as it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import importlib.util
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.report import measured_row
+from benchmarks.worker import Library, Machine, Measurement, WorkerError, measure_one_by_one, prepare_environment
+from benchmarks.workloads import CUDA_WORKLOADS, MODEL_1_5B, ModelSizes, Workload
+
+if TYPE_CHECKING:
+    from prefrl.types import TokenBatch
+
+__all__ = ["doctor", "plans", "steps", "tests"]
+
+Record = Callable[[dict[str, Any]], None]
+ROOT = Path(__file__).parents[1]
+TINY = ModelSizes(hidden_size=64, num_layers=2, ffn_size=128, vocab_size=512, num_heads=4, dtype="bfloat16")
+
+
+def tests(record: Record, *, rehearses: bool) -> None:
+    """Each test that is marked gpu: its outcome and seconds. Where there is no GPU, all are skipped."""
+    import pytest
+
+    class Recorder:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when == "call" or not report.passed:
+                found = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
+                says = str(report.longrepr)[-2000:] if report.failed else ""
+                record(found | ({"problem": says} if says else {}))
+
+    files = sorted({str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()})
+    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", *([] if rehearses else ["--forbid-skips"])]
+    if importlib.util.find_spec("xdist") is not None and not rehearses:
+        options += ["-n", str(max(1, 3 * len(os.sched_getaffinity(0)) // 4))]
+    status = pytest.main([*options, *files], plugins=[Recorder()])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        record({"problem": f"pytest ended with {status!r}"})
+
+
+def plans(record: Record, *, rehearses: bool) -> None:
+    """Forward and backward pass of a group of completions, in bfloat16, by each plan with each attention kernel.
+
+    Errors are those of log-probs and of the gradient, from the padded plan in float32, relative by norm.
+    """
+    from benchmarks.inputs import build_model
+
+    device = "cpu" if rehearses else "cuda"
+    sizes, prompt, response = (TINY, 8, 8) if rehearses else (replace(MODEL_1_5B, num_layers=14), 1024, 1024)
+    batch = _group(sizes, prompt, response, num_rows=8).to(device)
+    model = build_model(sizes, seed=0, device=device).train()
+    exact = copy.deepcopy(model).float()
+    truth = _scores(exact, batch, "padded")
+    del exact
+    for plan, kernel in [("padded", ""), *_plans_and_kernels()]:
+        try:
+            record({"plan": plan, "kernel": kernel} | _figures_of_plan(model, batch, plan, kernel, truth, device))
+        except Exception:
+            record({"plan": plan, "kernel": kernel, "problem": traceback.format_exc(limit=-4)[-2000:]})
+        model.zero_grad(set_to_none=True)
+
+
+def _plans_and_kernels() -> list[tuple[str, str]]:
+    from prefrl.models.attention.choice import KERNELS
+
+    return [(plan, kernel.name) for plan in ("packed", "shared_prefix") for kernel in KERNELS]
+
+
+def _group(sizes: ModelSizes, prompt: int, response: int, *, num_rows: int) -> TokenBatch:
+    from prefrl.types import TokenBatch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = partial(torch.randint, 2, sizes.vocab_size, generator=generator)
+    total = num_rows * response
+    return TokenBatch(
+        prompt_ids=ids((prompt,)),
+        prompt_lengths=(prompt,),
+        prompt_index=(0,) * num_rows,
+        response_ids=ids((total,)),
+        response_lengths=(response,) * num_rows,
+        trainable=torch.ones(total, dtype=torch.bool),
+        group_index=(0,) * num_rows,
+    )
+
+
+def _scores(model: Any, batch: TokenBatch, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, and the gradient of a sum of them with weights that differ, of the layers in the middle."""
+    from prefrl.models.forward import token_logprobs
+
+    logprobs = token_logprobs(model, batch, plan=plan).logprobs
+    (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
+    layers = model.base_model.layers
+    gradient = [weight.grad.float().flatten() for weight in layers[len(layers) // 2].parameters()]
+    return logprobs.detach().float(), torch.cat(gradient)
+
+
+def _figures_of_plan(
+    model: Any, batch: TokenBatch, plan: str, kernel: str, truth: tuple[torch.Tensor, torch.Tensor], device: str
+) -> dict[str, float]:
+    is_cuda = device == "cuda"
+    seconds = []
+    with _only(kernel, must_serve=is_cuda):
+        for _ in range(5):  # the first may compile
+            model.zero_grad(set_to_none=True)
+            if is_cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                held = torch.cuda.memory_allocated()
+            start = time.perf_counter()
+            found = _scores(model, batch, plan)
+            if is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**20 if is_cuda else 0.0
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+    return {
+        "ms": 1000 * statistics.median(seconds[1:]),
+        "first_ms": 1000 * seconds[0],
+        "mib": peak,
+        "logprob_error": errors[0],
+        "gradient_error": errors[1],
+    }
+
+
+@contextlib.contextmanager
+def _only(name: str, *, must_serve: bool) -> Iterator[None]:
+    """Flat attention has one kernel; padded rows do not use it."""
+    from prefrl.models.attention import choice, interface
+
+    kernels = {kernel.name: kernel for kernel in choice.KERNELS}
+
+    def choose(inputs: choice.Inputs, layout: Any) -> choice.Kernel:
+        kernel, last = kernels[name], choice.KERNELS[-1]
+        chosen = choice.choose_kernel(inputs, layout, (kernel, last))
+        if must_serve and chosen is not kernel:
+            raise RuntimeError(f"{name} does not serve {inputs}")
+        return chosen
+
+    original = interface.choose_kernel
+    interface.choose_kernel = choose if name else original
+    try:
+        yield
+    finally:
+        interface.choose_kernel = original
+
+
+def steps(record: Record, *, rehearses: bool, names: Sequence[str] | None = None) -> None:
+    """Steps and generation of both libraries, one after the other: each has the device to itself."""
+    device = "cpu" if rehearses else "cuda"
+    workloads = [w for w in (_tiny_workloads() if rehearses else CUDA_WORKLOADS) if names is None or w.name in names]
+    machine = Machine(device, tuple(sorted(os.sched_getaffinity(0))))
+    found: dict[Library, Measurement | WorkerError] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        prepare_environment(cache)
+        for workload, library, outcome in measure_one_by_one(workloads, machine=machine):
+            found[library] = outcome
+            if len(found) == 2:
+                record(asdict(measured_row(workload, found)))
+                found = {}
+
+
+def _tiny_workloads() -> list[Workload]:
+    """The first of each task, with a tiny model and short rows."""
+    firsts = {workload.task: workload for workload in reversed(CUDA_WORKLOADS)}.values()
+    return [
+        replace(w, model=TINY, lengths=tuple(max(2, n // 64) for n in w.lengths[:8]), prompt_length=16, turns=1)
+        for w in firsts
+        if "use_liger_kernel" not in w.options
+    ]
+
+
+def doctor(record: Record, *, rehearses: bool) -> None:
+    """What `prefrl doctor` says of each kind of run, and what the run takes."""
+    from benchmarks import doctor as measured
+    from benchmarks.inputs import build_model
+    from tests.assets import tiny_tokenizer
+
+    device = "cpu" if rehearses else "cuda"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        model = build_model(TINY if rehearses else MODEL_1_5B, seed=0, device=device)
+        model.save_pretrained("model")
+        tiny_tokenizer().save_pretrained("model")
+        del model
+        for algorithm in measured.ALGORITHMS:
+            gc.collect()
+            try:
+                record(measured.beside_each_other(algorithm, "model", device=device, scale=1 if rehearses else 16))
+            except Exception:
+                record({"algorithm": algorithm, "problem": traceback.format_exc(limit=-4)[-2000:]})

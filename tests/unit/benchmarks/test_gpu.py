@@ -1,0 +1,101 @@
+"""The run on a GPU: stages end at their deadlines, and what they measured is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import Stage, main
+from benchmarks.gpu_stages import _tiny_workloads, plans
+from benchmarks.workloads import CUDA_WORKLOADS
+from prefrl.models.attention.choice import KERNELS
+
+# What a stage does: it keeps a record, and goes on, ends or fails.
+ENDS = {"sleeps": "import time; time.sleep(3600)", "ends": "", "fails": "raise SystemExit(1)"}
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages, each with a record of its name and one of its three ends."""
+    monkeypatch.setattr(gpu, "STAGES", {name: Stage(60, name) for name in ENDS})
+
+    def command(name: str, options: Any, seconds: float) -> list[str]:
+        record = (
+            f"from benchmarks.gpu import Results; Results(Path({str(options.output)!r})).add({name!r}, {{'x': 1}})"
+        )
+        return [sys.executable, "-c", f"from pathlib import Path\n{record}\n{ENDS[name]}"]
+
+    monkeypatch.setattr(gpu, "_command", command)
+
+
+def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["--rehearse", "--output", str(path), *arguments])
+    return code, json.loads(path.read_text())["stages"]
+
+
+@pytest.mark.usefixtures("stages")
+def test_a_stage_that_is_cut_has_left_its_figures_and_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+
+    def wait(process: Any, timeout: float | None = None) -> int:
+        """The deadline comes as soon as the stage has its record."""
+        while timeout is not None and not json.loads((tmp_path / "a.json").read_text())["stages"]["sleeps"]["records"]:
+            pass
+        if timeout is not None:
+            waited.append(timeout)
+        return original(process, None if timeout is None else 0.0)
+
+    original = gpu.subprocess.Popen.wait
+    monkeypatch.setattr(gpu.subprocess.Popen, "wait", wait)
+    code, stages = run(tmp_path / "a.json", "--only", "sleeps", "--minutes", "2")
+    assert code == 0
+    assert stages["sleeps"]["state"] == "cut"
+    assert stages["sleeps"]["records"] == [{"x": 1}]
+    assert 100 < waited[0] <= 120  # of the two minutes of all stages, not of the stage's sixty
+
+
+@pytest.mark.usefixtures("stages")
+def test_stages_go_on_after_one_that_fails_and_other_stages_are_kept(tmp_path: Path) -> None:
+    code, stages = run(tmp_path / "a.json", "--only", "fails", "ends")
+    assert code == 1
+    assert {name: stage["state"] for name, stage in stages.items()} == {"fails": "failed", "ends": "complete"}
+    code, stages = run(tmp_path / "a.json", "--only", "ends")
+    assert code == 0
+    assert {name: stage["records"] for name, stage in stages.items()} == {"fails": [{"x": 1}], "ends": [{"x": 1}]}
+
+
+@pytest.mark.usefixtures("stages")
+def test_a_stage_without_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, stages = run(tmp_path / "a.json", "--only", "ends", "--minutes", "0")
+    assert (code, stages) == (0, {})
+    assert "ends: left out" in capsys.readouterr().out
+
+
+def test_figures_of_another_machine_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    results = gpu.Results(tmp_path / "a.json")
+    results.begin({"machine": "one"}, ["steps"])
+    results.start("steps")
+    results.begin({"machine": "other"}, ["plans"])
+    assert json.loads(results.path.read_text()) == {"environment": {"machine": "other"}, "stages": {}}
+
+
+def test_each_plan_is_measured_with_each_kernel() -> None:
+    records: list[dict[str, Any]] = []
+    plans(records.append, rehearses=True)
+    assert len(records) == 1 + 2 * len(KERNELS)
+    for found in records:
+        assert found["logprob_error"] < 1e-3
+        assert found["gradient_error"] < 0.02
+        assert found["ms"] > 0
+
+
+def test_a_rehearsal_has_each_task_once() -> None:
+    tasks = [workload.task for workload in _tiny_workloads()]
+    assert sorted(tasks) == sorted({workload.task for workload in CUDA_WORKLOADS})
