@@ -9,11 +9,11 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # And the oldest versions that prefrl works with.
 FLOORS_VENV ?= .venv-floors
-# And the newest ones; those of vLLM's servers and of kernels are in folders of this name with -vllm and -kernels.
-DRIFT_VENV ?= .venv-drift
 # Triton and Liger, which only some tests import: with Triton at hand, other packages choose other code.
 KERNELS ?= .venv-kernels
 KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
+# And the newest ones; those of vLLM's servers and of kernels are in folders of this name with -vllm and -kernels.
+DRIFT_VENV ?= .venv-drift
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -48,12 +48,10 @@ help:
 	@echo "make bench-faults   let the same things go wrong in TRL and prefrl: about 4 minutes"
 	@echo "make bench-server   measure weight transfers, generation and generation modes with vLLM: about 20 minutes"
 	@echo "make real GSM8K=FOLDER   measure prefrl on SmolLM2 and GSM8K, against TRL and vLLM"
-	@echo "make gpu     run the tests that need a CUDA device, and the benchmarks if trl is installed, with $(GPU_PYTHON)"
-	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(DRIFT_VENV) and the caches"
 	@echo "make gpu     run the tests that need a CUDA device and measure it, with $(GPU_PYTHON); MINUTES=10: no longer than that"
 	@echo "make gpu-kit   fetch the wheels that a machine with a GPU lacks into $(GPU_KIT), for Python $(GPU_KIT_PYTHON)"
 	@echo "make gpu-rehearsal   run the same on this CPU with tiny sizes, to find mistakes"
-	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(KERNELS) and the caches"
+	@echo "make clean   remove $(VENV), $(BENCH_VENV), $(VLLM_VENV), $(FLOORS_VENV), $(KERNELS), $(DRIFT_VENV) and the caches"
 
 demo: $(VENV)/.runtime
 	$(BIN)/prefrl demo
@@ -152,8 +150,7 @@ gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
-	rm -rf $(DRIFT_VENV) $(DRIFT_VENV)-vllm $(DRIFT_VENV)-kernels
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) $(DRIFT_VENV) $(DRIFT_VENV)-vllm $(DRIFT_VENV)-kernels .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)

@@ -109,10 +109,9 @@ def kernel_figures() -> str:
     plans = ("padded", "packed", "shared_prefix")
     rows = [["model type", "kernels", *(f"`{plan}`" for plan in plans)], ["---"] * 5]
     for name, found in read["findings"].items():
-        if not found["error"]:
-            figures = [found["differences"].get(plan) for plan in plans]
-            cells = ["-" if pair is None else ", ".join(f"{value:.0e}" for value in pair) for pair in figures]
-            rows.append([f"`{name}`", found["kernels"], *cells])
+        pairs = (found["differences"].get(plan) for plan in plans)
+        cells = ("-" if pair is None else ", ".join(f"{x:.0e}" if x else "0" for x in pair) for pair in pairs)
+        rows.append([f"`{name}`", found["kernels"], *cells])
     *most, last = (f"{name} {number}" for name, number in read["versions"].items())
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{table}\n\nMeasured with {', '.join(most)} and {last}."

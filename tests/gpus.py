@@ -50,7 +50,7 @@ class Gpu:
 class _Event:
     """`torch.cuda.Event`; only what has come can be read."""
 
-    def __init__(self, gpus: Gpus, *, enable_timing: bool) -> None:
+    def __init__(self, gpus: Gpus, *, enable_timing: bool = False) -> None:
         self.gpus, self.has_time = gpus, enable_timing
         self.gpu: Gpu | None = None
         self.time = 0.0
@@ -217,7 +217,9 @@ _MOVES = {torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.cpu}
 
 def _run(gpus: Gpus, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     values = tree_flatten((args, kwargs))[0]
-    devices = [value for value in values if isinstance(value, torch.device)]
+    if function is torch.Tensor.to:  # which also takes names
+        args, kwargs = tree_map_only(str, torch.device, (args, kwargs))
+    devices = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.device)]
     numbers = {value.number for value in values if isinstance(value, _OnGpu)}
     near = [value for value in values if type(value) is torch.Tensor and value.dim() > 0]
     if (len(numbers) > 1 or (numbers and near)) and function not in _MOVES:
@@ -273,9 +275,16 @@ class _Nccl:
         if self.rank == 0:
             self.store.set(key, message.cpu().numpy().tobytes())
 
+        is_here = False
+
+        def is_completed() -> bool:
+            nonlocal is_here
+            is_here = is_here or self.store.check([key])  # the store may be gone later
+            return is_here
+
         def wait() -> None:
             received = self.store.get(key)
             if len(received) > 0:
                 message.copy_(torch.frombuffer(bytearray(received), dtype=torch.uint8))
 
-        return SimpleNamespace(is_completed=lambda: self.store.check([key]), wait=wait)
+        return SimpleNamespace(is_completed=is_completed, wait=wait)

@@ -32,12 +32,14 @@ from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
+from prefrl.trainer.base.early_read import EarlyRead
 from prefrl.trainer.base.options.precision import check_precision
 from prefrl.trainer.base.options.rules import check_device, check_liger_device
 from prefrl.trainer.base.profiling import ProfileParams, StepProfiler, check_profile
 from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
 from prefrl.trainer.base.sizes.memory import TrialMemory, free_memory
 from prefrl.trainer.base.step_account import StepAccount
+from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.online.local_options import LocalOptions
 from tests.cuda_lines import lines_that_name_cuda, traced
@@ -130,6 +132,14 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
     inputs = Inputs(OWN, torch.float32, 4, 2, 8, 8, scaling=0.3)
     assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is kernel
     assert seen == {(True, OWN, 3)}
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        gpus[3].work(1.0)
+        raise RuntimeError("no kernel image")
+
+    kernel = Kernel("broken", broken, lambda inputs: True)
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is choice.KERNELS[-1]
+    assert (gpus[3].waits, gpus[0].waits) == (1, 0)  # for errors that come later
     assert all(torch.equal(g.get_state(), state) for g, state in zip(gpus.generators, before, strict=True))
 
 
@@ -184,6 +194,7 @@ def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have
     "trainer.base.sizes.memory:_used",
     "trainer.base.sizes.memory:_peak",
     "scripts.checkup.resources:_free",
+    "scripts.checkup.resources:_available",
 )
 def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     own = gpus[3]
@@ -197,7 +208,13 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     assert memory.load == pytest.approx(10 / (79 / 2 - 3))
     assert memory.load_of_gradients == pytest.approx(1 / (79 / 2 - 3))
     assert free_memory(torch.device("cuda", 5)) == 74 * GIB
-    assert resources._free(OWN) == (76 * GIB, "on Pretend H300")
+    place = "on Pretend H300"
+    assert resources._free(OWN) == (76 * GIB, place)
+    subject: Any = SimpleNamespace(plan=None, config=options(world_size=COUNT))
+    assert resources._available(subject) == (76 * GIB, place)
+    subject.config.world_size += 1
+    others = " of this machine; the devices of other machines are taken to have as much"
+    assert resources._available(subject) == (76 * GIB, place + others)
 
 
 @reaches("trainer.base.sizes.auto:AutomaticSizes._search", "trainer.base.sizes.auto:AutomaticSizes._wait")
@@ -236,6 +253,7 @@ def test_the_speed_of_products_is_that_of_the_gpu_without_its_first_call(
         assert (matrix.device, matrix.dtype, matrix.shape) == (OWN, torch.bfloat16, (4096, 4096))
         own.work(5.0 if num_products == 0 else 0.001)
         num_products += 1
+        assert num_products < 10_000, "nobody waits for the GPU"
 
     ones = torch.ones(1).to(OWN, torch.bfloat16)
     monkeypatch.setattr(type(ones), "__matmul__", multiply, raising=False)
@@ -274,6 +292,18 @@ def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(SFTConfig, "device", torch.device("mps"))
     with pytest.raises(ConfigError, match="this run is on the MPS"):
         check_profile(config)
+
+
+@reaches("trainer.base.early_read:EarlyRead.__init__")
+def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) -> None:
+    numbers = torch.tensor([[1.0, 2.0]]).to(OWN)
+    gpus[3].work(2.0)
+    torch.cuda.set_device(5)
+    read = EarlyRead(numbers)
+    gpus[3].work(100.0)
+    assert (gpus[3].waits, gpus[3].done) == (0, 0.0)
+    assert read.numbers() == [[1.0, 2.0]]
+    assert (gpus[3].waits, gpus[3].done) == (1, 2.0)
 
 
 # Precision, and what a device does not have.
@@ -343,6 +373,13 @@ def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU=true, but this run is on cuda:0"):
         SFTConfig(output_dir="x", report_to="none")
+
+
+@reaches("trainer.offline.running_mean:RunningMean.__init__")
+def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> None:
+    assert RunningMean(OWN).value.dtype == torch.float64
+    assert RunningMean(OWN).value.device == OWN
+    assert RunningMean(torch.device("mps")).value.dtype == torch.float32
 
 
 # Random numbers.
@@ -419,6 +456,9 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
             group.broadcast(message)
         device, received = worker.result(PATIENCE)
         group.close()
+    for thread in threading.enumerate():
+        if thread.name == "prefrl-group-end":
+            thread.join(PATIENCE)
     assert device == torch.device("cuda", 6)
     assert [(name, value.device.type, value.tolist()) for name, value in received] == [
         (name, "cpu", value.tolist()) for name, value in sent

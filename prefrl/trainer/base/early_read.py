@@ -24,7 +24,7 @@ class EarlyRead:
         if numbers.is_cuda:
             self._copy = numbers.to("cpu", non_blocking=True)
             self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-            self._mark.record()
+            self._mark.record(torch.cuda.current_stream(numbers.device))  # a reward may have set another device
 
     def numbers(self) -> list[list[float]]:
         """[M][n]."""

@@ -241,7 +241,7 @@ def test_a_selection_of_no_rows_holds_no_memory_of_the_others() -> None:
 def test_values_of_all_processes_are_in_order_and_teams_share_a_rank(pretended: int) -> None:
     assert (distributed.rank(), distributed.world_size()) == (pretended - 1, pretended)
     assert not distributed.is_main()
-    assert distributed.gather_numbers(torch.tensor([1.0, 2.0])) == [[1.0, 2.0]] * pretended
+    assert distributed.gather_numbers(torch.tensor([1.0, 2.0])).tolist() == [[1.0, 2.0]] * pretended
     everyone, start = distributed.gather_rows(["a", "b", "c"])
     assert (len(everyone), start) == (3 * pretended, 3 * (pretended - 1))
     form_teams(8)

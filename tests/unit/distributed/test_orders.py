@@ -46,7 +46,7 @@ def test_ragged_values_arrive_whole_and_in_the_order_of_ranks() -> None:
         assert distributed.gather_on_main(own) == ([rows_of(other) for other in range(RANKS)] if rank == 0 else None)
         assert distributed.gather_rows(own) == (every, every.index(own[0]) if own else sum(r % 4 for r in range(rank)))
         numbers = torch.tensor([float(rank), 0.5])
-        assert distributed.gather_numbers(numbers) == [[float(other), 0.5] for other in range(RANKS)]
+        assert distributed.gather_numbers(numbers).tolist() == [[float(other), 0.5] for other in range(RANKS)]
         sent = [f"{rank} to {to}" if (rank + to) % 3 else None for to in range(RANKS)]
         arrived = [f"{source} to {rank}" if (source + rank) % 3 else None for source in range(RANKS)]
         assert distributed.exchange(sent, CPU) == arrived
