@@ -12,7 +12,7 @@ FLOORS_VENV ?= .venv-floors
 # Triton and Liger, which only some tests import: with Triton at hand, other packages choose other code.
 KERNELS ?= .venv-kernels
 KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
-# And the newest ones; those of vLLM's servers are in a folder of this name with -vllm.
+# And the newest ones; those of vLLM's servers and of kernels are in folders of this name with -vllm and -kernels.
 DRIFT_VENV ?= .venv-drift
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
@@ -75,7 +75,9 @@ test-floors: $(FLOORS_VENV)/.ready
 # Each run upgrades. Not for continuous integration, which must not fail because another project has released something.
 drift: $(DRIFT_VENV)/.torch
 	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --upgrade --upgrade-strategy eager torch -e '.[dev]' trl
-	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) $(DRIFT_VENV)/bin/python .ci/drift.py $(DRIFT_VENV)-vllm
+	rm -rf $(DRIFT_VENV)-kernels
+	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps --target $(DRIFT_VENV)-kernels triton liger-kernel
+	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) PREFRL_KERNELS=$(abspath $(DRIFT_VENV))-kernels $(DRIFT_VENV)/bin/python .ci/drift.py $(DRIFT_VENV)-vllm
 
 check: lint types imports docs unit
 
@@ -148,7 +150,7 @@ gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) $(DRIFT_VENV) $(DRIFT_VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) $(DRIFT_VENV) $(DRIFT_VENV)-vllm $(DRIFT_VENV)-kernels .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)

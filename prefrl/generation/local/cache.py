@@ -105,5 +105,7 @@ def _with_room(state: Tensor, rows: Tensor, room: int, device: torch.device) -> 
 
 def _rows_of_layer(layer: CacheLayerMixin, rows: Tensor) -> CacheLayerMixin:
     copied = copy.copy(layer)
+    # Recurrent states are in dictionaries, which the copy would share.
+    vars(copied).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
     copied.reorder_cache(rows)
     return copied

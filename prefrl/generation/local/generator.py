@@ -297,6 +297,8 @@ class LocalGenerator:
             raise _no_cache_error(self._base, "it is an encoder-decoder model")
         if self._cache_name not in self._arguments:
             raise _no_cache_error(self._base, "its forward pass takes no cache")
+        if getattr(self._base, "_is_stateful", False) and "position_ids" not in self._arguments:
+            raise _no_cache_error(self._base, "padding before a prompt would change its state")
         if is_peft_model(self._model) and self._model.active_peft_config.is_prompt_learning:
             kind = type(self._model.active_peft_config).__name__
             raise _no_cache_error(self._base, f"its adapter ({kind}) inserts its own tokens before the prompt")

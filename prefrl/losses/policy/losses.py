@@ -127,7 +127,7 @@ def clipped_surrogate(tokens: PolicyTokens, params: ClipParams) -> TokenLoss:
     upper = torch.full_like(log_ratio, highest).masked_fill(
         is_negative, math.log(params.delta) if params.delta else math.inf
     )
-    loss = -log_ratio.clamp(lower, upper).exp() * advantages
+    loss = -_clip(log_ratio, lower, upper).exp() * advantages
     return TokenLoss(loss, _clip_stats(log_ratio, advantages, lowest, highest))
 
 
@@ -287,7 +287,7 @@ def gmpo(tokens: PolicyTokens, params: GmpoParams) -> TokenLoss:
     """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     sign = advantages.sign()
-    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-params.epsilon, params.high))
+    clipped = sign * torch.minimum(sign * log_ratio, sign * _clip(log_ratio, -params.epsilon, params.high))
     ratios = tokens.row_means(clipped).clamp(max=MAX_LOG_RATIO).exp()
     stats = _clip_stats(log_ratio, advantages, -params.epsilon, params.high)
     return TokenLoss(-ratios[tokens.row_index] * advantages, stats)
@@ -379,6 +379,12 @@ def kl_cov(tokens: PolicyTokens, params: KlCovParams) -> TokenLoss:
     surrogate = -log_ratio.clamp(max=MAX_LOG_RATIO).exp() * tokens.advantages
     penalty = (params.coef * log_ratio.abs()).where(is_selected, 0.0)
     return TokenLoss(surrogate + penalty, {"kl_cov/selected": is_selected.float()})
+
+
+def _clip(log_ratio: Tensor, lower: Tensor | float, upper: Tensor | float) -> Tensor:
+    """`log_ratio.clamp(lower, upper)` with the gradient 1 on the bounds, where that of torch is 0 from 2.14 on."""
+    is_inside = (log_ratio >= lower) & (log_ratio <= upper)
+    return log_ratio.where(is_inside, log_ratio.detach().clamp(lower, upper))  # type: ignore[arg-type]
 
 
 def _clip_stats(log_ratio: Tensor, advantages: Tensor, lowest: float, highest: float) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from prefrl.generation.local.cache import keep_rows, rows_of_cache
 from tests.assets import tiny_model
@@ -69,3 +70,14 @@ def test_neither_new_tokens_nor_leaving_rows_copy_those_that_stay() -> None:
     for layer in range(2):
         cache.update(*states(2, 1, seed=4), layer)
     assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == memory
+
+
+def test_recurrent_states_of_copied_rows_are_their_own() -> None:
+    layer, filled = LinearAttentionLayer(), torch.arange(12.0).reshape(2, 3, 2)
+    layer.update_conv_state(filled)
+    prefilled = DynamicCache()
+    prefilled.layers = [layer]
+    first, second = (rows_of_cache(prefilled, torch.tensor(rows), room=1).layers[0] for rows in ([0, 0, 1], [1]))
+    assert torch.equal(first.conv_states[0], filled[[0, 0, 1]])
+    assert torch.equal(second.conv_states[0], filled[[1]])
+    assert torch.equal(layer.conv_states[0], filled)

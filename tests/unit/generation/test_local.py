@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     LogitsProcessorList,
+    MambaConfig,
     MambaForCausalLM,
     MinPLogitsWarper,
     OpenAIGPTConfig,
@@ -38,8 +38,6 @@ ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 6}),
     ("gpt2", {}),
 ]
-if "cache" in signature(MambaForCausalLM.forward).parameters:  # from transformers 5.24
-    ARCHITECTURES.append(("mamba", {"state_size": 4}))
 
 
 @pytest.fixture(scope="module")
@@ -421,6 +419,9 @@ def test_computed_positions_have_no_limit() -> None:
 
 
 def test_architectures_without_a_usable_cache_are_refused_by_name() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=128, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(GenerationError, match="MambaForCausalLM cannot generate in this process"):
+        LocalGenerator(mamba)
     with pytest.raises(GenerationError, match="OpenAIGPTLMHeadModel cannot generate in this process: its"):
         LocalGenerator(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=128, n_embd=16, n_layer=1, n_head=2)))
     sizes = {"vocab_size": 32, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
