@@ -122,7 +122,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.output = options.output or (Path("runs/gpu-rehearsal.json") if options.rehearse else RESULTS)
+    default = Path("runs/gpu-rehearsal.json") if options.rehearse else RESULTS
+    options.output = (options.output or default).resolve()  # a stage may work in another folder
     return options
 
 

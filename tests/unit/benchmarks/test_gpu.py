@@ -99,3 +99,9 @@ def test_each_plan_is_measured_with_each_kernel() -> None:
 def test_a_rehearsal_has_each_task_once() -> None:
     tasks = [workload.task for workload in _tiny_workloads()]
     assert sorted(tasks) == sorted({workload.task for workload in CUDA_WORKLOADS})
+
+
+def test_a_stage_that_works_in_another_folder_finds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert gpu._parse(["--output", "a.json"]).output == tmp_path / "a.json"
+    assert gpu._parse(["--rehearse"]).output == tmp_path / "runs/gpu-rehearsal.json"
