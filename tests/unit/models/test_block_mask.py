@@ -215,6 +215,7 @@ def test_a_model_gives_the_numbers_of_padded_rows(name, architecture, overrides,
 @pytest.mark.kernels  # the compiler takes 20 s
 def test_torchs_compiled_kernel_reads_the_lists_as_they_are_meant():
     """That of the CPU. The uncompiled one, of the tests above, looks at the mask function only."""
+    torch.compiler.reset()  # what earlier tests compiled decides what is compiled for any size
     block_mask._compiled.cache_clear()
     # The first is long: for two blocks, torch 2.13 writes C++ that does not compile.
     for trees in (SPINE, forest(1400), forest((700, 300, 200)), forest((140, *[150] * 6)), TREES, RAGGED):
