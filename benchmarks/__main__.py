@@ -113,13 +113,13 @@ def _machines(options: argparse.Namespace) -> list[Machine]:
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
     facts = {
         "date": date.today().isoformat(),
-        "commit": _output("git", "describe", "--always", "--dirty"),
+        "commit": output_of("git", "describe", "--always", "--dirty"),
         "machine": _processor(),
         "threads": str(options.threads),
         "load at the start": f"{os.getloadavg()[0]:.1f}",
         "python": sys.version.partition(" ")[0],
     }
-    return facts | {name: _version(name) for name in ("prefrl", "trl", "torch", "transformers")}
+    return facts | {name: version_of(name) for name in ("prefrl", "trl", "torch", "transformers")}
 
 
 def _processor() -> str:
@@ -128,12 +128,17 @@ def _processor() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'an unknown CPU'}"
 
 
-def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+def output_of(*command: str) -> str:
+    """The first line that a command prints here, or "unknown"."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.partition("\n")[0].strip() or "unknown"
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The installed version of a package, or "missing"."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -24,9 +24,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.__main__ import output_of, version_of
 
 __all__ = ["STAGES", "Results", "Stage", "main"]
 
@@ -175,29 +176,14 @@ def _run_here(options: argparse.Namespace, results: Results) -> int:
 
 
 def _environment(*, rehearses: bool) -> dict[str, str]:
-    name = "a CPU, to rehearse" if rehearses else _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    name = "a CPU, to rehearse" if rehearses else output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     facts = {
         "date": date.today().isoformat(),
-        "commit": _output("git", "describe", "--always", "--dirty"),
+        "commit": output_of("git", "describe", "--always", "--dirty"),
         "machine": name,
         "python": platform.python_version(),
     }
-    return facts | {package: _version(package) for package in PACKAGES}
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.partition("\n")[0].strip() or "unknown"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+    return facts | {package: version_of(package) for package in PACKAGES}
 
 
 if __name__ == "__main__":
