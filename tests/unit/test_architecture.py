@@ -20,14 +20,9 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.schema.writer import parser_of
-from prefrl.trainer.base.averaging import AveragingTrainer
-from prefrl.trainer.base.evaluating import EvaluatingTrainer
-from prefrl.trainer.base.guarded import GuardedTrainer
-from prefrl.trainer.base.optimized import OptimizedTrainer
-from prefrl.trainer.base.resumable import ResumableTrainer
-from prefrl.trainer.base.sized import SizedTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.loop import Loop
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
@@ -95,13 +90,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [AveragingTrainer]
-    assert _bases(AveragingTrainer) == [EvaluatingTrainer]
-    assert _bases(EvaluatingTrainer) == [SizedTrainer]
-    assert _bases(SizedTrainer) == [GuardedTrainer]
-    assert _bases(GuardedTrainer) == [ResumableTrainer]
-    assert _bases(ResumableTrainer) == [OptimizedTrainer]
-    assert _bases(OptimizedTrainer) == [Trainer]
+    assert _bases(BaseTrainer) == [Loop]
+    assert _bases(Loop) == [Trainer]
     assert trainer.algorithm == row.name
     assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
 

@@ -35,7 +35,7 @@ from prefrl.trainer.base.options.rules import HUGGINGFACE, check_common, check_i
 from prefrl.trainer.base.options.schedule import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.options.size import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
 from prefrl.trainer.base.options.tokenizer import TokenizerOptions
-from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
+from prefrl.trainer.features.profile import PROFILE, ProfileOptions, check_profile
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation

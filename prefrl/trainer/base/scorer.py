@@ -16,7 +16,7 @@ from prefrl.models.modes import eval_mode
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.reference import scores_in_pieces
 from prefrl.models.scoring import inside, packed, unpacked
-from prefrl.trainer.base.memory import SCORING, explained, size_of
+from prefrl.trainer.memory import SCORING, explained, size_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord
+    from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.step_account import StepAccount
     from prefrl.types import TokenBatch
 
 __all__ = ["ScoreNeed", "Scorer", "Scores"]

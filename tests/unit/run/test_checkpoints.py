@@ -16,7 +16,7 @@ from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_fo
 from prefrl.run.identity import Identity
 from prefrl.run.lock import only_writer, writer_token
 from prefrl.run.seal import MANIFEST, manifest_of, problem_of, seal
-from prefrl.trainer.base.checkpoints.saving import RunFolder
+from prefrl.trainer.run_folder import RunFolder
 from tests.contract.survival_worker import forked
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from prefrl.run.identity import Identity
 from prefrl.run.starts import STARTS, command_of, read_starts, record_start
-from prefrl.trainer.base.checkpoints.saving import RunFolder
+from prefrl.trainer.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge
 from torch.profiler import ProfilerAction, profile, schedule
-from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
 from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainingArguments
 
-__all__ = ["FOLDER", "PROFILE", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
+__all__ = ["FOLDER", "PROFILE", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profiler"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,16 +97,16 @@ def check_profile(config: TrainingArguments) -> None:
         )
 
 
-def profilers(args: TrainingArguments) -> list[TrainerCallback]:
-    """The callback that profiles this process if the options say so."""
+def profiler(args: TrainingArguments) -> StepProfiler | None:
+    """What profiles this process, if the options say so."""
     params = _asked(args)
     if params is None:
-        return []
+        return None
     is_traced = params.ranks is None or args.process_index in params.ranks
-    return [StepProfiler(params, Path(args.output_dir) / FOLDER, is_traced=is_traced)]
+    return StepProfiler(params, Path(args.output_dir) / FOLDER, is_traced=is_traced)
 
 
-class StepProfiler(TrainerCallback):
+class StepProfiler(Part):
     """Profiles the steps of a training run; a step ends before its evaluation and checkpoint, which the next one has.
 
     Writes `steps-<first>-<last>-rank-<rank>.json.gz` for chrome://tracing and https://ui.perfetto.dev, and
@@ -124,15 +124,13 @@ class StepProfiler(TrainerCallback):
         self._last = 0  # the step of training that ended last
         self._first: int | None = None  # of the trace that is being recorded
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """HuggingFace's hook.
+    def begin(self, run: Run) -> None:
+        """Start to count steps.
 
         Raises:
             ConfigError: Training ends before the first traced step.
         """
-        params, left = self.params, state.max_steps - state.global_step
+        params, left = self.params, run.state.max_steps - run.state.global_step
         before = params.skip_first + params.wait + params.warmup
         if left <= before:
             raise ConfigError(
@@ -143,7 +141,7 @@ class StepProfiler(TrainerCallback):
         self._stop()  # left by a training run that ended with an error
         if not self.is_traced:
             return
-        self._last = state.global_step
+        self._last = run.state.global_step
         self._profiler = profile(
             schedule=schedule(
                 wait=params.wait,
@@ -160,19 +158,15 @@ class StepProfiler(TrainerCallback):
         self._profiler.start()
         self._follow()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """HuggingFace's hook."""
+    def after_step(self, run: Run) -> None:
+        """See `Part`."""
         if self._profiler is not None:
-            self._last = state.global_step
+            self._last = run.state.global_step
             self._profiler.step()
             self._follow()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """HuggingFace's hook; a trace that is not complete is written, too."""
+    def ended(self, run: Run) -> None:
+        """A trace that is not complete is written, too."""
         self._stop()
 
     def _stop(self) -> None:

@@ -74,7 +74,7 @@ class RunFacts:
 
         Args:
             config: Its options.
-            decisive: See `ResumableTrainer.decisive`.
+            decisive: See `Loop.decisive`.
         """
         fields = {field.name: field for field in dataclasses.fields(config)}
         names = [name for name in fields if name in decisive or name in _SIZES]

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from prefrl.trainer.base.options.schedule import PlateauParams, ScheduleOptions
 
-__all__ = ["Scheduler", "WatchPlateau", "own_scheduler", "refresh"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["RatePlateau", "Scheduler", "own_scheduler", "refresh"]
 
 # What a plateau's later decisions depend on.
 _REMEMBERED = ("num_reductions", "_best", "_num_bad", "_sum", "_count")
@@ -28,7 +23,7 @@ _REMEMBERED = ("num_reductions", "_best", "_num_bad", "_sum", "_count")
 _NOT_SAVED = ("plateau", "_weight_decay_factor", "_weight_decays")
 
 
-class Plateau:
+class RatePlateau:
     """The factor to which reductions on a plateau have brought the learning rate.
 
     A reduction multiplies it by `params.factor`, after more than `patience` values in a row that do not surpass the
@@ -106,7 +101,7 @@ class Scheduler(LambdaLR):
         factor: Callable[[int], float],
         *,
         weight_decay_factor: Callable[[int], float] | None = None,
-        plateau: Plateau | None = None,
+        plateau: RatePlateau | None = None,
     ) -> None:
         self.plateau = plateau
         self._weight_decay_factor = weight_decay_factor
@@ -165,7 +160,7 @@ def own_scheduler(
             f"lr_scheduler_type={str(config.lr_scheduler_type)!r} and the options of schedules have no effect because "
             "the trainer was given a scheduler in optimizers. Remove it, or these options."
         )
-    plateau = Plateau(config.plateau_params, config.reduce_on_plateau) if config.reduces_on_plateau else None
+    plateau = RatePlateau(config.plateau_params, config.reduce_on_plateau) if config.reduces_on_plateau else None
     return Scheduler(
         optimizer,
         config.learning_rate_factor(num_training_steps),
@@ -182,62 +177,3 @@ def refresh(scheduler: LambdaLR) -> None:
     scheduler._last_lr = [group["lr"] for group in groups]  # what is logged
     if isinstance(scheduler, Scheduler):
         scheduler.set_weight_decays()
-
-
-class WatchPlateau(TrainerCallback):
-    """Shows the plateau of the scheduler the metric that it waits for.
-
-    Evaluations before the first step do not count: a run that is resumed may make one more of them.
-    """
-
-    def __init__(self, metric: str) -> None:
-        self.metric = metric
-        self._has_stepped = False
-        self._was_seen = False
-        self._was_evaluated = False
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """HuggingFace's hook."""
-        self._has_stepped = self._was_seen = self._was_evaluated = False
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """HuggingFace's hook."""
-        self._has_stepped = True
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """HuggingFace's hook, called with the metrics of some steps or of an evaluation.
-
-        Raises:
-            ConfigError: Steps or an evaluation have passed, but there is no such metric.
-        """
-        logs, scheduler = kwargs["logs"], kwargs["lr_scheduler"]
-        if not self._has_stepped or not isinstance(scheduler, Scheduler) or scheduler.plateau is None:
-            return
-        if self.metric in logs:
-            self._was_seen = True
-            self._show(logs[self.metric], scheduler, scheduler.plateau, state)
-        elif "loss" in logs:
-            self._check_seen(logs)
-        else:
-            self._was_evaluated = self._was_evaluated or any(name.startswith("eval_") for name in logs)
-
-    def _show(self, value: float, scheduler: Scheduler, plateau: Plateau, state: TrainerState) -> None:
-        if not plateau.observe(value):
-            return
-        refresh(scheduler)
-        if state.is_world_process_zero:
-            _log.warning(
-                "step %d: %s does not improve; the learning rate is reduced, %d of reduce_on_plateau=%d times.",
-                *(state.global_step, self.metric, plateau.num_reductions, plateau.most),
-            )
-
-    def _check_seen(self, logs: Mapping[str, float]) -> None:
-        if not self._was_seen and (self._was_evaluated or not self.metric.startswith("eval_")):
-            raise ConfigError(
-                f"reduce_on_plateau_kwargs: metric={self.metric!r} is not among the metrics that are logged. "
-                f"Choose one that is; of training there are {', '.join(sorted(logs))}."
-            )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["MicroStep", "Step", "SyncStep"]
+__all__ = ["LongBatch", "MicroStep", "Step", "SyncStep"]
 
 
 class MicroStep(Protocol):
@@ -50,3 +50,16 @@ class SyncStep:
         for i, batch in enumerate(self.micro_batches):
             total = total + micro_step(model, batch, num_items, is_last=i + 1 == len(self.micro_batches))
         return total
+
+
+@dataclass(frozen=True)
+class LongBatch:
+    """A micro-batch of rows that are as long as any.
+
+    Args:
+        batch: Ready for its loss.
+        tokens: What `max_tokens_per_micro_batch` counts for these rows.
+    """
+
+    batch: TokenBatch
+    tokens: int

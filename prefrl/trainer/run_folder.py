@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from prefrl import distributed
 from prefrl.data.dealing import deal
@@ -36,15 +37,18 @@ from prefrl.run.place import Place, fetch, is_url
 from prefrl.run.seal import FileSeal, seals_of, sizes_in
 from prefrl.run.starts import STARTS, record_start
 from prefrl.run.uploads import Uploads
-from prefrl.trainer.base.options.checkpoint import UploadParams
 
-__all__ = ["RunFolder", "Start"]
+if TYPE_CHECKING:
+    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base.options.checkpoint import UploadParams
+
+__all__ = ["RunFolder", "StartingPoint"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """Where a training starts."""
 
     run: str  # id of the run
@@ -76,12 +80,26 @@ class RunFolder:
     upload_to: str | None = None
     upload: UploadParams | None = None
     run: str = field(default_factory=new_run_id)  # id of the run that is under way, or none yet
+    last_saved: int = -1  # step of the last checkpoint of this training
+    _is_staging: bool = False  # whether HuggingFace is writing a checkpoint
     _runs: set[str] = field(default_factory=set)  # ids of the earlier ones of this trainer
     _is_apart: bool = False
     _shares_folder: bool = False  # several ranks write to it, and all of them see the same files
     _thread: threading.Thread | None = None
     _error: list[Exception] = field(default_factory=list)
     _uploads: Uploads | None = None  # of the main process
+
+    @classmethod
+    def of(cls, args: BaseConfig, *, is_first_of_node: bool) -> RunFolder:
+        """The folder that the options ask for."""
+        return cls(
+            Path(args.output_dir),
+            limit=args.save_total_limit,
+            in_background=args.save_in_background,
+            is_first_of_node=is_first_of_node,
+            upload_to=args.upload_to,
+            upload=args.upload_params if args.uploads_checkpoints else None,
+        )
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -114,7 +132,9 @@ class RunFolder:
 
     # Reading.
 
-    def start(self, given: str | bool | os.PathLike[str] | None, now: Identity, *, allowed: list[str]) -> Start:
+    def start(
+        self, given: str | bool | os.PathLike[str] | None, now: Identity, *, allowed: list[str]
+    ) -> StartingPoint:
         """Find the checkpoint that a training resumes from, and set the id of the run.
 
         Args:
@@ -139,7 +159,7 @@ class RunFolder:
             self._uploads.resume(self.run, everything=self._uploads_all)
         return found
 
-    def _start(self, given: str | bool | os.PathLike[str] | None, now: Identity, allowed: list[str]) -> Start:
+    def _start(self, given: str | bool | os.PathLike[str] | None, now: Identity, allowed: list[str]) -> StartingPoint:
         checkpoint = self._checkpoint(given)
         saved = read_identity(self.path if checkpoint is None else checkpoint) if given else None
         now, changed = replace(now, run=new_run_id()), []
@@ -152,7 +172,7 @@ class RunFolder:
         self._check_model(now.run)
         write_identity(self.path, now)
         record_start(self.path, now.run)
-        return Start(now.run, checkpoint, tuple(changed), now.sizes)
+        return StartingPoint(now.run, checkpoint, tuple(changed), now.sizes)
 
     def _checkpoint(self, given: str | bool | os.PathLike[str] | None) -> Path | None:
         if not given:
@@ -256,6 +276,19 @@ class RunFolder:
         """The files of a model in a folder that neither a run nor an earlier one of this trainer has written."""
         owner = read_identity(folder)
         return [] if owner is not None and owner.run in {run, *self._runs} else weights_in(folder)
+
+    @contextmanager
+    def staged(self) -> Iterator[None]:
+        """Context in which HuggingFace writes a checkpoint, to another place than where it will be."""
+        self._is_staging = True
+        try:
+            yield
+        finally:
+            self._is_staging = False
+
+    def place_of_checkpoints(self, run_folder: Path) -> Path:
+        """The folder in which HuggingFace writes a checkpoint, or looks for some."""
+        return staging_folder(run_folder) if self._is_staging else run_folder
 
     def publish(self, run_folder: Path, *, step: int, resumable: bool, best: str | None) -> Path:
         """Seal the checkpoint that all processes have written to `staging`, and delete old ones.

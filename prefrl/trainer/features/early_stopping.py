@@ -1,4 +1,7 @@
-"""HuggingFace's early stopping, whose count of evaluations is part of checkpoints."""
+"""Ends training when evaluations no longer improve.
+
+It is a callback and not a part: HuggingFace keeps the state of its class in trainer_state.json.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,26 @@ from typing import TYPE_CHECKING, Any
 from transformers import EarlyStoppingCallback
 
 from prefrl import distributed
-from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
+from prefrl.trainer.checkpointing import StatefulCallback
+from prefrl.trainer.evaluation import best_metric
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["EarlyStopping", "best_metric"]
+    from prefrl.trainer.parts import Run
+
+__all__ = ["EarlyStopping", "add_early_stopping"]
 
 _log = logging.getLogger(__name__)
 
 _FILE = "early_stopping.json"
 
 
-def best_metric(args: TrainingArguments) -> str:
-    """The name of the metric by which models are compared, as evaluations return it."""
-    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+def add_early_stopping(run: Run) -> None:
+    """Add the callback if the options ask for it."""
+    patience = run.args.early_stopping_patience
+    if patience is not None:
+        run.add_callback(EarlyStopping(patience, run.args.early_stopping_params.threshold))
 
 
 class EarlyStopping(EarlyStoppingCallback, StatefulCallback):

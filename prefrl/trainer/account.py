@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.profiler import record_function
-from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.metrics import Mean, Metric
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = ["EndOfOptimizerPhase", "Pass", "StepAccount", "StepFlops", "idle_share"]
+__all__ = ["Pass", "StepAccount", "StepFlops", "idle_share"]
 
 # Passes whose operations are counted.
 Pass = Literal["training", "reference", "old_policy"]
@@ -294,17 +293,6 @@ class StepFlops:
             "perf/step_efficiency": Mean(floor, counted),
             "perf/tflops_per_s": Mean(counted / 1e12, seconds * distributed.team_size()),
         }
-
-
-class EndOfOptimizerPhase(TrainerCallback):
-    """Ends the phase of clipping and the optimizer; the rest of the step counts as "other"."""
-
-    def __init__(self, account: StepAccount) -> None:
-        self.account = account
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """HuggingFace's hook, right after the optimizer's step."""
-        self.account.switch("other")
 
 
 def idle_share(num_tokens: float, most_tokens: float, world_size: int) -> dict[str, Metric]:

@@ -16,13 +16,15 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from transformers.trainer_utils import HubStrategy
 
-from prefrl.errors import ConfigError
+from prefrl import distributed
+from prefrl.errors import ConfigError, HubError
 from prefrl.printable import reason_of
 from prefrl.run.checkpoints import step_of
 from prefrl.run.links import link_files
 
 if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.parts import Run
 
 __all__ = ["Hub", "is_refusal", "tell_not_created"]
 
@@ -72,6 +74,81 @@ class Hub:
         """Wait for all uploads in the background."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_busy)
+
+    # What a training asks for.
+
+    def try_to_create(self, run: Run, *, token: str | None, private: bool | None) -> None:
+        """Create the repository, or warn that it cannot be created now.
+
+        Raises:
+            ConfigError: The Hub refuses to create it.
+        """
+        try:
+            self._create_for(run, token, private)
+        except Exception as error:
+            tell_not_created(self._name(run), error)
+
+    def push_checkpoint(self, run: Run, checkpoint: Path) -> None:
+        """Upload a checkpoint in the background, as `hub_strategy` says. If it fails, that is a warning."""
+        if self._args.hub_strategy == HubStrategy.END or not distributed.is_main():
+            return
+        self.note(checkpoint)
+        if self._args.hub_always_push or not self.is_busy:
+            run.callback_handler.on_push_begin(run.args, run.state, run.control)
+            self._push_noted_of(run)
+
+    def finish(self, run: Run) -> None:
+        """Wait for all uploads; what is not uploaded yet is tried once more."""
+        self.wait()
+        if self.noted:
+            self._push_noted_of(run)
+            self.wait()
+
+    def push_model(
+        self,
+        run: Run,
+        *,
+        message: str | None,
+        token: str | None,
+        revision: str | None,
+        private: bool | None,
+        now: bool,
+    ) -> Any:
+        """Upload the model that is saved in `output_dir`; see `push`.
+
+        Raises:
+            HubError: It cannot be uploaded.
+        """
+        self.wait()
+        try:
+            self._create_for(run, token, private)
+            return self.push(self._name(run), message=message, token=token, revision=revision, now=now)
+        except Exception as error:
+            name, state = self._name(run), run.state
+            complete = "Training is complete. " if 0 < state.max_steps <= state.global_step else ""
+            raise HubError(
+                f"{name} could not be pushed to the Hub: {reason_of(error)}. {complete}The model is saved in "
+                f"{self._args.output_dir}. To push it: {self.command(name)}"
+            ) from error
+
+    def _name(self, run: Run) -> str:
+        """The name of the repository, or the one that it will get."""
+        return str(run.hub_model_id or self._args.hub_model_id or Path(self._args.output_dir).absolute().name)
+
+    def _create_for(self, run: Run, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository, if that has not been done yet."""
+        if run.hub_model_id is None:
+            run.hub_model_id = self.create(self._name(run), token=token, private=private)
+
+    def _push_noted_of(self, run: Run) -> None:
+        try:
+            self._create_for(run)
+            self.push_noted(self._name(run))
+        except Exception as error:
+            name = self.noted[0].name if self.noted else "a checkpoint"
+            _log.warning("%s could not be pushed to the Hub; training continues: %s", name, reason_of(error))
+
+    # Uploads.
 
     def create(self, repository: str, *, token: str | None, private: bool | None) -> str:
         """Create a repository, if there is none of this name; returns its full name."""

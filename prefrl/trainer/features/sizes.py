@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +16,19 @@ import torch
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
 from prefrl.rewards.randomness import own_randomness
+from prefrl.run.identity import write_identity
 from prefrl.trainer.base.options.size import AUTO_SIZE, AutoSizeParams, largest_divisor
-from prefrl.trainer.base.sizes.memory import TrialMemory
-from prefrl.trainer.base.sizes.search import Trial, best, candidates, search
+from prefrl.trainer.free_memory import TrialMemory
+from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
     from torch import nn
 
     from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.steps import LongBatch
     from prefrl.types import TokenBatch
 
-__all__ = ["AutomaticSizes", "LongBatch"]
+__all__ = ["AutomaticSizes", "Trial", "automatic_sizes", "best", "candidates", "search"]
 
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 # The most rows that are tried on a CPU when nothing else bounds them; Ludwig's bound.
@@ -35,20 +38,32 @@ _MOST_ON_CPU = 128
 _SECONDS, _MOST_PASSES = 0.5, 20
 
 
-@dataclass(frozen=True)
-class LongBatch:
-    """A micro-batch of rows that are as long as any.
+def automatic_sizes(run: Run) -> AutomaticSizes | None:
+    """What finds the sizes that need a trial, if any is "auto".
 
-    Args:
-        batch: Ready for its loss.
-        tokens: What `max_tokens_per_micro_batch` counts for these rows.
+    Raises:
+        ConfigError: Names the options.
     """
+    args, is_deepspeed = run.args, run.is_deepspeed_enabled
+    names = args.automatic - {"learning_rate"} if is_deepspeed else args.sought if run.is_fsdp_enabled else frozenset()
+    if names:
+        backend = "DeepSpeed" if is_deepspeed else "FSDP"
+        raise ConfigError(
+            f"{' and '.join(sorted(names))}='auto' with {backend}: weights are partitioned only when training begins, "
+            "after the data loader needs the sizes. Find them once on one process, or set numbers."
+        )
+    return AutomaticSizes(args, run.model, run.trial, partial(_run_trial, run)) if args.sought else None
 
-    batch: TokenBatch
-    tokens: int
+
+def _run_trial(run: Run, batch: TokenBatch) -> None:
+    metrics = run.metrics["train"]
+    run.metrics["train"] = {}
+    with run.accelerator.autocast():  # accelerate wraps the model's forward only once training has started
+        run.micro_step(run.model, batch, 1.0, is_last=True)
+    run.metrics["train"] = metrics
 
 
-class AutomaticSizes:
+class AutomaticSizes(Part):
     """Finds the sizes that need a trial, and sets them in the config.
 
     Passes over the longest rows measure speed and memory of micro-batches of 1, 2, 4, ... rows. There is no update, so
@@ -76,6 +91,13 @@ class AutomaticSizes:
         self.clock: Callable[[], float] = time.perf_counter  # seconds; what speeds are measured with
         self.trials: list[Trial] = []  # what the search has tried
         self.found: dict[str, int] = {}  # rows_per_step, and the size that was found
+
+    def prepare(self, run: Run) -> None:
+        """Set the sizes, which a resumed run needs, also before there is a checkpoint."""
+        num_rows = len(run.train_dataset) if hasattr(run.train_dataset, "__len__") else None
+        self.settle(run.start.sizes, num_rows=num_rows)
+        run.found_sizes = self.found
+        distributed.on_main(lambda: write_identity(run.run_folder.path, run.identity()))
 
     def settle(self, saved: Mapping[str, int], *, num_rows: int | None) -> None:
         """Set the sizes: those of the resumed run if it has found them, otherwise those that a search finds.
@@ -227,3 +249,79 @@ def _report(trials: list[Trial], found: dict[str, int], seconds: float) -> str:
     ]
     sizes = ", ".join(f"{name}={value}" for name, value in found.items())
     return "\n".join([f"found in {seconds:.1f} s: {sizes}", *lines, ""])
+
+
+# The search.
+
+# A larger micro-batch must be faster than the best smaller one by this factor, or it counts as no faster.
+_FASTER = 1.02
+# After this many sizes that are no faster, larger ones are not tried.
+_PATIENCE = 2
+# Of all sizes that reach this share of the best speed, the smallest is chosen: it needs the least memory.
+_NEARLY_BEST = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the passes over a micro-batch have shown, the same on all processes."""
+
+    rows: int  # what per_device_train_batch_size counts
+    tokens: int  # of the forward pass: prompts that rows share count once
+    speed: float  # tokens of all rows, each with its own prompt, per second
+    load: float  # the memory that training needs with such micro-batches, as a share of what it may need
+
+
+def candidates(most: int, *, divides: bool) -> list[int]:
+    """The sizes to try, each at least twice the one before: 1, 2, 4, ... and `most`.
+
+    Args:
+        most: The largest size.
+        divides: Only divisors of `most`, so that all micro-batches of a step are equal.
+    """
+    sizes = [1]
+    for size in range(2, most + 1):
+        if size >= 2 * sizes[-1] and not (divides and most % size):
+            sizes.append(size)
+    return sizes if sizes[-1] == most else [*sizes, most]
+
+
+def search(measure: Callable[[int], Trial | None], sizes: Sequence[int], *, load: float) -> list[Trial]:
+    """Try sizes in ascending order, until memory would not suffice or nothing is gained any more.
+
+    A size is not tried if the two before it predict, by a straight line, that it needs more than there is.
+
+    Args:
+        measure: Runs the passes; None: memory ran out.
+        sizes: What to try; the first is always tried.
+        load: What training needs without activations, as a share of what it may need.
+
+    Returns:
+        The trials of all sizes that fit; none if memory ran out in the first.
+    """
+    trials: list[Trial] = []
+    before, num_no_faster = (0, load), 0
+    for size in sizes:
+        if trials and _predicted(before, trials[-1], size) > 1:
+            break
+        trial = measure(size)
+        if trial is None or (trials and trial.load > 1):
+            break
+        if trials:
+            before = trials[-1].rows, trials[-1].load
+            is_faster = trial.speed > _FASTER * max(other.speed for other in trials)
+            num_no_faster = 0 if is_faster else num_no_faster + 1
+        trials.append(trial)
+        if num_no_faster == _PATIENCE:
+            break
+    return trials
+
+
+def _predicted(before: tuple[int, float], last: Trial, size: int) -> float:
+    rows, load = before
+    return last.load + (last.load - load) * (size - last.rows) / (last.rows - rows)
+
+
+def best(trials: Sequence[Trial]) -> Trial:
+    """The smallest of the sizes that are nearly as fast as the fastest."""
+    fastest = max(trial.speed for trial in trials)
+    return next(trial for trial in trials if trial.speed >= _NEARLY_BEST * fastest)
