@@ -15,6 +15,7 @@ from typing import Any
 import datasets
 
 from prefrl.data.chat import EncodedText, common_length, join_prompt
+from prefrl.data.checks import num_ids_of, plain, read_ids
 from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
 from prefrl.data.encode import (
     EncodedPair,
@@ -37,7 +38,6 @@ from prefrl.data.formats import (
 from prefrl.data.images import ProcessingClass, tokenizer_of
 from prefrl.data.mismatch import MISMATCHED, with_mismatched_completions
 from prefrl.data.rows import REMEDY, EncodeRow, InvalidRows, map_rows
-from prefrl.data.tokenized import num_ids_of, plain, read_ids
 from prefrl.distributed import is_main
 from prefrl.errors import DataError
 

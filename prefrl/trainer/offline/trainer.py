@@ -13,8 +13,8 @@ import torch
 from transformers import GenerationConfig
 
 from prefrl import distributed
+from prefrl.data.checks import warn_of_unknown_end
 from prefrl.data.dealing import Dealing, dealing_of
-from prefrl.data.ends import warn_of_unknown_end
 from prefrl.data.samplers import EpochDataLoader, StepBatchSampler
 from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
