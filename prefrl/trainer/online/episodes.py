@@ -24,7 +24,7 @@ from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prefrl.data.tool_schemas import Schema
+    from prefrl.data.tools import Schema
     from prefrl.generation.base import Generator
     from prefrl.trainer.online.config import OnlineConfig
 
