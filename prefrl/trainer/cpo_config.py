@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from prefrl.losses.preference.pairwise import LabelSmoothing
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import opt
 from prefrl.options.offline_rules import SHAPE_RULES, check_loss_options
+from prefrl.options.preference import LabelSmoothing
 from prefrl.options.rules import apply
 from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
 

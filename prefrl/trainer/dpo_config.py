@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.preference.pairwise import PAIR_LOSSES, Divergence, LabelSmoothing, PairLoss
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.options.fields import opt
 from prefrl.options.offline_rules import DIVERGENCE_RULES, PAIR_LOSS_RULES, check_loss_options
+from prefrl.options.preference import Divergence, LabelSmoothing
 from prefrl.options.rules import apply
 from prefrl.trainer.base.options.reference import PRECOMPUTED_REFERENCE_RULES, REFERENCE_RULES, OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig

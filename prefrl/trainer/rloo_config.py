@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from prefrl.losses.policy.losses import ImportanceLevel, LossType
 from prefrl.options.fields import opt
+from prefrl.options.policy import ImportanceLevel, LossType
 from prefrl.options.policy_rules import RLOO_RULES
 from prefrl.options.rules import apply
 from prefrl.options.types import NumSamples

@@ -24,6 +24,7 @@ from prefrl.options.generation_rules import (
     PROMPTS_RULES,
     GenerationRules,
 )
+from prefrl.options.kwargs import KwargsOption
 from prefrl.options.offline_rules import (
     DENSITY_RATIOS_RULES,
     DIVERGENCE_RULES,
@@ -77,7 +78,6 @@ from prefrl.trainer.base.options.autopilot import AUTOPILOT_RULES, AutopilotOpti
 from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.options.evaluation import EVALUATION_RULES
 from prefrl.trainer.base.options.flat_names import fill_place
-from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.base.options.reference import (
     PRECOMPUTED_REFERENCE_RULES,
     REFERENCE_RULES,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
+from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.options.advantage import AdvantageParams
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.policy_rules import HYPERPARAMETERS_RULES, KL_RULES, LEVEL_RULES, RATIO_RULES, PolicyGradientRules
 from prefrl.options.rules import apply
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.base.options.reference import REFERENCE_RULES
 from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
@@ -21,7 +22,7 @@ from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
 from prefrl.trainer.online.truncation_options import TRUNCATION_RULES, TruncationOptions
 
 if TYPE_CHECKING:
-    from prefrl.losses.reduce import Reduction
+    from prefrl.options.policy import Reduction
 
 __all__ = ["ADVANTAGE", "GroupOptions", "PolicyGradientConfig"]
 

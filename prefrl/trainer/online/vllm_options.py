@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
 from prefrl.options.rules import example, unset, when
 from prefrl.options.types import Seconds
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.online.truncation_options import cuts_of
 
 __all__ = ["CORRECTION", "NO_SERVER_RULES", "SERVER_RULES", "VLLM", "CorrectionParams", "VLLMOptions", "VLLMParams"]

@@ -9,9 +9,9 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt, plain_value
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
 from prefrl.options.rules import Example, Rule, example, unset, when
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = [
     "AUTOPILOT",

@@ -12,8 +12,10 @@ from transformers.trainer_utils import SchedulerType
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of, opt, plain_value
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
 from prefrl.options.rules import apply
+from prefrl.options.schedule import WeightDecayParams, WsdParams
 from prefrl.options.schedule_rules import (
     METRIC_SCHEDULE_RULES,
     PLATEAU_RULES,
@@ -27,15 +29,12 @@ from prefrl.options.suggest import check_known
 from prefrl.trainer.base.optimizers.schedules import (
     SCHEDULES,
     Span,
-    WeightDecayParams,
-    WsdParams,
     check_arguments,
     delayed,
     of_huggingface,
     weight_decay_factor,
     with_warmup,
 )
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,12 +10,12 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.optimizers import optimizer_of
 from prefrl.options.params import Params
 from prefrl.options.rules import example, when
 from prefrl.options.run_rules import HUGGINGFACE
 from prefrl.options.types import BatchSize, check_value
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = [
     "AUTO",
