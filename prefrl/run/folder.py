@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time writes to it, there is room for what it writes, and some of it is a model.
+"""The folder of a run: one process at a time writes to it, there is room for what is written, and it may hold a model.
 
 Other nodes see whether it is the same folder.
 """
