@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
-from prefrl.models.forward import in_company, inputs_of, verdict_of
-from prefrl.models.heads import is_classifier
-from prefrl.models.scoring import inner_model, score_sequences
+from prefrl.models.forward import inputs_of, verdict_of, with_idle_image
+from prefrl.models.scoring import inner_model, prepare_for_scoring, score_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,14 +40,14 @@ def sequence_scores(
         ConfigError: The requested plan does not work for this model, or the model is not a sequence classifier.
         ValueError: The batch has no rows.
     """
-    if not is_classifier(inner_model(model)):
+    if not prepare_for_scoring(model).is_classifier:
         raise ConfigError(
             f"model is a {type(inner_model(model)).__name__}, which does not classify sequences. Load it with "
             "AutoModelForSequenceClassification."
         )
-    verdict, rows = verdict_of(model), in_company(model, batch)
+    verdict, rows = verdict_of(model), with_idle_image(model, batch)
     inputs = inputs_of(model, rows, plan, verdict)
-    scored = score_sequences(model, rows, inputs, own_logits=verdict.own_logits, routers=routers)
+    scores = score_sequences(model, rows, inputs, own_logits=verdict.own_logits, routers=routers)
     if routers is not None:
         routers.keep(batch.num_responses)
-    return scored.scores[: batch.num_rows]
+    return scores[: batch.num_rows]

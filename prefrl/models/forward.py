@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.functional import pad
 
-from prefrl.distributed import is_main, num_processes, team_size
+from prefrl.distributed import is_main, num_processes, place_in_team, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.heads import is_classifier
 from prefrl.models.histories import token_truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
-from prefrl.models.plans import ForwardPlan, ModelInputs, Plan, Verdict, lay_out, own_part
-from prefrl.models.scoring import ScoredTokens, inner_model, prepare_for_scoring, score_tokens
+from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
+from prefrl.models.scoring import inner_model, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import check_plans, fingerprint
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from prefrl.losses.kl.full import ReferenceLogits
     from prefrl.losses.truncation import Truncation
     from prefrl.models.routers import RouterRecord
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Plan",
     "WantName",
-    "choose_plan",
-    "in_company",
     "inputs_of",
     "plan_in_words",
     "prepare_like",
@@ -41,6 +37,7 @@ __all__ = [
     "set_image_example",
     "token_logprobs",
     "verdict_of",
+    "with_idle_image",
 ]
 
 logger = logging.getLogger(__name__)
@@ -85,16 +82,16 @@ def token_logprobs(
             hidden states are wanted and cannot be read.
         ValueError: The batch has no rows.
     """
-    if is_classifier(inner_model(model)):
+    if prepare_for_scoring(model).is_classifier:
         raise ConfigError(
             f"model is a {type(inner_model(model)).__name__}, which scores sequences, but log-probs need a "
             "language-model head. Load it with AutoModelForCausalLM."
         )
-    verdict, rows = verdict_of(model), in_company(model, batch)
+    verdict, rows = verdict_of(model), with_idle_image(model, batch)
     if reference is not None and rows is not batch:
         more = rows.num_tokens - batch.num_tokens
         reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
-    scored = score_tokens(
+    scores = score_tokens(
         model,
         rows,
         inputs_of(model, rows, plan, verdict),
@@ -107,11 +104,10 @@ def token_logprobs(
     )
     if routers is not None:
         routers.keep(batch.num_responses)
-    scores = _spread(scored, rows.num_tokens)
     return scores if rows is batch else scores.map(lambda values: values[: batch.num_tokens])
 
 
-def in_company(model: nn.Module, batch: TokenBatch) -> TokenBatch:
+def with_idle_image(model: nn.Module, batch: TokenBatch) -> TokenBatch:
     """The batch that a pass runs: one without images gets a row with an image, if other processes may have images.
 
     All processes then run the vision tower equally often, as backends require. The scores of the row at the end are
@@ -141,26 +137,29 @@ def prepare_like(model: nn.Module, policy: nn.Module) -> None:
     prepare_for_scoring(model).image_example = prepare_for_scoring(policy).image_example
 
 
-def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ModelInputs:
-    """What this process feeds to the model, if `plan` is requested.
+def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: PlanVerdict) -> ModelInputs:
+    """What this process feeds to the model, if `plan` is requested: its part of rows that a team of processes shares.
 
     Raises:
-        ConfigError: See `choose_plan`.
+        ConfigError: The plan does not work for this model or does not exist, or processes share rows but the plan
+            pads, so that its rows cannot be shared.
     """
-    rules = image_rules(inner_model(model)) if batch.has_images else None
-    return own_part(lay_out(batch, choose_plan(model, batch, plan, verdict), rules))
+    num_parts = team_size()
+    reasons = verdict.image_reasons if batch.has_images else verdict.reasons
+    if batch.has_images and num_parts > 1:
+        raise ConfigError(f"sp_size={num_parts} with images: processes share only rows of text. Set sp_size=1.")
+    chosen = _chosen(model, batch, plan, reasons)
+    if chosen == "padded" and num_parts > 1:
+        reason = reasons.get("packed", f'plan="{plan}" pads')
+        raise ConfigError(
+            f"sp_size={num_parts} does not work for {type(inner_model(model)).__name__}: processes can share only "
+            f"flat rows, but {reason}. Set sp_size=1."
+        )
+    inputs = lay_out(batch, chosen, image_rules(inner_model(model)) if batch.has_images else None)
+    return part_of(inputs, place_in_team(), num_parts) if num_parts > 1 and isinstance(inputs, FlatInputs) else inputs
 
 
-def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
-    """Scatter [M, ...] to [N, ...], with 0 or False at tokens that are not trainable."""
-
-    def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, scored.positions, values)
-
-    return scored.scores.map(spread)
-
-
-def verdict_of(model: nn.Module) -> Verdict:
+def verdict_of(model: nn.Module) -> PlanVerdict:
     """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed."""
     state = prepare_for_scoring(model)
     if state.verdict is None or state.verdict.fingerprint != fingerprint(model):
@@ -170,7 +169,7 @@ def verdict_of(model: nn.Module) -> Verdict:
 
 
 def plan_in_words(model: nn.Module, plan: Plan) -> str:
-    """What `choose_plan` will choose for rows of text; runs the self-check if "auto" leaves the choice to it."""
+    """The plan that is chosen for rows of text; runs the self-check if "auto" leaves the choice to it."""
     if plan != "auto":
         return plan
     reasons = verdict_of(model).reasons
@@ -180,7 +179,7 @@ def plan_in_words(model: nn.Module, plan: Plan) -> str:
     return alone if shared == alone else f"{shared} where rows share a prompt, {alone} elsewhere"
 
 
-def _report(model: nn.Module, verdict: Verdict, *, has_images: bool) -> None:
+def _report(model: nn.Module, verdict: PlanVerdict, *, has_images: bool) -> None:
     inner = inner_model(model)
     what = "scores" if is_classifier(inner) else "log-probs"
     checked = {what: verdict.reasons}
@@ -202,26 +201,6 @@ def _report(model: nn.Module, verdict: Verdict, *, has_images: bool) -> None:
 def _working(plan: ForwardPlan, reasons: Mapping[ForwardPlan, str]) -> ForwardPlan:
     """`plan`, or the next one that works."""
     return next(p for p in _PLANS[_PLANS.index(plan) :] if p not in reasons)
-
-
-def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
-    """The plan to lay out a batch with, if `plan` is requested.
-
-    Raises:
-        ConfigError: The plan does not work for this model or does not exist, or processes share rows but the plan
-            pads, so that its rows cannot be shared.
-    """
-    reasons = verdict.image_reasons if batch.has_images else verdict.reasons
-    if batch.has_images and team_size() > 1:
-        raise ConfigError(f"sp_size={team_size()} with images: processes share only rows of text. Set sp_size=1.")
-    chosen = _chosen(model, batch, plan, reasons)
-    if chosen == "padded" and team_size() > 1:
-        reason = reasons.get("packed", f'plan="{plan}" pads')
-        raise ConfigError(
-            f"sp_size={team_size()} does not work for {type(inner_model(model)).__name__}: processes can share only "
-            f"flat rows, but {reason}. Set sp_size=1."
-        )
-    return chosen
 
 
 def _chosen(model: nn.Module, batch: TokenBatch, plan: Plan, reasons: Mapping[ForwardPlan, str]) -> ForwardPlan:

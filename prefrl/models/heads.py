@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefrl.distributed import is_backend_hook
 from prefrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["has_foreign_hooks", "is_classifier", "logit_transform", "needed_head", "output_head", "pad_token_id"]
+__all__ = ["is_classifier", "logit_transform", "needed_head", "output_head", "pad_token_id"]
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
@@ -41,13 +40,6 @@ def pad_token_id(model: PreTrainedModel) -> int | None:
     """The token that a classifier's own forward treats as padding when it looks for a row's last token."""
     token: int | None = model.config.get_text_config().pad_token_id
     return token
-
-
-def has_foreign_hooks(head: nn.Module) -> bool:
-    """Whether the head has hooks that are not a backend's and expect logits: they must run in a call per chunk."""
-    return any(
-        not is_backend_hook(hook) for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    )
 
 
 def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from prefrl.errors import ConfigError
-from prefrl.models.scoring import inner_model
+from prefrl.models.scoring import inner_model, prepare_for_scoring
 from prefrl.optional import require
 
 if TYPE_CHECKING:
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["apply_liger", "liger_options", "liger_options_of", "without_liger"]
+__all__ = ["apply_liger", "liger_options", "without_liger"]
 
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-_OPTIONS = "_prefrl_liger_options"
 
 # Originals of the names that Liger replaced in the modules of architectures.
 _ORIGINALS: dict[tuple[ModuleType, str], Any] = {}
@@ -86,7 +85,8 @@ def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
         ImportError: liger-kernel or Triton is not installed.
     """
     inner = inner_model(model)
-    earlier = liger_options_of(inner)
+    state = prepare_for_scoring(inner)
+    earlier = state.liger_options
     if earlier not in (None, options):
         raise ConfigError(
             f"liger_kernel_config={options}: Liger's kernels were already applied to this model, with {earlier}. "
@@ -104,13 +104,7 @@ def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
         ) from error
     finally:
         _put_back(code)
-    setattr(inner, _OPTIONS, dict(options))
-
-
-def liger_options_of(model: PreTrainedModel) -> dict[str, bool] | None:
-    """The options with which Liger's kernels were put into the model; None if it has none."""
-    options: dict[str, bool] | None = vars(model).get(_OPTIONS)
-    return options
+    state.liger_options = dict(options)
 
 
 @contextmanager

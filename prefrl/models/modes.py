@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,10 +57,7 @@ def checkpoint_activations(model: PreTrainedModel, arguments: dict[str, Any] | N
     enable(of_checkpoint or None, **of_layers)
 
 
-def uncompiled(is_compiled: bool) -> AbstractContextManager[Any]:
-    """Context in which compiled modules run as they are written.
-
-    Args:
-        is_compiled: Whether there are any.
-    """
-    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+def uncompiled() -> AbstractContextManager[Any]:
+    """Context in which compiled modules run as they are written."""
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context

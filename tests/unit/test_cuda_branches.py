@@ -102,7 +102,7 @@ def options(**values: Any) -> Any:
 # Attention.
 
 
-@reaches("models.attention.choice:_is_for_varlen", "models.attention.choice:_is_for_blocks")
+@reaches("models.attention.choice:choose_kernel")
 def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blocks(gpus: Gpus) -> None:
     assert varlen.kernel() is not None
     for dtype, served in (

@@ -75,21 +75,17 @@ class Kernel:
     attend: Attend
     serves: Callable[[Inputs], bool]
     suits: Callable[[Layout], bool] = lambda layout: True
+    needs_cuda: bool = False
 
 
 def _is_for_varlen(inputs: Inputs) -> bool:
     return (
-        inputs.device.type == "cuda"
-        and inputs.dtype in (torch.float16, torch.bfloat16)
+        inputs.dtype in (torch.float16, torch.bfloat16)
         and inputs.key_size == inputs.value_size
         and inputs.key_size % 8 == 0
         and inputs.key_size <= 256
         and varlen.kernel() is not None
     )
-
-
-def _is_for_blocks(inputs: Inputs) -> bool:
-    return inputs.device.type == "cuda" and inputs.dtype in _TOLERANCES
 
 
 def _copies_little(layout: Layout) -> bool:
@@ -112,9 +108,13 @@ def _copies_little(layout: Layout) -> bool:
 # first use. The last launches kernels for each segment; it works everywhere and is the reference for the others.
 KERNELS = (
     Kernel(
-        "variable-length", varlen.attend, _is_for_varlen, lambda layout: not layout.blocks and _copies_little(layout)
+        "variable-length",
+        varlen.attend,
+        _is_for_varlen,
+        lambda layout: not layout.blocks and _copies_little(layout),
+        needs_cuda=True,
     ),
-    Kernel("block-mask", block_mask.attend, _is_for_blocks),
+    Kernel("block-mask", block_mask.attend, lambda inputs: inputs.dtype in _TOLERANCES, needs_cuda=True),
     Kernel("segment-by-segment", segments.attend, lambda inputs: True),
 )
 
@@ -125,6 +125,8 @@ def choose_kernel(inputs: Inputs, layout: Layout, kernels: Sequence[Kernel] = KE
     A kernel is tried once for each kind of inputs, and the trial waits for the device. A failure is logged once.
     """
     *tried, last = kernels
+    if inputs.device.type != "cuda":
+        tried = [kernel for kernel in tried if not kernel.needs_cuda]
     return next((k for k in tried if k.serves(inputs) and k.suits(layout) and _passes(k, inputs)), last)
 
 

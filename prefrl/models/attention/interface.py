@@ -74,41 +74,24 @@ def flat_attention(
     Returns:
         [1, T, H, D].
     """
-    query, key, value = (_as_autocast_would(x) for x in (query, key, value))
+    device = query.device.type
+    # Once instead of in each segment. A causal bias also needs inputs of one dtype to find its kernel.
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
     if layout.num_parts > 1:
         # If there are fewer key heads than processes, each key head is copied to all processes that read it.
         copies = layout.num_parts // gcd(layout.num_parts, key.size(1))
         key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
         query, key, value = (exchange_in_team(x, split=1, join=2) for x in (query, key, value))
-    output = _attend(query, key, value, layout, scaling=scaling, dropout=dropout, window=window)
-    return output if layout.num_parts == 1 else exchange_in_team(output, split=1, join=2)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    """`flat_attention` over all tokens of the row."""
     if window is not None and window >= layout.longest:
         window = None
     if dropout > 0:  # the only kernel with dropout
-        return segments.attend(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
-    kernel = choose_kernel(Inputs.of(query, key, value, scaling), layout)
-    return kernel.attend(query, key, value, layout, scaling=scaling, window=window)
-
-
-def _as_autocast_would(tensor: Tensor) -> Tensor:
-    """Cast once instead of in each segment. A causal bias also needs inputs of one dtype to find its kernel."""
-    device = tensor.device.type
-    if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
-        return tensor.to(torch.get_autocast_dtype(device))
-    return tensor
+        output = segments.attend(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+    else:
+        kernel = choose_kernel(Inputs.of(query, key, value, scaling), layout)
+        output = kernel.attend(query, key, value, layout, scaling=scaling, window=window)
+    return output if layout.num_parts == 1 else exchange_in_team(output, split=1, join=2)
 
 
 _AttentionResult = tuple["Tensor", "Tensor | None"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,25 +35,17 @@ def attend(
     Returns:
         [1, T, H, D].
     """
-    lengths = layout.lengths
-
-    def attend_to(q: Tensor, k: Tensor, v: Tensor, *, is_block: bool) -> list[Tensor]:
-        pieces = [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window)
-        outputs = [_sdpa(*piece, scale=scaling, dropout=dropout, is_block=is_block) for piece in pieces]
-        return [output.transpose(1, 2) for output in outputs]
-
     outputs: list[Tensor] = []
-    queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
+    queries, keys, values = (torch.split(x, layout.lengths, dim=2) for x in (query, key, value))
     for number, segment in enumerate(layout.segments):
-        seen = [*segment.ancestors, number]
+        q, k, v = queries[number], keys[number], values[number]
+        if segment.ancestors:
+            seen = [*segment.ancestors, number]
+            k, v = (torch.cat([parts[each] for each in seen], 2) for parts in (keys, values))
         is_block = number in layout.blocks
-        outputs += attend_to(queries[number], _joined(keys, seen), _joined(values, seen), is_block=is_block)
+        for piece in [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window):
+            outputs.append(_sdpa(*piece, scale=scaling, dropout=dropout, is_block=is_block).transpose(1, 2))
     return torch.cat(outputs, dim=1)
-
-
-def _joined(parts: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
-    """[1, heads, tokens, D] of some segments, one after another."""
-    return parts[numbers[0]] if len(numbers) == 1 else torch.cat([parts[number] for number in numbers], 2)
 
 
 _Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]
