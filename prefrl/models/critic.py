@@ -26,11 +26,10 @@ from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.forward import inputs_of, prepare_like, verdict_of, with_idle_image
 from prefrl.models.heads import is_classifier
-from prefrl.models.modes import eval_mode
+from prefrl.models.modes import eval_mode, seeded
 from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import Plan
 from prefrl.models.scoring import inner_model, read_out
-from prefrl.models.seeding import seeded
 from prefrl.models.vision_classifier import add_classifier
 from prefrl.optional import require
 

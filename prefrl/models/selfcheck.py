@@ -18,9 +18,8 @@ from prefrl.models.fp8 import without_fp8
 from prefrl.models.heads import needed_head, output_head, pad_token_id
 from prefrl.models.images import image_rules
 from prefrl.models.liger import without_liger
-from prefrl.models.modes import eval_mode, uncompiled
+from prefrl.models.modes import coarsest_dtype, eval_mode, uncompiled
 from prefrl.models.plans import FlatInputs, PlanVerdict, lay_out
-from prefrl.models.precision import coarsest_dtype
 from prefrl.models.scoring import (
     TokenReadout,
     inner_model,

@@ -12,7 +12,7 @@ from prefrl.distributed import shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.chat_formats import CHAT_FORMATS, ChatFormat
-from prefrl.models.seeding import seeded
+from prefrl.models.modes import seeded
 from prefrl.options.suggest import nearest
 
 if TYPE_CHECKING:

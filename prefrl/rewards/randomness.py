@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from prefrl.models.seeding import seeded
+from prefrl.models.modes import seeded
 
 __all__ = ["own_randomness"]
 

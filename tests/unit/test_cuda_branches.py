@@ -22,8 +22,7 @@ from prefrl.generation.weights import process_group, sync, wire
 from prefrl.models.attention import choice, segments, varlen
 from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.layout import Layout
-from prefrl.models.precision import of_products
-from prefrl.models.seeding import seeded
+from prefrl.models.modes import of_products, seeded
 from prefrl.rewards import call
 from prefrl.rewards.randomness import own_randomness
 from prefrl.rollout.episodes.threads import Worker
