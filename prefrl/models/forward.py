@@ -1,33 +1,40 @@
-"""Log-probs of response tokens: the one forward pass that every trainer, reference and old policy uses."""
+"""Score tokens: the one forward pass that every trainer, reference and old policy uses, and passes in pieces."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
-from prefrl.distributed import is_main, num_processes, place_in_team, team_size
+from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
+from prefrl.losses.truncation import History, TokenTruncation
 from prefrl.models.heads import is_classifier
-from prefrl.models.histories import token_truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
 from prefrl.models.scoring import inner_model, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import check_plans, fingerprint
-from prefrl.types import TokenBatch
+from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from prefrl.losses.kl.full import ReferenceLogits
     from prefrl.losses.truncation import Truncation
     from prefrl.models.routers import RouterRecord
 
 __all__ = [
+    "in_pieces",
+    "joined",
+    "score_pieces",
     "Plan",
     "WantName",
     "inputs_of",
@@ -39,6 +46,87 @@ __all__ = [
     "verdict_of",
     "with_idle_image",
 ]
+
+
+def token_truncation(batch: TokenBatch, cuts: Truncation) -> TokenTruncation:
+    """The truncation of the trainable tokens of a batch; its history is only built for a repetition penalty."""
+    return TokenTruncation(cuts, None if cuts.repetition_penalty == 1.0 else _history(batch))
+
+
+def _history(batch: TokenBatch) -> History:
+    """The context of each response and its tokens, and how many of these come before each trainable token."""
+    prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
+    responses = torch.split(batch.response_ids, list(batch.response_lengths))
+    texts = [
+        torch.cat([*(prompts[prompt] for prompt in batch.context(number)), response])
+        for number, response in enumerate(responses)
+    ]
+    before = [batch.context_length(number) for number in range(batch.num_responses)]
+    lengths = [
+        start + place for start, count in zip(before, batch.response_lengths, strict=True) for place in range(count)
+    ]
+    numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
+    index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]
+    return History(pad_sequence(texts, batch_first=True), *index)
+
+
+T = TypeVar("T")
+
+
+def score_pieces(
+    model: nn.Module, score: Callable[[TokenBatch], T], batch: TokenBatch, *, max_tokens: int | None
+) -> tuple[list[TokenBatch], list[T]]:
+    """Split the batch into pieces of at most `max_tokens` forward tokens and call `score` on each piece.
+
+    If the model's weights are partitioned over ranks, all ranks must call it.
+
+    Args:
+        model: The model of which each call of `score` runs one pass.
+        score: Called without gradients.
+        batch: B rows, possibly none.
+        max_tokens: Limit per piece; a longer row becomes its own piece. None: one piece.
+
+    Returns:
+        Pieces, in any order, and their results, for `joined`. `group_index` of a piece holds the row numbers in
+        `batch`. Without rows, the only piece is an idle row.
+    """
+    idle = IdleBatch.of_token().to(batch.device)
+    pieces: list[TokenBatch] = [batch.replace(group_index=tuple(range(batch.num_rows)))]
+    if not batch.num_rows:
+        pieces = [idle]
+    elif max_tokens is not None:
+        pieces = pieces[0].split(max_tokens)
+    num_missing = missing_passes(model, len(pieces), batch.device)
+    with torch.no_grad():
+        results = [score(piece) for piece in [*pieces, *[idle] * num_missing]]
+    release(model)
+    return pieces, results[: len(pieces)]
+
+
+def joined(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tensor]) -> Tensor:
+    """[N, ...] in the order of the batch, from per-token results of its pieces."""
+    rows: dict[int, Tensor] = {}
+    for piece, part in zip(pieces, parts, strict=True):
+        rows.update(zip(piece.group_index, torch.split(part, list(piece.row_lengths)), strict=True))
+    return torch.cat([rows[row] for row in range(len(rows))])[: batch.num_tokens]
+
+
+def in_pieces(
+    model: nn.Module, score: Callable[[TokenBatch], Tensor], batch: TokenBatch, *, max_tokens: int | None
+) -> Tensor:
+    """The per-token results of `score` for the whole batch, without gradients.
+
+    Args:
+        model: See `score_pieces`.
+        score: Maps a batch to [N, ...], aligned with its response tokens.
+        batch: B rows, N response tokens.
+        max_tokens: See `score_pieces`.
+
+    Returns:
+        [N, ...] in the batch's order.
+    """
+    return joined(batch, *score_pieces(model, score, batch, max_tokens=max_tokens))
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,9 @@ from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
-from prefrl.models.forward import prepare_like, token_logprobs
+from prefrl.models.forward import joined, prepare_like, score_pieces, token_logprobs
 from prefrl.models.heads import needed_head
 from prefrl.models.modes import eval_mode
-from prefrl.models.no_grad import joined, score_pieces
 from prefrl.models.scoring import head_logits, inner_model
 
 if TYPE_CHECKING:
