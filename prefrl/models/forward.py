@@ -16,11 +16,10 @@ from prefrl.distributed import is_main, missing_passes, num_processes, place_in_
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
 from prefrl.losses.truncation import History, TokenTruncation
-from prefrl.models.heads import is_classifier
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
-from prefrl.models.scoring import inner_model, prepare_for_scoring, score_tokens
+from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import check_plans, fingerprint
 from prefrl.types import IdleBatch, TokenBatch
 

@@ -21,9 +21,8 @@ from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import joined, prepare_like, score_pieces, token_logprobs
-from prefrl.models.heads import needed_head
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import head_logits, inner_model
+from prefrl.models.scoring import head_logits, inner_model, needed_head
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

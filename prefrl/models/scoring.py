@@ -1,10 +1,4 @@
-"""Make a model's forward return chosen results at some positions, instead of logits everywhere.
-
-The whole computation, head included, runs inside the model's own forward. Whatever wraps the model (DDP, mixed
-precision, PEFT) therefore sees one ordinary forward pass, and its hooks fire. A `Readout` defines what is computed:
-token log-probs of a causal language model, whose logits are computed for one chunk of trainable tokens at a time, or
-row scores of a sequence classifier.
-"""
+"""Make a model's forward return chosen results at some positions, instead of logits everywhere."""
 
 from __future__ import annotations
 
@@ -28,7 +22,6 @@ from prefrl.losses.kl.full import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
-from prefrl.models.heads import is_classifier, logit_transform, needed_head, output_head, pad_token_id
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with
 
@@ -41,10 +34,13 @@ if TYPE_CHECKING:
     from prefrl.types import TokenBatch
 
 __all__ = [
+    "is_classifier",
+    "needed_head",
+    "output_head",
+    "pad_token_id",
     "HEAD_FORWARD",
     "Readout",
     "ScoringRequest",
-    "ScoringState",
     "TokenReadout",
     "head_logits",
     "inner_model",
@@ -58,6 +54,48 @@ __all__ = [
     "unpacked",
     "user_model",
 ]
+
+
+def is_classifier(model: PreTrainedModel) -> bool:
+    """Whether the model returns one vector of scores per sequence."""
+    return any(parent.__name__.endswith("ForSequenceClassification") for parent in type(model).__mro__)
+
+
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """The module that maps hidden states to logits: the language-model head or, in a sequence classifier, `score`."""
+    head: nn.Module | None = model._modules.get("score") if is_classifier(model) else model.get_output_embeddings()
+    return head
+
+
+def needed_head(model: PreTrainedModel) -> nn.Module:
+    """`output_head` of a model that needs one.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    head = output_head(model)
+    if head is None:
+        raise ConfigError(f"model is a {type(model).__name__}, whose scores do not come from a separate head.")
+    return head
+
+
+def pad_token_id(model: PreTrainedModel) -> int | None:
+    """The token that a classifier's own forward treats as padding when it looks for a row's last token."""
+    token: int | None = model.config.get_text_config().pad_token_id
+    return token
+
+
+def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
+    """(scale, softcap) that the model's own forward applies to the head's output, according to its config.
+
+    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps at `final_logit_softcapping`.
+    """
+    config = model.config.get_text_config()
+    scale: float = getattr(config, "logit_scale", None) or 1.0
+    divisor: float = getattr(config, "logits_scaling", None) or 1.0
+    softcap: float | None = getattr(config, "final_logit_softcapping", None)
+    return scale / divisor, softcap
+
 
 _STATE = "_prefrl_scoring_state"
 # Attribute that holds the original forward of a head that can run a readout.

@@ -15,7 +15,6 @@ import torch
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
 from prefrl.models.fp8 import without_fp8
-from prefrl.models.heads import needed_head, output_head, pad_token_id
 from prefrl.models.images import image_rules
 from prefrl.models.liger import without_liger
 from prefrl.models.modes import coarsest_dtype, eval_mode, uncompiled
@@ -23,6 +22,9 @@ from prefrl.models.plans import FlatInputs, PlanVerdict, lay_out
 from prefrl.models.scoring import (
     TokenReadout,
     inner_model,
+    needed_head,
+    output_head,
+    pad_token_id,
     prepare_for_scoring,
     read_out,
     score_sequences,
