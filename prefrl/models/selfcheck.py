@@ -14,9 +14,8 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
-from prefrl.models.fp8 import without_fp8
 from prefrl.models.images import image_rules
-from prefrl.models.liger import without_liger
+from prefrl.models.kernels import without_fp8, without_liger
 from prefrl.models.modes import coarsest_dtype, eval_mode, uncompiled
 from prefrl.models.plans import FlatInputs, PlanVerdict, lay_out
 from prefrl.models.scoring import (

@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_liger_kernel_available
 
 from prefrl import ConfigError, SFTConfig
 from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
-from prefrl.models.liger import apply_liger, liger_options, without_liger
+from prefrl.models.kernels import apply_liger, liger_options, without_liger
 from prefrl.models.selfcheck import check_plans
 from prefrl.trainer.base.config import BaseConfig
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
