@@ -1,4 +1,9 @@
-"""Score tokens: the one forward pass that every trainer, reference and old policy uses, and passes in pieces."""
+"""Log-probs of response tokens: the one forward pass that every trainer, reference and old policy uses.
+
+Passes without gradients run over pieces of a batch, so that their memory does not depend on its size. Ranks that share
+a model's partitioned weights must run equally many passes: ranks with fewer pieces run idle rows for the remaining
+passes, and so do ranks without any row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,22 @@
-"""Changes of how a model computes: frozen parameters, Liger's kernels, products in 8 bits, compiled layers, offloading."""
+"""Changes of how a model computes: frozen weights, compiled layers, 8-bit products, Liger's kernels, offloading.
+
+torch.compile: rows have other lengths in every step, and compiling takes seconds. So the parts of each layer are
+compiled with symbolic lengths, without the attention inside them: the layout of a flat row is a Python object, of
+which every step has another one. What is compiled serves all layers of a kind, all lengths and all flat layouts.
+Parts, not whole layers, because torch does not compile what it checkpoints. Generation, whose layers read a key/value
+cache, is not compiled.
+
+Products in 8 bits, by torchao: weights, inputs and the gradients of outputs are rounded to 8 bits for each product,
+after a division by a scale: the largest magnitude of the tensor, rounded to a power of 2. With such scales a number is
+rounded alike whatever else is in its row, so that log-probs do not depend on the way in which work is cut. Weights
+stay what they are for the optimizer and for checkpoints. Embeddings and heads are left out.
+
+Liger binds its forward methods to the modules of one model. In addition, it replaces names in the architecture's
+Python module for the whole process: the classes that later models are built from, and the rotary function, which
+attention looks up in every call. We restore the classes, so that a model has Liger's kernels only if this was
+requested. The rotary function stays replaced, but tensors on the CPU go to the original. Liger's losses are never
+used: they replace the forward that scores tokens, and their advantage, to avoid whole logits, our losses have as well.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +53,9 @@ __all__ = [
     "without_liger",
     "OffloadActivations",
 ]
+
+
+# Layers, and which of their weights are trained.
 
 
 def layers_of(model: nn.Module, *, needed_by: str) -> list[nn.Module]:
@@ -88,6 +109,9 @@ def _matches(pattern: str, model: PreTrainedModel, trainable: Mapping[str, objec
     return matches
 
 
+# torch.compile.
+
+
 def compile_layers(model: nn.Module, *, backend: str, mode: str | None) -> None:
     """Compile the parts of a language model's layers, in place; nothing is compiled before the first pass.
 
@@ -107,8 +131,10 @@ def compile_layers(model: nn.Module, *, backend: str, mode: str | None) -> None:
     prepare_for_scoring(model).is_compiled = True
 
 
-_NAME = "Float8Linear"  # torchao's class, a subclass of torch's with no other parameters
-_MULTIPLE = 16  # of which the sizes of such products must be
+# Products in 8 bits.
+
+_FLOAT8_CLASS = "Float8Linear"  # torchao's class, a subclass of torch's with no other parameters
+_FLOAT8_MULTIPLE = 16  # of which the sizes of such products must be
 
 
 def compute_in_fp8(model: nn.Module, *, emulate: bool = False) -> None:
@@ -132,7 +158,7 @@ def compute_in_fp8(model: nn.Module, *, emulate: bool = False) -> None:
     if not wanted:
         raise ConfigError(
             f"fp8=True: the layers of {type(model).__name__} have no linear modules with sizes that are multiples of "
-            f"{_MULTIPLE} and weights that are not quantized already. Set it to False."
+            f"{_FLOAT8_MULTIPLE} and weights that are not quantized already. Set it to False."
         )
     config = float8.Float8LinearConfig(pad_inner_dim=True, round_scales_to_power_of_2=True, emulate=emulate)
     for layer in layers:
@@ -154,21 +180,23 @@ def without_fp8(model: nn.Module) -> Iterator[None]:
 
 
 def _converted(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ == _NAME]
+    return [module for module in model.modules() if type(module).__name__ == _FLOAT8_CLASS]
 
 
 def _fitting(layer: nn.Module) -> Iterator[nn.Linear]:
     """Plain linear modules: subclasses hold quantized weights, and adapters are too thin to gain."""
     for name, module in layer.named_modules():
         fits = type(module) is nn.Linear and "lora_" not in name
-        if fits and not (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE):
+        if fits and not (module.in_features % _FLOAT8_MULTIPLE or module.out_features % _FLOAT8_MULTIPLE):
             yield module
 
 
-_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+# Liger.
+
+_LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 # Originals of the names that Liger replaced in the modules of architectures.
-_ORIGINALS: dict[tuple[ModuleType, str], Any] = {}
+_LIGER_REPLACED: dict[tuple[ModuleType, str], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -192,11 +220,11 @@ def liger_options(given: Mapping[str, bool] | None) -> dict[str, bool]:
     Raises:
         ConfigError: A loss is switched on, or a value is not a boolean.
     """
-    options = {**dict.fromkeys(_LOSSES, False), **(given or {})}
+    options = {**dict.fromkeys(_LIGER_LOSSES, False), **(given or {})}
     for name, value in options.items():
         if not isinstance(value, bool):
             raise ConfigError(f"liger_kernel_config={given}: {name!r} must be True or False")
-        if value and name in _LOSSES:
+        if value and name in _LIGER_LOSSES:
             raise ConfigError(
                 f"liger_kernel_config={given}: {name!r} must be False. Liger's losses would replace the forward pass "
                 "that scores tokens, and prefrl does not keep all logits in memory even without them. Remove it."
@@ -282,9 +310,9 @@ def _check_options(
     kernels = {
         name: parameter.default
         for name, parameter in parameters.items()
-        if name not in (*_LOSSES, "model") and parameter.kind is not parameter.VAR_KEYWORD
+        if name not in (*_LIGER_LOSSES, "model") and parameter.kind is not parameter.VAR_KEYWORD
     }
-    chosen = {name: value for name, value in options.items() if name not in _LOSSES}
+    chosen = {name: value for name, value in options.items() if name not in _LIGER_LOSSES}
     unknown = sorted(chosen.keys() - kernels.keys())
     if unknown:
         raise ConfigError(
@@ -310,8 +338,8 @@ def _put_back(before: Mapping[ModuleType, Mapping[str, Any]]) -> None:
             if not _is_ligers(value) or name not in names:
                 continue
             if not (_is_ligers(names[name]) or isinstance(names[name], _Rotary)):
-                _ORIGINALS[module, name] = names[name]
-            original = _ORIGINALS.get((module, name))
+                _LIGER_REPLACED[module, name] = names[name]
+            original = _LIGER_REPLACED.get((module, name))
             if original is not None:  # else the user had applied Liger before
                 setattr(module, name, original if isinstance(value, type) else _Rotary(value, original))
 

@@ -1,4 +1,4 @@
-"""What a pass depends on besides weights and rows: modes, dropout, activations that are kept, precision, randomness."""
+"""What a pass depends on besides weights and rows: modes, dropout, precision, random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Make a model's forward return chosen results at some positions, instead of logits everywhere."""
+"""Make a model's forward return chosen results at some positions, instead of logits everywhere.
+
+The whole computation, head included, runs inside the model's own forward. Whatever wraps the model (DDP, mixed
+precision, PEFT) therefore sees one ordinary forward pass, and its hooks fire. A `Readout` defines what is computed:
+token log-probs of a causal language model, whose logits are computed for one chunk of trainable tokens at a time, or
+row scores of a sequence classifier.
+"""
 
 from __future__ import annotations
 
