@@ -18,7 +18,7 @@ from prefrl.distributed import is_main
 from prefrl.errors import DataError
 
 if TYPE_CHECKING:
-    from prefrl.models.positions import PositionLimit
+    from prefrl.models.plans import PositionLimit
     from prefrl.options.length_bound import LengthBound
 
 __all__ = ["check_positions"]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
+from prefrl.distributed import shape_of
 from prefrl.models.attention.interface import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from prefrl.models.images import ImageRules
     from prefrl.types import Images, TokenBatch
@@ -27,6 +30,8 @@ __all__ = [
     "lay_out",
     "padded_with",
     "part_of",
+    "PositionLimit",
+    "position_limit",
 ]
 
 ForwardPlan = Literal["shared_prefix", "packed", "padded"]
@@ -316,3 +321,39 @@ def _padded_images(
         return {}
     types = rules.types(images, width).to(device, non_blocking=True)
     return {**rules.join(found, device), **dict.fromkeys(rules.type_names, types)}
+
+
+@dataclass(frozen=True)
+class PositionLimit:
+    """The most tokens of a row, `max_position_embeddings` in the model's config.
+
+    Args:
+        count: Number of positions.
+        is_table: The model looks positions up in a table, which has no more of them. Otherwise it computes them, and
+            the limit is what its config says that it was trained for.
+        is_scaled: It stretches the positions that it computes, which its limit may not tell.
+    """
+
+    count: int
+    is_table: bool
+    is_scaled: bool = False
+
+
+def position_limit(model: PreTrainedModel) -> PositionLimit | None:
+    """The limit of a model; None if its config names none."""
+    config = model.config.get_text_config()
+    count = getattr(config, "max_position_embeddings", None)
+    if not isinstance(count, int) or count < 1:
+        return None
+    tokens = model.get_input_embeddings().weight
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not tokens]
+    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
+    # OPT and similar models have two more rows, for padding.
+    is_table = any(count <= shape_of(table)[0] <= count + 2 for table in tables)
+    return PositionLimit(count, is_table, is_scaled=_is_scaled(getattr(config, "rope_parameters", None) or {}))
+
+
+def _is_scaled(rope: dict[str, Any]) -> bool:
+    """Whether rotary embeddings are other than the default ones, in all layers or in those of one type."""
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return any(kind.get("rope_type", "default") != "default" for kind in kinds)

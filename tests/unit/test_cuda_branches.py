@@ -19,9 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.distributed import check_devices, processes
 from prefrl.generation.weights import process_group, sync, wire
-from prefrl.models.attention import choice, segments, varlen
-from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
-from prefrl.models.attention.layout import Layout
+from prefrl.models.attention import interface, segments, varlen
+from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
+from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
 from prefrl.rewards import call
 from prefrl.rewards.randomness import own_randomness
@@ -101,7 +101,7 @@ def options(**values: Any) -> Any:
 # Attention.
 
 
-@reaches("models.attention.choice:choose_kernel")
+@reaches("models.attention.interface:choose_kernel")
 def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blocks(gpus: Gpus) -> None:
     assert varlen.kernel() is not None
     for dtype, served in (
@@ -110,12 +110,12 @@ def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blo
         (torch.float64, [False] * 2),
     ):
         inputs = Inputs(OWN, dtype, 4, 2, 64, 64, scaling=None)
-        assert [kernel.serves(inputs) for kernel in choice.KERNELS[:2]] == served
+        assert [kernel.serves(inputs) for kernel in interface.KERNELS[:2]] == served
         elsewhere = Inputs(torch.device("mps"), dtype, 4, 2, 64, 64, scaling=None)
-        assert choose_kernel(elsewhere, Layout(((5, -1),))) is choice.KERNELS[-1]
+        assert choose_kernel(elsewhere, Layout(((5, -1),))) is interface.KERNELS[-1]
 
 
-@reaches("models.attention.choice:_mistake")
+@reaches("models.attention.interface:_mistake")
 def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alone(gpus: Gpus) -> None:
     seen: set[Any] = set()
     before = [generator.get_state() for generator in gpus.generators]
@@ -129,7 +129,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
 
     kernel = Kernel("new", attend, lambda inputs: True)
     inputs = Inputs(OWN, torch.float32, 4, 2, 8, 8, scaling=0.3)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is kernel
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is kernel
     assert seen == {(True, OWN, 3)}
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
         raise RuntimeError("no kernel image")
 
     kernel = Kernel("broken", broken, lambda inputs: True)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is choice.KERNELS[-1]
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is interface.KERNELS[-1]
     assert (gpus[3].waits, gpus[0].waits) == (1, 0)  # for errors that come later
     assert all(torch.equal(g.get_state(), state) for g, state in zip(gpus.generators, before, strict=True))
 
@@ -331,7 +331,7 @@ def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCapture
     assert message.startswith("bf16=True on Pretend H300: it has no arithmetic in bfloat16")
 
 
-@reaches("models.precision:of_products")
+@reaches("models.modes:of_products")
 def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -384,7 +384,7 @@ def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> Non
 # Random numbers.
 
 
-@reaches("models.seeding:seeded")
+@reaches("models.modes:seeded")
 def test_seeds_are_for_all_generators_in_use_and_leave_no_trace(gpus: Gpus) -> None:
     generators = [torch.default_generator, *gpus.generators]
 

@@ -39,7 +39,7 @@ from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation
-    from prefrl.models.positions import PositionLimit
+    from prefrl.models.plans import PositionLimit
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 

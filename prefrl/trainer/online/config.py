@@ -31,7 +31,7 @@ from prefrl.trainer.online.rules import LEAST_TEMPERATURE, GenerationRules
 from prefrl.trainer.online.vllm_options import CORRECTION, VLLM, VLLMOptions
 
 if TYPE_CHECKING:
-    from prefrl.models.positions import PositionLimit
+    from prefrl.models.plans import PositionLimit
 
 __all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
 

@@ -12,7 +12,7 @@ from prefrl.data import overlap
 from prefrl.data.known_ids import ID_COLUMNS
 from prefrl.data.overlap import warn_of_shared_rows
 from prefrl.data.positions import check_positions
-from prefrl.models.positions import PositionLimit
+from prefrl.models.plans import PositionLimit
 from prefrl.options.length_bound import LengthBound
 from tests.contract.cases import dataset_of, make_trainer
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from prefrl.models.attention import choice as kernels
+from prefrl.models.attention import interface as kernels
 from prefrl.models.attention import segments
-from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
-from prefrl.models.attention.layout import Layout
+from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
+from prefrl.models.attention.segments import Layout
 from tests.unit.models.test_attention import forest
 
 INPUTS = Inputs(torch.device("cpu"), torch.float32, num_heads=4, num_kv_heads=2, key_size=8, value_size=8, scaling=0.3)
