@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from prefrl.losses.advantage.scored import Advantages, ScoredRows, ScoredTokens
-from prefrl.losses.policy.losses import ImportanceLevel, PolicyTokens, TokenLoss
+from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
+from prefrl.options.policy import ImportanceLevel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from prefrl.losses.policy.losses import ImportanceLevel, PolicyTokens, TokenLoss
+from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
+from prefrl.options.policy import ImportanceLevel
 from prefrl.oracle.exact import (
     Agreement,
     Objective,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.advantage.estimators import Advantages
-    from prefrl.losses.reduce import Reduction
+    from prefrl.options.policy import Reduction
     from prefrl.oracle.exact import Samples
 
 __all__ = [

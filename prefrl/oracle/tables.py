@@ -15,11 +15,12 @@ from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
 from prefrl.losses.advantage.turns import turn_advantages
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
 from prefrl.losses.kl.full import full_kl
-from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
-from prefrl.losses.policy.losses import POLICY_LOSSES, LossType, PolicyLoss, PolicyTokens, TokenLoss
+from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLoss
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
+from prefrl.options.policy import LossType, SequenceKLParams
 from prefrl.oracle.exact import Agreement, Objective, Problem, agreement, estimate, every_batch, exact_gradient
 from prefrl.oracle.measure import STEPS, one_prompt, silent, two_prompts
 from prefrl.oracle.recipe import (
@@ -38,7 +39,7 @@ from prefrl.oracle.turns import centered_turns, credit_of_turns
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.reduce import Reduction
+    from prefrl.options.policy import Reduction
     from prefrl.oracle.exact import Samples
 
 __all__ = ["EPSILON_HIGH", "HYPERPARAMETERS", "TABLES", "Line", "TableOfLines", "params_of"]

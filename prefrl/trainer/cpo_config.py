@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from prefrl.losses.preference.pairwise import LabelSmoothing
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import opt
+from prefrl.options.preference import LabelSmoothing
 from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
 from prefrl.trainer.offline.loss_options import check_loss_options
 from prefrl.trainer.offline.rules import check_shape

@@ -7,8 +7,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.preference.pairwise import PAIR_LOSSES, Divergence, LabelSmoothing
+from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.options.fields import opt
+from prefrl.options.preference import Divergence, LabelSmoothing
 from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
 from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses

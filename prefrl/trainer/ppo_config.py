@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption
 from prefrl.options.params import Params
 from prefrl.options.types import NumSamples
-from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
 from prefrl.trainer.online.policy_rules import check_ppo

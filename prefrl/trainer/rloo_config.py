@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from prefrl.losses.policy.losses import ImportanceLevel, LossType
 from prefrl.options.fields import opt
+from prefrl.options.policy import ImportanceLevel, LossType
 from prefrl.options.types import NumSamples
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate

@@ -24,7 +24,7 @@ from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
 from prefrl.rewards import call
-from prefrl.rewards.randomness import own_randomness
+from prefrl.rewards.guard import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import env
 from prefrl.scripts.arguments.model_config import get_kbit_device_map

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import parse_json
+from prefrl.options.kwargs import KwargsOption
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
 from prefrl.options.types import check_value
@@ -26,7 +27,6 @@ from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_chec
 from prefrl.trainer.base.options.evaluation import check_evaluation
 from prefrl.trainer.base.options.flat_names import fill_place
 from prefrl.trainer.base.options.ignored import check_ignored_options
-from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.base.options.reference import OfflineReferenceOptions, ReferenceOptions
 from prefrl.trainer.base.options.rules import (
     HUGGINGFACE,

@@ -19,6 +19,7 @@ from prefrl.models.kernels import liger_options
 from prefrl.optional import require
 from prefrl.options.fields import check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
 from prefrl.options.foreign import advice
+from prefrl.options.kwargs import KwargsOption
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
@@ -28,7 +29,6 @@ from prefrl.trainer.base.options.checkpoint import CHECKPOINT_OPTIONS, Checkpoin
 from prefrl.trainer.base.options.evaluation import EvaluationOptions, check_evaluation
 from prefrl.trainer.base.options.flat_names import FlatName, fill_places, set_aside, without_flat_values
 from prefrl.trainer.base.options.ignored import check_ignored_options, check_ignored_parts
-from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.base.options.optimizer import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.options.precision import PrecisionOptions, check_precision
 from prefrl.trainer.base.options.rules import HUGGINGFACE, check_common, check_intervals, check_liger_device

@@ -11,11 +11,11 @@ from annotated_types import Ge, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.options.fields import opt, parse_json
+from prefrl.options.kwargs import KwargsOption
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.types import BatchSize, Length, NumSamples, Seconds
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.base.options.flat_names import FlatName
-from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.online.episode_options import EpisodeOptions
 from prefrl.trainer.online.evaluation_options import AT_K, EVAL_SAMPLING, SampledEvaluationOptions
 from prefrl.trainer.online.flat_names import FLAT_NAMES, OnlineNames

@@ -9,9 +9,9 @@ from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
-from prefrl.rewards.at_k import AtKParams
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.rollout import AtKParams
 
 __all__ = ["AT_K", "EVAL_SAMPLING", "EvalSamplingParams", "SampledEvaluationOptions"]
 

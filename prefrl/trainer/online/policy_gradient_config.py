@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
+from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.options.advantage import AdvantageParams
 from prefrl.options.fields import opt
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions
@@ -20,7 +21,7 @@ from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
 from prefrl.trainer.online.truncation_options import TruncationOptions
 
 if TYPE_CHECKING:
-    from prefrl.losses.reduce import Reduction
+    from prefrl.options.policy import Reduction
 
 __all__ = ["ADVANTAGE", "GroupOptions", "PolicyGradientConfig"]
 

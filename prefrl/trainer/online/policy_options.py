@@ -8,14 +8,20 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, KLParams, SampledKLParams
-from prefrl.losses.kl.sequence import SequenceKLParams
-from prefrl.losses.policy.losses import POLICY_LOSSES, ImportanceLevel, LossType
-from prefrl.losses.policy.terms import PolicyLossParams
+from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.policy import (
+    EntropyParams,
+    ImportanceLevel,
+    KLParams,
+    LossType,
+    PolicyLossParams,
+    SampledKLParams,
+    SequenceKLParams,
+)
 from prefrl.trainer.base.options.reference import ReferenceOptions
-from prefrl.trainer.online.controllers import EntropyParams
 from prefrl.trainer.online.policy_rules import check_kl, check_level, kl_part
 
 __all__ = ["ENTROPY", "KL", "LOSS", "EntropyOptions", "KLEstimate", "KLOptions", "PolicyLossOptions"]

@@ -11,9 +11,9 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, check_unset, opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
 from prefrl.options.types import Seconds
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.online.truncation_options import cuts_of
 
 __all__ = ["CORRECTION", "VLLM", "CorrectionParams", "VLLMOptions", "VLLMParams"]

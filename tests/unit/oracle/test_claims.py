@@ -9,10 +9,11 @@ from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.chunks import Head
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
 from prefrl.losses.kl.full import ReferenceLogits, full_kl
-from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
+from prefrl.losses.kl.sequence import sequence_kl
 from prefrl.losses.logprobs import chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.options.policy import SequenceKLParams
 from prefrl.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
 from prefrl.oracle.measure import silent, two_prompts
 from prefrl.oracle.recipe import (

@@ -9,8 +9,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt, plain_value
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = [
     "AUTOPILOT",

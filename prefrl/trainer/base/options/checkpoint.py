@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
 from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = ["CHECKPOINT_OPTIONS", "CheckpointOptions", "CheckpointParams", "UploadParams", "check_checkpoints"]
 

@@ -12,20 +12,19 @@ from transformers.trainer_utils import SchedulerType
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of, opt, plain_value
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
+from prefrl.options.schedule import WeightDecayParams, WsdParams
 from prefrl.options.suggest import check_known
 from prefrl.trainer.base.optimizers.schedules import (
     SCHEDULES,
     Span,
-    WeightDecayParams,
-    WsdParams,
     check_arguments,
     delayed,
     of_huggingface,
     weight_decay_factor,
     with_warmup,
 )
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.base.options.rules import check_schedule, check_warmup_evaluations
 from prefrl.trainer.base.options.schedule_rules import (
     check_plateau,

@@ -10,9 +10,9 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt, plain_value
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
 from prefrl.options.types import BatchSize, check_value
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.base.options.rules import HUGGINGFACE
 
 __all__ = [
