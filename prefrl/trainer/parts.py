@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.metrics import Metric
-    from prefrl.run.identity import Identity
+    from prefrl.run.records import Identity
     from prefrl.run.stop import StopRequest
     from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base.config import BaseConfig

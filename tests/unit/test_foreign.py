@@ -17,10 +17,10 @@ from prefrl.options.foreign import ARGUMENTS, LIBRARIES, advice, row_of
 from prefrl.options.foreign.transformers import TRANSFORMERS
 from prefrl.options.foreign.trl import DEFAULTS, REWARDS, TRAINER_NAMES, TRL, VALUES
 from prefrl.options.foreign.verl import VERL
+from prefrl.options.kwargs import KwargsOption
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import every_option, options_of
 from prefrl.scripts.schema.parser import options_of as schema_options
-from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.online.flat_names import FLAT_NAMES
 from tests.trl_defaults import CONFIGS, NOT_COMPARED, defaults_of
 

@@ -18,9 +18,9 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import default_of
+from prefrl.options.kwargs import KwargsOption
 from prefrl.options.params import Params
 from prefrl.registry import Algorithm
-from prefrl.trainer.base.options.kwargs import KwargsOption
 from prefrl.trainer.base.options.optimizer import KNOWN_OPTIMIZERS
 from prefrl.trainer.base.options.schedule import SCHEDULE_NAMES
 

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerAction, profile, schedule
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.rewards.randomness import own_randomness
-from prefrl.run.identity import write_identity
+from prefrl.rewards.guard import own_randomness
+from prefrl.run.records import write_identity
 from prefrl.trainer.base.options.size import AUTO_SIZE, AutoSizeParams, largest_divisor
 from prefrl.trainer.free_memory import TrialMemory
 from prefrl.trainer.parts import Part, Run

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import Ge, Gt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.policy import EntropyParams
 
-__all__ = ["AdaptiveEntropy", "AdaptiveKL", "EntropyParams"]
+__all__ = [
+    "AdaptiveEntropy",
+    "AdaptiveKL",
+]
 
 _LARGEST_ERROR = 0.2
 
@@ -77,16 +75,6 @@ class AdaptiveKL:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore what `state_dict` returned."""
         self._value = state["value"]
-
-
-@dataclass(frozen=True)
-class EntropyParams(Params):
-    """Hyperparameters of `AdaptiveEntropy`."""
-
-    min: Annotated[float, Ge(0)] = opt(0.0, "Lower bound of the weight.")
-    max: Annotated[float, Gt(0)] = opt(1.0, "Upper bound of the weight.")
-    delta: Annotated[float, Gt(0)] = opt(0.005, "Change of the weight per step.")
-    target: Annotated[float, Gt(0)] = opt(0.2, "Target entropy, in nats per token.")
 
 
 class AdaptiveEntropy:

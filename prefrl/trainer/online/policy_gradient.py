@@ -15,7 +15,6 @@ from prefrl.losses.advantage.balance import RewardBalancer, gram, squared_weight
 from prefrl.losses.advantage.estimators import (
     ADVANTAGES,
     Advantages,
-    ScaleParams,
     ScoredRows,
     ScoredTokens,
     clip_advantages,
@@ -28,6 +27,7 @@ from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean
+from prefrl.options.advantage import ScaleParams
 from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.rollout.rows import turn_index, turn_rewards

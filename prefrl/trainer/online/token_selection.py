@@ -15,7 +15,7 @@ from prefrl.rollout.collect import prompt_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.policy.terms import PolicyLossParams
+    from prefrl.options.policy import PolicyLossParams
     from prefrl.trainer.base.scorer import Scores
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
     from prefrl.types import Rollout, TokenBatch
