@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch.profiler import record_function
@@ -30,36 +30,23 @@ Pass = Literal["training", "reference", "old_policy"]
 _COUNTED_PHASES = ("forward", "backward", "reference", "old_policy")
 
 
-class Mark(Protocol):
-    """A point in time, with the methods of a `torch.cuda.Event`."""
+class Event(Protocol):
+    """A point in the work of a device: a `torch.cuda.Event`."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this mark to another of the same kind."""
-        ...
+        """Milliseconds from this event to another."""
 
     def query(self) -> bool:
-        """Whether the device has reached this mark."""
-        ...
+        """Whether the device has reached it."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached this mark."""
-        ...
+        """Wait until the device has reached it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HostMark:
-    seconds: float
-
-    def elapsed_time(self, end: _HostMark) -> float:
-        return (end.seconds - self.seconds) * 1000
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
+Mark = float | Event  # seconds on the host, or an event of the device
 
 
-def _device_mark(device: torch.device) -> Mark:
+def _device_mark(device: torch.device) -> Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     event.record(torch.cuda.current_stream(device))  # the current device may be another, which a reward has set
     return event
@@ -71,14 +58,6 @@ class _Step:
 
     marks: list[tuple[Mark, str | None]] = field(default_factory=list)
     moved: list[tuple[str | None, str, float]] = field(default_factory=list)  # from, to, seconds
-
-    def seconds(self) -> Iterator[tuple[str | None, float]]:
-        """Phases with their seconds; a phase may occur several times."""
-        for (start, phase), (end, _) in zip(self.marks, self.marks[1:], strict=False):
-            yield phase, start.elapsed_time(end) / 1000
-        for origin, phase, seconds in self.moved:
-            yield origin, -seconds
-            yield phase, seconds
 
 
 class StepAccount:
@@ -102,7 +81,7 @@ class StepAccount:
     ) -> None:
         self.clock = clock
         self.flops = flops
-        self.new_mark: Callable[[], Mark] = partial(_device_mark, device) if device.type == "cuda" else self._host_mark
+        self.new_mark: Callable[[], Mark] = partial(_device_mark, device) if device.type == "cuda" else clock
         self._step: _Step | None = None
         self._phases: list[str | None] = []  # the current phases, innermost last
         self._waiting: list[_Step] = []  # steps that ended on the host, but perhaps not yet on the device
@@ -126,7 +105,7 @@ class StepAccount:
         self._step = None
         if self.flops is not None:
             self.flops.finish()
-        while self._waiting and self._waiting[0].marks[-1][0].query():
+        while self._waiting and (isinstance(end := self._waiting[0].marks[-1][0], float) or end.query()):
             self._add(self._waiting.pop(0))
 
     @property
@@ -141,7 +120,7 @@ class StepAccount:
 
         Profilers show it as a range.
         """
-        if not self._is_timing:
+        if self._step is None or self._phases[-1] is None:
             yield
             return
         self._phases.append(name)
@@ -170,14 +149,11 @@ class StepAccount:
         with self.passes(kind, [batch]), self.phase(kind):
             yield
 
-    @contextmanager
-    def passes(self, kind: Pass, batches: Sequence[TokenBatch]) -> Iterator[None]:
+    def passes(self, kind: Pass, batches: Sequence[TokenBatch]) -> AbstractContextManager[None]:
         """Count the operations of the passes inside, which run over these batches, if operations are counted."""
-        if not self._is_timing or self.flops is None:
-            yield
-            return
-        with self.flops.count(kind, batches):
-            yield
+        if self.flops is None or self._step is None or self._phases[-1] is None:
+            return nullcontext()
+        return self.flops.count(kind, batches)
 
     def drain(self, names: Iterable[str]) -> dict[str, Metric]:
         """Mean seconds per step since the last call, for these phases and all others that occurred.
@@ -187,7 +163,9 @@ class StepAccount:
             `StepFlops`.
         """
         for step in self._waiting:
-            step.marks[-1][0].synchronize()
+            end = step.marks[-1][0]
+            if not isinstance(end, float):
+                end.synchronize()
             self._add(step)
         self._waiting = []
         totals = dict.fromkeys((*names, "other"), 0.0) | self._totals
@@ -202,22 +180,24 @@ class StepAccount:
         self._num_steps = 0
         return metrics
 
-    @property
-    def _is_timing(self) -> bool:
-        return self._step is not None and self._phases[-1] is not None
-
     def _note(self) -> None:
         if self._step is not None:
             self._step.marks.append((self.new_mark(), self._phases[-1]))
 
-    def _host_mark(self) -> Mark:
-        return _HostMark(self.clock())
-
     def _add(self, step: _Step) -> None:
+        """Add the seconds of a step's phases, each of which may occur several times, to the totals."""
         self._num_steps += 1
-        for phase, seconds in step.seconds():
-            if phase is not None:
-                self._totals[phase] = self._totals.get(phase, 0.0) + seconds
+        spent: list[tuple[str | None, float]] = []
+        for (start, phase), (end, _) in zip(step.marks, step.marks[1:], strict=False):
+            if isinstance(start, float):
+                spent.append((phase, cast("float", end) - start))
+            else:
+                spent.append((phase, start.elapsed_time(end) / 1000))
+        for origin, phase, seconds in step.moved:
+            spent += [(origin, -seconds), (phase, seconds)]
+        for name, seconds in spent:
+            if name is not None:
+                self._totals[name] = self._totals.get(name, 0.0) + seconds
 
 
 class StepFlops:

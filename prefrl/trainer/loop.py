@@ -28,16 +28,16 @@ from prefrl.trainer.evaluation import Evaluation, check_best_metric
 from prefrl.trainer.features import Hub, parts_of
 from prefrl.trainer.optimizers import (
     averages_weights,
-    check_optimizer,
+    check_optimizer_of_run,
     group_parameters,
     optimizer_class,
     use_averaged_weights,
 )
 from prefrl.trainer.parts import Events, GoBack, Parts
-from prefrl.trainer.plan import StepPlan
 from prefrl.trainer.progress.trackers import contain_trackers
 from prefrl.trainer.run_folder import RunFolder, StartingPoint
 from prefrl.trainer.scheduler import own_scheduler
+from prefrl.trainer.steps import StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class Loop(Trainer):
     def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
         self._hub = Hub(args)
         super().__init__(args=args, **arguments)
-        check_optimizer(args, self.optimizer, self.accelerator)
+        check_optimizer_of_run(args, self.optimizer, self.accelerator)
         contain_trackers(self.callback_handler.callbacks)
         self.stop_request = StopRequest(args.max_train_time)
         self.run_folder = RunFolder.of(args, is_first_of_node=self.is_local_process_zero())

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from prefrl.run.stop import StopRequest
     from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.plan import StepPlan
     from prefrl.trainer.run_folder import RunFolder, StartingPoint
-    from prefrl.trainer.steps import LongBatch, Step
+    from prefrl.trainer.steps import LongBatch, Step, StepPlan
     from prefrl.types import TokenBatch
 
 __all__ = ["Events", "GoBack", "Part", "Parts", "Run"]

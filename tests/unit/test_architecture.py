@@ -44,8 +44,8 @@ MAX_LEAF_LINES = 150
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
-    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers/by_name.py"),
-    "pytorch_optimizer": ("prefrl/trainer/base/optimizers/by_name.py",),
+    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/optimizers.py"),
+    "pytorch_optimizer": ("prefrl/trainer/optimizers.py",),
     "deepspeed": ("prefrl/distributed/",),
     "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base/options/precision.py"),
     "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base/config.py"),

@@ -38,7 +38,7 @@ from prefrl.trainer.base.options.precision import check_precision
 from prefrl.trainer.features.guard import EarlyRead
 from prefrl.trainer.features.profile import ProfileParams, StepProfiler, check_profile
 from prefrl.trainer.features.sizes import AutomaticSizes
-from prefrl.trainer.free_memory import TrialMemory, free_memory
+from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.online.local_options import LocalOptions
@@ -191,9 +191,9 @@ def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have
 
 
 @reaches(
-    "trainer.free_memory:free_memory",
-    "trainer.free_memory:_used",
-    "trainer.free_memory:_peak",
+    "trainer.memory:free_memory",
+    "trainer.memory:_used",
+    "trainer.memory:_peak",
     "scripts.checkup.resources:_free",
     "scripts.checkup.resources:_available",
 )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.trainer.parts import Part, Run
-from prefrl.trainer.plan import StepPlan
+from prefrl.trainer.steps import StepPlan
 
 if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig

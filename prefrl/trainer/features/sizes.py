@@ -18,7 +18,7 @@ from prefrl.errors import ConfigError, OutOfMemoryError
 from prefrl.rewards.guard import own_randomness
 from prefrl.run.records import write_identity
 from prefrl.trainer.base.options.size import AUTO_SIZE, AutoSizeParams, largest_divisor
-from prefrl.trainer.free_memory import TrialMemory
+from prefrl.trainer.memory import TrialMemory
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:

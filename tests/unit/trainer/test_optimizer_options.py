@@ -12,8 +12,8 @@ from transformers.training_args import OptimizerNames
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED
-from prefrl.trainer.base.optimizers.by_name import works_under
 from prefrl.trainer.loop import Loop
+from prefrl.trainer.optimizers import works_under
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.trainer.base.options.autopilot import GrowthParams
 from prefrl.trainer.features.growth import GrowingPlan, GrowthPlateau
-from prefrl.trainer.plan import StepPlan
+from prefrl.trainer.steps import StepPlan
 
 
 def plan_of(*, factor: int, unit: int, total: int, per_epoch: int) -> GrowingPlan:
