@@ -52,8 +52,8 @@ OPTIONAL = {
     "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers/by_name.py"),
     "pytorch_optimizer": ("prefrl/trainer/base/optimizers/by_name.py",),
     "deepspeed": ("prefrl/distributed/",),
-    "torchao": ("prefrl/models/fp8.py", "prefrl/trainer/base/options/precision.py"),
-    "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
+    "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base/options/precision.py"),
+    "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/local.py",),
@@ -203,7 +203,7 @@ BY_STRING = {
     "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
     "prefrl/rewards/named.py": "modules of the user",
-    "prefrl/scripts/verify.py": "modules of the user",
+    "prefrl/scripts/oracle/command.py": "modules of the user",
 }
 OF_THE_REGISTRY = {
     "prefrl/__init__.py": "public names",

@@ -19,11 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.distributed import check_devices, processes
 from prefrl.generation.weights import process_group, sync, wire
-from prefrl.models.attention import choice, segments, varlen
-from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
-from prefrl.models.attention.layout import Layout
-from prefrl.models.precision import of_products
-from prefrl.models.seeding import seeded
+from prefrl.models.attention import interface, segments, varlen
+from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
+from prefrl.models.attention.segments import Layout
+from prefrl.models.modes import of_products, seeded
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
@@ -103,7 +102,7 @@ def options(**values: Any) -> Any:
 # Attention.
 
 
-@reaches("models.attention.choice:_is_for_varlen", "models.attention.choice:_is_for_blocks")
+@reaches("models.attention.interface:choose_kernel")
 def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blocks(gpus: Gpus) -> None:
     assert varlen.kernel() is not None
     for dtype, served in (
@@ -112,12 +111,12 @@ def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blo
         (torch.float64, [False] * 2),
     ):
         inputs = Inputs(OWN, dtype, 4, 2, 64, 64, scaling=None)
-        assert [kernel.serves(inputs) for kernel in choice.KERNELS[:2]] == served
+        assert [kernel.serves(inputs) for kernel in interface.KERNELS[:2]] == served
         elsewhere = Inputs(torch.device("mps"), dtype, 4, 2, 64, 64, scaling=None)
-        assert choose_kernel(elsewhere, Layout(((5, -1),))) is choice.KERNELS[-1]
+        assert choose_kernel(elsewhere, Layout(((5, -1),))) is interface.KERNELS[-1]
 
 
-@reaches("models.attention.choice:_mistake")
+@reaches("models.attention.interface:_mistake")
 def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alone(gpus: Gpus) -> None:
     seen: set[Any] = set()
     before = [generator.get_state() for generator in gpus.generators]
@@ -131,7 +130,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
 
     kernel = Kernel("new", attend, lambda inputs: True)
     inputs = Inputs(OWN, torch.float32, 4, 2, 8, 8, scaling=0.3)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is kernel
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is kernel
     assert seen == {(True, OWN, 3)}
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +138,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
         raise RuntimeError("no kernel image")
 
     kernel = Kernel("broken", broken, lambda inputs: True)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is choice.KERNELS[-1]
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is interface.KERNELS[-1]
     assert (gpus[3].waits, gpus[0].waits) == (1, 0)  # for errors that come later
     assert all(torch.equal(g.get_state(), state) for g, state in zip(gpus.generators, before, strict=True))
 
@@ -333,7 +332,7 @@ def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCapture
     assert message.startswith("bf16=True on Pretend H300: it has no arithmetic in bfloat16")
 
 
-@reaches("models.precision:of_products")
+@reaches("models.modes:of_products")
 def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -386,7 +385,7 @@ def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> Non
 # Random numbers.
 
 
-@reaches("models.seeding:seeded")
+@reaches("models.modes:seeded")
 def test_seeds_are_for_all_generators_in_use_and_leave_no_trace(gpus: Gpus) -> None:
     generators = [torch.default_generator, *gpus.generators]
 

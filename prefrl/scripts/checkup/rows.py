@@ -24,7 +24,7 @@ from prefrl.data.formats import column_names
 from prefrl.data.rows import list_lengths
 from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
-from prefrl.models.positions import position_limit
+from prefrl.models.plans import position_limit
 from prefrl.printable import printable
 from prefrl.scripts.checkup.findings import Section, logged_into
 

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.models.liger import liger_options
+from prefrl.models.kernels import liger_options
 from prefrl.optional import require
 from prefrl.options.fields import check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
 from prefrl.options.foreign import advice
@@ -47,7 +47,7 @@ from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation
-    from prefrl.models.positions import PositionLimit
+    from prefrl.models.plans import PositionLimit
 
 __all__ = ["TRUNCATION_SIDES", "BaseConfig", "TruncationMode"]
 

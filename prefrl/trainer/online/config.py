@@ -40,7 +40,7 @@ from prefrl.trainer.online.rollout_options import (
 from prefrl.trainer.online.vllm_options import CORRECTION, NO_SERVER_RULES, SERVER_RULES, VLLM, VLLMOptions
 
 if TYPE_CHECKING:
-    from prefrl.models.positions import PositionLimit
+    from prefrl.models.plans import PositionLimit
 
 __all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
 
