@@ -200,7 +200,7 @@ BY_STRING = {
     "prefrl/registry.py": "configs and trainers of algorithms, public names, and the rules of the schema",
     "prefrl/scripts/main.py": "commands",
     "prefrl/optional.py": "optional packages",
-    "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
+    "prefrl/distributed/checkpoint.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
     "prefrl/rewards/named.py": "modules of the user",
     "prefrl/scripts/verify.py": "modules of the user",
