@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from prefrl.models.routers import RouterRecord
 
 __all__ = [
+    "Scoring",
+    "scores_in_pieces",
     "in_pieces",
     "joined",
     "score_pieces",
@@ -115,6 +117,41 @@ def joined(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tens
     return torch.cat([rows[row] for row in range(len(rows))])[: batch.num_tokens]
 
 
+def scores_in_pieces(
+    model: nn.Module,
+    batch: TokenBatch,
+    scoring: Scoring,
+    *,
+    max_tokens: int | None,
+    want: Collection[WantName] = (),
+) -> TokenScores:
+    """Scores of the response tokens without gradients, in passes of at most `max_tokens` forward tokens.
+
+    If the model's weights are partitioned over ranks, all ranks must call it, including those without a row.
+
+    Args:
+        model: Runs in its current mode.
+        batch: B rows, N response tokens, possibly none.
+        scoring: What is scored, and how.
+        max_tokens: Limit per pass; a longer row gets its own pass. None: one pass.
+        want: What to compute besides log-probs, by its name in `TokenScores`.
+
+    Returns:
+        [N] float32 nats, and what is wanted, in the batch's order; 0 where `batch.trainable` is False.
+
+    Raises:
+        ConfigError: Hidden states are wanted, but cannot be read from this model.
+    """
+
+    def score(piece: TokenBatch) -> TokenScores:
+        return token_logprobs(model, piece, **vars(scoring), want=want)
+
+    pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
+    names = list(scores[0].wanted)
+    logprobs = joined(batch, pieces, [each.logprobs for each in scores])
+    return TokenScores(logprobs, {n: joined(batch, pieces, [each.wanted[n] for each in scores]) for n in names})
+
+
 def in_pieces(
     model: nn.Module, score: Callable[[TokenBatch], Tensor], batch: TokenBatch, *, max_tokens: int | None
 ) -> Tensor:
@@ -136,6 +173,21 @@ logger = logging.getLogger(__name__)
 
 # If a plan does not work for a model, the next one replaces it.
 _PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed", "padded")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a run scores, and how: arguments of `token_logprobs` that are the same in all of its passes.
+
+    Args:
+        temperature: > 0, divides the logits.
+        truncation: Cuts the distribution as a sampler did; None: it is not cut.
+        plan: How rows are laid out.
+    """
+
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    plan: Plan = "auto"
 
 
 def token_logprobs(
