@@ -332,7 +332,7 @@ def score_sequences(
     readout = readout or sequence_readout
     scores = read_out(model, inputs, predictors, readout, own_logits=own_logits, routers=routers)["scores"]
     if own_logits:  # one score for each response
-        scores = scores[batch.on_device([batch.responses(row)[-1] for row in range(batch.num_rows)])]
+        scores = scores[batch.on_device([batch.responses[row][-1] for row in range(batch.num_rows)])]
     return scores
 
 
