@@ -20,17 +20,34 @@ Shape letters: M tokens, c of them in a chunk, V vocabulary, W the longest text 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
 
-from prefrl.losses.determinism import cumsum_permitted
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["History", "KeptSet", "Mask", "TokenTruncation", "Truncation"]
+__all__ = ["cumsum_permitted", "History", "KeptSet", "Mask", "TokenTruncation", "Truncation"]
+
+
+@contextmanager
+def cumsum_permitted() -> Iterator[None]:
+    """Context in which deterministic mode lets CUDA sum cumulatively: torch warns instead of an error.
+
+    It has no deterministic algorithm for this, see `torch.use_deterministic_algorithms`. What may differ is the order
+    in which the probabilities of tokens are added.
+    """
+    is_on = torch.are_deterministic_algorithms_enabled()
+    is_lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(is_on, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_on, warn_only=is_lenient)
+
 
 # Logit of tokens outside S. Finite, so that its product with a probability of 0 is 0.
 _FLOOR = -1e20

@@ -31,7 +31,7 @@ from prefrl.types import IdleBatch, TokenBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.kl.full import ReferenceLogits
+    from prefrl.losses.kl import ReferenceLogits
     from prefrl.losses.truncation import Truncation
     from prefrl.models.routers import RouterRecord
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from prefrl import distributed
-from prefrl.losses.kl.full import ReferenceLogits
+from prefrl.losses.kl import ReferenceLogits
 from prefrl.models.forward import Scoring, in_pieces, scores_in_pieces, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inside, packed, unpacked

@@ -21,9 +21,9 @@ from prefrl.losses.advantage.estimators import (
     normalize_rows,
     row_totals,
 )
-from prefrl.losses.advantage.turns import turn_advantages
-from prefrl.losses.advantage.whitening import Moments, moments, whitened
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.advantage.scored import Moments, moments, whitened
+from prefrl.losses.advantage.tokens import turn_advantages
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean

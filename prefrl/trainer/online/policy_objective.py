@@ -10,11 +10,9 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.advantage.estimators import ADVANTAGES
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, sequence_kl
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
-from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
-from prefrl.losses.policy.tokens import PolicyTokens
+from prefrl.losses.policy.tokens import PolicyTokens, off_policy_sequence_mask, positive_nll
 from prefrl.losses.reduce import row_items, row_sums, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, host
 from prefrl.options.policy import SampledKLParams, SequenceKLParams

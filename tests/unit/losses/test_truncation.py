@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from prefrl.losses import truncation
-from prefrl.losses.kl.full import ReferenceLogits
+from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, module_logprobs
 from prefrl.losses.truncation import History, TokenTruncation, Truncation
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
-from prefrl.losses.kl.full import ReferenceLogits
+from prefrl.losses.kl import ReferenceLogits
 from prefrl.models.forward import Scoring, token_logprobs
 from prefrl.models.reference import Reference, make_reference
 from prefrl.types import TokenBatch
