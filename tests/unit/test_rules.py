@@ -17,6 +17,7 @@ import pytest
 
 import prefrl.options
 from prefrl.errors import ConfigError
+from prefrl.options.params import Params
 from prefrl.options.rules import Rule, apply, example, unset, when
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
@@ -34,7 +35,14 @@ def tables() -> dict[str, tuple[Rule, ...]]:
         for variable, table in vars(module).items() if name.startswith("prefrl.") else ():
             if isinstance(table, tuple) and table and all(isinstance(row, Rule) for row in table):
                 found.setdefault(id(table), (variable, table))
-    return dict(found.values())
+    return dict(found.values()) | {
+        params.__name__: vars(params)["rules"] for params in subclasses(Params) if "rules" in vars(params)
+    }
+
+
+def subclasses(params: type[Params]) -> list[type[Params]]:
+    """All classes of hyperparameters."""
+    return [other for direct in params.__subclasses__() for other in (direct, *subclasses(direct))]
 
 
 TABLES = tables()

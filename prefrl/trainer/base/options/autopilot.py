@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt, plain_value
 from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
@@ -61,12 +60,6 @@ class SoupParams(Params):
     top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
 
 
-def _check_watched(params: Any) -> None:
-    """What is watched has to be known."""
-    if params.metrics is not None and not (params.metrics and {*params.metrics} <= {*_WATCHED}):
-        raise ConfigError(f"metrics={params.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
-
-
 @dataclass(frozen=True)
 class SpikeParams(Params):
     """What a spike is, and what happens after one."""
@@ -88,7 +81,13 @@ class SpikeParams(Params):
         3, "Maximum number of rollbacks to the same checkpoint; after that, steps with a spike are skipped."
     )
 
-    rules = (_check_watched,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.metrics is not None and not (p.metrics and {*p.metrics} <= {*_WATCHED}),
+            f"metrics={{metrics!r}}: must be one or several of {', '.join(map(repr, _WATCHED))}",
+            example("sft", on_spike="rollback", spike_kwargs={"metrics": ["los"]}),
+        ),
+    )
 
 
 GROWTH: KwargsOption[GrowthParams] = KwargsOption(
