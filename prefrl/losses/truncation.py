@@ -30,7 +30,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["cumsum_permitted", "History", "KeptSet", "Mask", "TokenTruncation", "Truncation"]
+__all__ = ["cumsum_permitted", "TokenHistory", "KeptSet", "Mask", "TokenTruncation", "Truncation"]
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class TokenHistory:
     """The texts that M tokens follow."""
 
     ids: Tensor  # [R, W] int64, context and response, padded with anything
@@ -136,7 +136,7 @@ class TokenTruncation:
     """The truncation of M tokens."""
 
     cuts: Truncation
-    history: History | None  # None: there is no repetition penalty
+    history: TokenHistory | None  # None: there is no repetition penalty
 
     def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.cuts, None if self.history is None else self.history[rows])

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
-from prefrl.losses.truncation import History, TokenTruncation
+from prefrl.losses.truncation import TokenHistory, TokenTruncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
@@ -39,7 +39,7 @@ __all__ = [
     "Scoring",
     "scores_in_pieces",
     "in_pieces",
-    "joined",
+    "in_batch_order",
     "score_pieces",
     "Plan",
     "WantName",
@@ -59,7 +59,7 @@ def token_truncation(batch: TokenBatch, cuts: Truncation) -> TokenTruncation:
     return TokenTruncation(cuts, None if cuts.repetition_penalty == 1.0 else _history(batch))
 
 
-def _history(batch: TokenBatch) -> History:
+def _history(batch: TokenBatch) -> TokenHistory:
     """The context of each response and its tokens, and how many of these come before each trainable token."""
     prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
     responses = torch.split(batch.response_ids, list(batch.response_lengths))
@@ -74,7 +74,7 @@ def _history(batch: TokenBatch) -> History:
     ]
     numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
     index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]
-    return History(pad_sequence(texts, batch_first=True), *index)
+    return TokenHistory(pad_sequence(texts, batch_first=True), *index)
 
 
 T = TypeVar("T")
@@ -94,8 +94,8 @@ def score_pieces(
         max_tokens: Limit per piece; a longer row becomes its own piece. None: one piece.
 
     Returns:
-        Pieces, in any order, and their results, for `joined`. `group_index` of a piece holds the row numbers in
-        `batch`. Without rows, the only piece is an idle row.
+        Pieces, in any order, and their results, for `in_batch_order`. `group_index` of a piece holds the row numbers
+        in `batch`. Without rows, the only piece is an idle row.
     """
     idle = IdleBatch.of_token().to(batch.device)
     pieces: list[TokenBatch] = [batch.replace(group_index=tuple(range(batch.num_rows)))]
@@ -110,7 +110,7 @@ def score_pieces(
     return pieces, results[: len(pieces)]
 
 
-def joined(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tensor]) -> Tensor:
+def in_batch_order(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tensor]) -> Tensor:
     """[N, ...] in the order of the batch, from per-token results of its pieces."""
     rows: dict[int, Tensor] = {}
     for piece, part in zip(pieces, parts, strict=True):
@@ -149,8 +149,10 @@ def scores_in_pieces(
 
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
     names = list(scores[0].wanted)
-    logprobs = joined(batch, pieces, [each.logprobs for each in scores])
-    return TokenScores(logprobs, {n: joined(batch, pieces, [each.wanted[n] for each in scores]) for n in names})
+    logprobs = in_batch_order(batch, pieces, [each.logprobs for each in scores])
+    return TokenScores(
+        logprobs, {n: in_batch_order(batch, pieces, [each.wanted[n] for each in scores]) for n in names}
+    )
 
 
 def in_pieces(
@@ -167,7 +169,7 @@ def in_pieces(
     Returns:
         [N, ...] in the batch's order.
     """
-    return joined(batch, *score_pieces(model, score, batch, max_tokens=max_tokens))
+    return in_batch_order(batch, *score_pieces(model, score, batch, max_tokens=max_tokens))
 
 
 logger = logging.getLogger(__name__)
