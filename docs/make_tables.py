@@ -226,7 +226,7 @@ def _advantages() -> Iterator[list[str]]:
 
 def _kl() -> Iterator[list[str]]:
     says = {True: "yes", False: "no"}
-    for name, row in load("prefrl.losses.kl.estimators.KL_ESTIMATORS").items():
+    for name, row in load("prefrl.losses.kl.KL_ESTIMATORS").items():
         yield [f"`{name}`", says[row.unbiased_value], says[row.unbiased_gradient], row.source]
 
 

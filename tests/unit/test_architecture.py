@@ -16,7 +16,7 @@ from transformers import Trainer
 import prefrl
 from prefrl.losses.advantage.balance import REWARD_BALANCES
 from prefrl.losses.advantage.estimators import ADVANTAGES
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.losses.preference.reference_free import CPO_LOSSES
@@ -190,7 +190,7 @@ BY_STRING = {
     "prefrl/registry.py": "configs and trainers of algorithms, public names, and the rules of the schema",
     "prefrl/scripts/main.py": "commands",
     "prefrl/optional.py": "optional packages",
-    "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
+    "prefrl/distributed/checkpoint.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
     "prefrl/rewards/named.py": "modules of the user",
     "prefrl/scripts/oracle/command.py": "modules of the user",
