@@ -15,9 +15,9 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
-from prefrl.scripts.imports import uncollected
 from prefrl.scripts.inputs import read
 from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.startup import uncollected
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm

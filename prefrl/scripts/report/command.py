@@ -10,7 +10,7 @@ from pathlib import Path
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.report.html import page
+from prefrl.scripts.report.page import page
 
 __all__ = ["RunArguments", "main"]
 

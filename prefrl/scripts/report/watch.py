@@ -19,7 +19,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.report.command import RunArguments
-from prefrl.scripts.report.html import page
+from prefrl.scripts.report.page import page
 
 __all__ = ["LivePage", "main", "serve"]
 

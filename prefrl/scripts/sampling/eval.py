@@ -19,8 +19,15 @@ from prefrl.scripts.arguments.dataset_columns import ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.sampling.sampler import Sample, SamplingArguments, has_messages, make_sampler
-from prefrl.scripts.sampling.samples_file import RESPONSES, load_rows, write_rows
+from prefrl.scripts.sampling.sampler import (
+    RESPONSES,
+    Sample,
+    SamplingArguments,
+    has_messages,
+    load_rows,
+    make_sampler,
+    write_rows,
+)
 
 if TYPE_CHECKING:
     from prefrl.rewards.at_k import PromptSamples

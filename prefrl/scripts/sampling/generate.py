@@ -16,8 +16,16 @@ from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.sampling.sampler import Prompt, SamplingArguments, has_messages, make_sampler
-from prefrl.scripts.sampling.samples_file import RESPONSES, check_output_file, load_rows, write_rows
+from prefrl.scripts.sampling.sampler import (
+    RESPONSES,
+    Prompt,
+    SamplingArguments,
+    check_output_file,
+    has_messages,
+    load_rows,
+    make_sampler,
+    write_rows,
+)
 
 __all__ = ["GenerateArguments", "command_parser", "main"]
 
