@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import PrefrlError as PrefrlError
     from prefrl.errors import RewardError as RewardError
     from prefrl.errors import WeightSyncError as WeightSyncError
-    from prefrl.models.frozen_copy import create_reference_model as create_reference_model
+    from prefrl.models.reference import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
     from prefrl.scripts.arguments.dataset_config import DatasetConfig as DatasetConfig
@@ -96,7 +96,7 @@ _PATHS |= {
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
     "apply_chat_template": "prefrl.data.chat_templates:apply_chat_template",
     "clone_chat_template": "prefrl.data.chat_templates:clone_chat_template",
-    "create_reference_model": "prefrl.models.frozen_copy:create_reference_model",
+    "create_reference_model": "prefrl.models.reference:create_reference_model",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
     "get_dataset": "prefrl.scripts.arguments.dataset_config:get_dataset",
     "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",

@@ -29,7 +29,7 @@ from prefrl.data.formats import column_names
 from prefrl.data.rows import list_lengths
 from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
-from prefrl.models.positions import position_limit
+from prefrl.models.plans import position_limit
 from prefrl.printable import printable
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import RewardRunner

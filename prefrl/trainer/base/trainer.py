@@ -19,9 +19,9 @@ from prefrl.metrics import Metric, merge
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
+from prefrl.models.kernels import OffloadActivations
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
-from prefrl.models.offload import OffloadActivations
-from prefrl.models.positions import position_limit
+from prefrl.models.plans import position_limit
 from prefrl.run.folder import check_writable
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.averaging import AveragingTrainer
