@@ -28,17 +28,7 @@ _USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a run and print what was found.
-
-    Args:
-        argv: The algorithm, the file, and options that change it.
-
-    Returns:
-        0 if the run would begin, otherwise 2.
-
-    Raises:
-        ConfigError: The command line or the file cannot be read.
-    """
+    """Check a run and print what was found. The exit code is 0 if the run would begin, otherwise 2."""
     algorithm, options, own = _read(argv)
     given = read(algorithm, options)
     with uncollected():  # these import torch, which mistakes do not need

@@ -45,17 +45,7 @@ _OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an o
 
 
 def main(argv: Sequence[str]) -> int:
-    """`prefrl launch ALGORITHM ...`: the same as `prefrl ALGORITHM ...`, but always through accelerate.
-
-    Args:
-        argv: The algorithm, then its options.
-
-    Returns:
-        The exit code; see `start`.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work.
-    """
+    """`prefrl launch ALGORITHM ...`: the same as `prefrl ALGORITHM ...`, but always through accelerate."""
     parser = OptionParser(
         takes_config=False,
         prog="prefrl launch",

@@ -130,17 +130,7 @@ class ServeArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, start the server and watch it until a signal arrives.
-
-    Args:
-        argv: The options. Those that are unknown here are passed on to vLLM.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work, or the server failed.
-    """
+    """Start the server and watch it until a signal arrives. Options that are unknown here are passed on to vLLM."""
     parser = CommandParser(
         "vllm-serve",
         (ServeArguments,),

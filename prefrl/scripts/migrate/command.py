@@ -59,17 +59,7 @@ class MigrateArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Migrate files, and print what was changed and what is left to do.
-
-    Args:
-        argv: The files and the options, in any order.
-
-    Returns:
-        0, or 3 if something is left to do.
-
-    Raises:
-        ConfigError: A file cannot be read, is not what it seems to be, or would overwrite another one.
-    """
+    """Migrate files, and print what was changed and what is left to do. Files and options come in any order."""
     description = (
         "Rewrite Python and shell scripts, YAML and TOML of TRL, verl, cosmos-rl and Ludwig for prefrl. "
         "Exit code: 0 if all is done, 3 if something is left to do, 2 for an error."

@@ -14,17 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, compute the step and print it.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: The step cannot be computed again; the message says what is missing.
-    """
+    """Compute the step and print it."""
     parser = argparse.ArgumentParser(prog="prefrl replay", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="output_dir of an online run, or a folder nan-step-N of any run")
     parser.add_argument("--step", type=int, help="number of the step, counted from 1, as it is logged")
