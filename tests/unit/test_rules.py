@@ -92,6 +92,21 @@ def test_all_tables_are_found() -> None:
     assert {"COMMON_RULES", "PACKING_RULES", "SERVER_RULES"} <= TABLES.keys()
 
 
+# In messages, an option may be shown by another name of its value.
+ALIASES = {
+    "advantage_estimator": "estimator",
+    "steps_per_generation": "micro_batches_per_generation",
+    "vllm_server_base_url": "server_urls",
+}
+
+
+def test_messages_say_of_each_option_its_own_value() -> None:
+    for row in (row for table in TABLES.values() for row in table):
+        for option, shown in re.findall(r"(\w+)=\{([\w.]+)", row.message.replace("{{", "").replace("}}", "")):
+            name = shown.rpartition(".")[2]
+            assert name in (option, ALIASES.get(option), "found") or name in row.values, row.message
+
+
 RULES = (
     *unset(
         {"a": 1, "b": 2}, if_=lambda o: o.off, because="off={off!r} {{}}", remedy="Set on.", example=example("sft")
