@@ -1,15 +1,22 @@
-"""The options and arguments of TRL 1.16, and a few of earlier versions, that differ here."""
+"""What differs here: options, arguments and names of TRL 1.16, a few of earlier versions, and of transformers 4."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from prefrl.options.foreign.row import Row, aside, becomes, not_needed, not_there, renamed, server
+from prefrl.scripts.migrate.foreign.row import Row, aside, becomes, not_needed, not_there, renamed, server
 
 __all__ = [
-    *("ARGUMENTS", "DEFAULTS", "METHODS", "NAMES", "REWARDS", "SAME_VALUES", "SCRIPT_OPTIONS"),
-    *("TRAINER_NAMES", "TRL", "VALUES"),
+    "DEFAULTS",
+    "METHODS",
+    "NAMES",
+    "REWARDS",
+    "SAME_VALUES",
+    "SCRIPT_OPTIONS",
+    "TRL",
+    "VALUES",
+    "TRANSFORMERS",
 ]
 
 _NO_PADDING = "batches are laid out without padding"
@@ -99,23 +106,6 @@ TRL: dict[str, Row] = {
     "torch_dtype": renamed("dtype"),
 }
 
-# Arguments of trainers that must be None here, and why.
-ARGUMENTS: dict[str, str] = {
-    "data_collator": "the trainer lays out batches itself",
-    "compute_loss_func": "a trainer's loss is its algorithm. Derive from the trainer and write its method loss",
-    "optimizer_cls_and_kwargs": "give optimizers=(optimizer, None), or the options optim and optim_args",
-    "preprocess_logits_for_metrics": "no logits are kept; compute_metrics gets the most likely tokens, or rewards",
-    "model_init": "load the model and give it as model",
-    "rollout_func": "write an environment, whose methods respond and edit decide what follows a completion",
-}
-# Arguments of trainers by another name.
-TRAINER_NAMES: dict[str, str] = {
-    "tokenizer": "processing_class",
-    "config": "args",
-    "reward_model": "reward_funcs",
-    "policy": "model",
-    "ref_policy": "ref_model",
-}
 # Options that no trainer of TRL reads: its scripts load with them what they give to the trainer.
 SCRIPT_OPTIONS = ("reward_model_path", "sft_model_path")
 # Methods of trainers that scripts need not call here, and why.
@@ -177,4 +167,33 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "PPOConfig": {
         **{"learning_rate": 3e-6, "max_completion_length": 53, "max_prompt_length": None, "temperature": 0.7, **_EVERY}
     },
+}
+
+
+_PRECISION = "mixed precision is that of torch"
+
+
+def _warmup(ratio: Any) -> Mapping[str, Any]:
+    if not 0 <= float(ratio) < 1:
+        raise ValueError("only a fraction below 1 is one of all steps")
+    return {"warmup_steps": ratio}
+
+
+TRANSFORMERS: dict[str, Row] = {
+    "warmup_ratio": Row("renamed", "warmup_steps", ("warmup_steps",), _warmup),
+    "evaluation_strategy": renamed("eval_strategy"),
+    "per_gpu_train_batch_size": renamed("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": renamed("per_device_eval_batch_size"),
+    "no_cuda": renamed("use_cpu"),
+    "push_to_hub_model_id": renamed("hub_model_id"),
+    "push_to_hub_token": renamed("hub_token"),
+    "adafactor": becomes("optim='adafactor'", lambda value: {"optim": "adafactor"} if value else {}, "optim"),
+    "group_by_length": not_needed("nothing is padded; max_tokens_per_micro_batch balances tokens"),
+    "overwrite_output_dir": not_needed("training starts anew unless resume_from_checkpoint is set"),
+    "save_safetensors": not_needed("weights are always saved as safetensors"),
+    "use_mps_device": not_needed("the device that is there is used"),
+    "fp16_backend": not_needed(_PRECISION),
+    "half_precision_backend": not_needed(_PRECISION),
+    "fp16_opt_level": not_needed(_PRECISION),
+    "logging_dir": not_there("set the variable TENSORBOARD_LOGGING_DIR, for example in env"),
 }

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefrl.options.foreign.others import OTHERS
-from prefrl.options.foreign.row import (
+from prefrl.scripts.migrate.foreign.others import OTHERS
+from prefrl.scripts.migrate.foreign.row import (
     Row,
     asked,
     becomes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefrl.options.foreign.row import (
+from prefrl.scripts.migrate.foreign.row import (
     Row,
     asked,
     becomes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefrl.options.foreign.row import (
+from prefrl.scripts.migrate.foreign.row import (
     Row,
     asked,
     becomes,
@@ -15,7 +15,7 @@ from prefrl.options.foreign.row import (
     renamed,
     together,
 )
-from prefrl.options.foreign.verl import LAUNCH, VERL
+from prefrl.scripts.migrate.foreign.verl import LAUNCH, VERL
 
 __all__ = ["DEFAULTS", "VERL_SFT"]
 
