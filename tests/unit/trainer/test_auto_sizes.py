@@ -79,15 +79,6 @@ RULES = [
     ),
     pytest.param(SFTConfig, {"effective_batch_size": 0}, "effective_batch_size=0: must be a number >= 1", id="zero"),
     pytest.param(
-        SFTConfig, {"gradient_accumulation_steps": "auto"}, "'auto' without effective_batch_size", id="nothing decides"
-    ),
-    pytest.param(
-        SFTConfig,
-        {"per_device_train_batch_size": "auto", "max_tokens_per_micro_batch": 9},
-        "'auto' with max_tokens_per_micro_batch: .* Set effective_batch_size",
-        id="rows and a budget",
-    ),
-    pytest.param(
         SFTConfig, {"auto_size_kwargs": {"memory_share": 0.5}}, "auto_size_kwargs=.* has no effect", id="no search"
     ),
     pytest.param(
