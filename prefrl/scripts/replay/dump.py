@@ -14,7 +14,7 @@ from rich.table import Table
 from prefrl import distributed
 from prefrl.registry import REGISTRY
 from prefrl.scripts.replay.setup import config_of, never, processing_class_of
-from prefrl.trainer.base.step_dump import DumpedBatch, read_dump
+from prefrl.trainer.step_dump import DumpedBatch, read_dump
 
 if TYPE_CHECKING:
     from prefrl.run.records import Identity
