@@ -17,18 +17,17 @@ A row without a trainable token counts as a row whose loss is 0, as in TRL.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from prefrl.losses.checks import check_same_shape
+from prefrl.options.policy import Reduction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reduction", "item_count", "row_items", "row_sums", "token_weights", "trainable_per_row"]
-
-Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
+__all__ = ["item_count", "row_items", "row_sums", "token_weights", "trainable_per_row"]
 
 
 def trainable_per_row(trainable: Tensor, row_index: Tensor, num_rows: int) -> Tensor:

@@ -30,9 +30,8 @@ from transformers.pytorch_utils import Conv1D
 
 from prefrl.distributed import is_sharded, shape_of
 from prefrl.errors import ConfigError
-from prefrl.models.heads import is_classifier, needed_head
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import inner_model
+from prefrl.models.scoring import inner_model, is_classifier, needed_head
 from prefrl.types import IdleBatch
 
 if TYPE_CHECKING:
@@ -108,8 +107,8 @@ def _fed_segments(batches: Sequence[TokenBatch]) -> list[tuple[int, int]]:
     segments: list[tuple[int, int]] = []
     for batch in batches:
         for i, (row, length) in enumerate(zip(batch.response_row, batch.response_lengths, strict=True)):
-            roots.add((batch.group_index[row], batch.prompt_lengths[batch.context(i)[0]]))
-            segments.append((batch.context_length(i), length - 1))
+            roots.add((batch.group_index[row], batch.prompt_lengths[batch.contexts[i][0]]))
+            segments.append((batch.context_lengths[i], length - 1))
         prompts = zip(batch.prompt_stops, batch.prompt_lengths, strict=True)
         segments += [(stop - length, length) for stop, length in prompts if stop > length]
     return [*((0, length) for _, length in roots), *segments]

@@ -12,11 +12,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
-
 __all__ = [
-    "AtKParams",
     "PromptSamples",
     "at_k_metrics",
     "best_at_k",
@@ -31,20 +27,6 @@ _NUM_RESAMPLES = 1000
 _CONFIDENCE = 0.95
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class AtKParams(Params):
-    """Which of pass@k, best@k and maj@k are computed, and what a correct sample is."""
-
-    k: list[int] | None = opt(None, "Sizes k, such as [1, 8]; None: nothing is computed.")
-    reward: str | None = opt(
-        None, "Name of the reward that decides whether a sample is correct; None: the total reward."
-    )
-    threshold: float = opt(1.0, "A sample is correct if that reward is at least this.")
-    answer: str | None = opt(
-        None, "Column of the answers that maj@k compares, which a reward logs with log_extra; None: no maj@k."
-    )
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -5,25 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from annotated_types import Ge, Lt
 
 from prefrl.errors import DataError
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
-from prefrl.rollout.rules import check_curriculum
+from prefrl.options.rollout import CurriculumParams, CurriculumWeighting
 from prefrl.rollout.selection import random_generator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["CurriculumParams", "CurriculumWeighting", "SuccessCurriculum", "draw_rows"]
-
-CurriculumWeighting = Literal["variance", "band"]
+__all__ = ["SuccessCurriculum", "draw_rows"]
 
 
 def draw_rows(weights: NDArray[np.float64], num_rows: int, *, generator: np.random.Generator) -> list[int]:
@@ -44,20 +39,6 @@ def draw_rows(weights: NDArray[np.float64], num_rows: int, *, generator: np.rand
     order = np.argsort(arrivals[possible] / weights[possible], kind="stable")[:num_rows]
     rows: list[int] = possible[order].tolist()
     return rows
-
-
-@dataclass(frozen=True)
-class CurriculumParams(Params):
-    """Hyperparameters of `SuccessCurriculum`."""
-
-    band: list[float] = opt([0.1, 0.9], "Lowest and highest success rate of prompts that are not replaced.")
-    reward_bounds: list[float] = opt([0.0, 1.0], "Rewards of a failure and of a success.")
-    floor: Annotated[float, Ge(0)] = opt(0.05, "Added to the sampling weight of every prompt.")
-    momentum: Annotated[float, Ge(0), Lt(1)] = opt(
-        0.5, "Weight of the past in a prompt's success rate, an exponential moving average."
-    )
-
-    rules = (check_curriculum,)
 
 
 @dataclass

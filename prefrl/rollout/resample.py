@@ -27,15 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
-from annotated_types import Ge
 
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.curriculum import draw_rows
 from prefrl.rollout.selection import random_generator
@@ -45,19 +42,7 @@ if TYPE_CHECKING:
 
     from prefrl.types import Rollout
 
-__all__ = ["Resampling", "ResamplingParams", "groups_without_signal", "replace_groups", "signal_values"]
-
-
-@dataclass(frozen=True)
-class ResamplingParams(Params):
-    """Hyperparameters of dynamic sampling."""
-
-    max_tries: Annotated[int, Ge(1)] = opt(
-        10, "Maximum number of times that prompts are replaced in a generation batch."
-    )
-    reward_metric: str | None = opt(
-        None, "Name of the reward that must differ within a prompt; None: the total reward."
-    )
+__all__ = ["Resampling", "groups_without_signal", "replace_groups", "signal_values"]
 
 
 def signal_values(rollouts: Sequence[Rollout], *, metric: str | None) -> list[tuple[int, float]]:

@@ -19,45 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
-from annotated_types import Gt, Le
 
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
-from prefrl.rollout.rules import check_clip_range
+from prefrl.options.rollout import ShapingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.types import FinishReason
 
-__all__ = ["RunningMoments", "ShapingParams", "clipped", "minus_missing_eos", "shaped", "stop_properly"]
-
-
-@dataclass(frozen=True)
-class ShapingParams(Params):
-    """Hyperparameters of `shaped`."""
-
-    stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
-        None,
-        "The total reward of completions that were cut off at the length limit is multiplied by this number, or "
-        "replaced by it if it is below 0.",
-    )
-    missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
-        None, "Number to subtract from the total reward of completions that were cut off or aborted."
-    )
-    normalize: bool = opt(
-        False,
-        "Divide total rewards by the running standard deviation of all totals so far, over all processes. If the "
-        "advantages do not compare completions of a group, subtract the running mean, too.",
-    )
-    clip_range: list[float] | None = opt(
-        None, "Clip total rewards to this range: smallest and largest value; None: no clipping."
-    )
-
-    rules = (check_clip_range,)
+__all__ = ["RunningMoments", "clipped", "minus_missing_eos", "shaped", "stop_properly"]
 
 
 @dataclass

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt
 
-from prefrl.options.fields import opt
 from prefrl.options.params import Params
+from prefrl.options.rollout import KeptParams, PowParams, ReweightMethod, RowSelection, SelectionRule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,48 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "SELECTIONS",
-    "KeptParams",
-    "PowParams",
-    "ReweightMethod",
-    "RowSelection",
-    "SelectionRule",
     "draw_counts",
     "kept_rows",
     "random_generator",
     "row_counts",
 ]
-
-SelectionRule = Literal["max_variance", "best", "random"]
-ReweightMethod = Literal["pow", "max_min", "max_random"]
-RowSelection = Literal["max_variance", "best", "random", "pow", "max_min", "max_random"]
-
-
-@dataclass(frozen=True)
-class KeptParams(Params):
-    """Hyperparameters of the rules of `kept_rows`."""
-
-    num_selected: Annotated[int, Ge(1)] | None = opt(
-        None, "Number of completions to keep of each prompt, below num_generations; required."
-    )
-
-
-@dataclass(frozen=True)
-class PowParams(Params):
-    """Hyperparameters of the method `pow` of `draw_counts`."""
-
-    power: Annotated[float, Gt(0)] = opt(2.0, "Exponent of the reward.")
-
-
-# Rules of `kept_rows` and methods of `draw_counts`, with their hyperparameters.
-SELECTIONS: dict[str, type[Params]] = {
-    "max_variance": KeptParams,
-    "best": KeptParams,
-    "random": KeptParams,
-    "pow": PowParams,
-    "max_min": Params,
-    "max_random": Params,
-}
 
 
 def random_generator(purpose: str, *numbers: int) -> np.random.Generator:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from prefrl.losses.policy.covariance import covariance, covariance_sums
-from prefrl.losses.policy.losses import POLICY_LOSSES, ImportanceLevel, PolicyTokens
+from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
 from prefrl.losses.policy.terms import off_policy_sequence_mask
 from prefrl.losses.reduce import item_count, token_weights
+from prefrl.options.policy import ImportanceLevel
 
 __all__ = ["CONSTANT", "PEER_CASES", "PeerCase", "Rows", "prefrl_values", "rows_of"]
 

@@ -16,18 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import (
-    ADVANTAGES,
-    AdvantageParams,
-    Advantages,
-    GpgParams,
-    GrpoParams,
-    ScoredRows,
-    ScoredTokens,
-    normalize_rows,
-)
-from prefrl.losses.advantage.tokens import BaselineParams, DiscountParams, GaeParams
+from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens, normalize_rows
 from prefrl.losses.advantage.whitening import moments, whitened
+from prefrl.options.advantage import AdvantageParams, BaselineParams, DiscountParams, GaeParams, GpgParams, GrpoParams
 
 STORED = json.loads((Path(__file__).parent / "advantages.json").read_text(encoding="utf-8"))
 TRL, VERL = STORED["trl"], STORED["verl"]

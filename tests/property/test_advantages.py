@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, ScaleParams, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.tokens import DiscountParams, GaeParams
+from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, ScoredTokens
 from prefrl.losses.advantage.whitening import moments, whitened
+from prefrl.options.advantage import DiscountParams, GaeParams, ScaleParams
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 GRPO = [("group", "sum_then_normalize"), ("batch", "sum_then_normalize"), ("none", "sum_then_normalize"),

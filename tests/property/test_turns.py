@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.advantage.estimators import AdvantageParams, ScoredRows, rloo
+from prefrl.losses.advantage.estimators import ScoredRows, rloo
 from prefrl.losses.advantage.turns import turn_advantages
+from prefrl.options.advantage import AdvantageParams
 
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 NAN = float("nan")

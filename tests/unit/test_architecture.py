@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, get_args, get_type_hints
+from typing import Any, Generic, get_args, get_type_hints
 
 import grimp
 import pytest
@@ -17,7 +18,12 @@ from prefrl.losses.advantage.balance import REWARD_BALANCES
 from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
+from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS
+from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
+from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.schema.writer import parser_of
 from prefrl.trainer.base.averaging import AveragingTrainer
@@ -46,11 +52,11 @@ OPTIONAL = {
     "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers/by_name.py"),
     "pytorch_optimizer": ("prefrl/trainer/base/optimizers/by_name.py",),
     "deepspeed": ("prefrl/distributed/",),
-    "torchao": ("prefrl/models/fp8.py", "prefrl/trainer/base/options/precision.py"),
-    "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
+    "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base/options/precision.py"),
+    "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
-    "rapidfuzz": ("prefrl/rewards/graders/texts.py",),
+    "rapidfuzz": ("prefrl/rewards/graders/local.py",),
     "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
     "PIL": ("prefrl/data/image_example.py",),
     "matplotlib": ("prefrl/scripts/",),
@@ -124,6 +130,19 @@ def test_closed_sets_of_the_configs_are_the_keys_of_the_tables() -> None:
     assert set(get_args(hints[GRPOConfig]["kl_estimator"])) == {*KL_ESTIMATORS, "full", "sequence"}
 
 
+def test_what_options_say_of_losses_is_about_the_losses_that_there_are() -> None:
+    pairs: list[tuple[Mapping[Any, Any], Mapping[Any, Any]]] = [
+        (POLICY_LOSS_FACTS, POLICY_LOSSES),
+        (ESTIMATOR_FACTS, ADVANTAGES),
+        (BALANCE_PARAMS, REWARD_BALANCES),
+        (PAIR_LOSS_FACTS, PAIR_LOSSES),
+        (CPO_LOSS_FACTS, CPO_LOSSES),
+        (KL_PARAMS, {**KL_ESTIMATORS, "full": None, "sequence": None}),
+    ]
+    for facts, functions in pairs:
+        assert list(facts) == list(functions)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -184,7 +203,7 @@ BY_STRING = {
     "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
     "prefrl/rewards/named.py": "modules of the user",
-    "prefrl/scripts/verify.py": "modules of the user",
+    "prefrl/scripts/oracle/command.py": "modules of the user",
 }
 OF_THE_REGISTRY = {
     "prefrl/__init__.py": "public names",

@@ -19,13 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.distributed import check_devices, processes
 from prefrl.generation.weights import process_group, sync, wire
-from prefrl.models.attention import choice, segments, varlen
-from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
-from prefrl.models.attention.layout import Layout
-from prefrl.models.precision import of_products
-from prefrl.models.seeding import seeded
+from prefrl.models.attention import interface, segments, varlen
+from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
+from prefrl.models.attention.segments import Layout
+from prefrl.models.modes import of_products, seeded
+from prefrl.options.rules import apply
+from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
-from prefrl.rewards.randomness import own_randomness
+from prefrl.rewards.guard import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import env
 from prefrl.scripts.arguments.model_config import get_kbit_device_map
@@ -34,7 +35,6 @@ from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
 from prefrl.trainer.base.early_read import EarlyRead
 from prefrl.trainer.base.options.precision import check_precision
-from prefrl.trainer.base.options.rules import check_device, check_liger_device
 from prefrl.trainer.base.profiling import ProfileParams, StepProfiler, check_profile
 from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
 from prefrl.trainer.base.sizes.memory import TrialMemory, free_memory
@@ -102,7 +102,7 @@ def options(**values: Any) -> Any:
 # Attention.
 
 
-@reaches("models.attention.choice:_is_for_varlen", "models.attention.choice:_is_for_blocks")
+@reaches("models.attention.interface:choose_kernel")
 def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blocks(gpus: Gpus) -> None:
     assert varlen.kernel() is not None
     for dtype, served in (
@@ -111,12 +111,12 @@ def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blo
         (torch.float64, [False] * 2),
     ):
         inputs = Inputs(OWN, dtype, 4, 2, 64, 64, scaling=None)
-        assert [kernel.serves(inputs) for kernel in choice.KERNELS[:2]] == served
+        assert [kernel.serves(inputs) for kernel in interface.KERNELS[:2]] == served
         elsewhere = Inputs(torch.device("mps"), dtype, 4, 2, 64, 64, scaling=None)
-        assert choose_kernel(elsewhere, Layout(((5, -1),))) is choice.KERNELS[-1]
+        assert choose_kernel(elsewhere, Layout(((5, -1),))) is interface.KERNELS[-1]
 
 
-@reaches("models.attention.choice:_mistake")
+@reaches("models.attention.interface:_mistake")
 def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alone(gpus: Gpus) -> None:
     seen: set[Any] = set()
     before = [generator.get_state() for generator in gpus.generators]
@@ -130,7 +130,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
 
     kernel = Kernel("new", attend, lambda inputs: True)
     inputs = Inputs(OWN, torch.float32, 4, 2, 8, 8, scaling=0.3)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is kernel
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is kernel
     assert seen == {(True, OWN, 3)}
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
         raise RuntimeError("no kernel image")
 
     kernel = Kernel("broken", broken, lambda inputs: True)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is choice.KERNELS[-1]
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is interface.KERNELS[-1]
     assert (gpus[3].waits, gpus[0].waits) == (1, 0)  # for errors that come later
     assert all(torch.equal(g.get_state(), state) for g, state in zip(gpus.generators, before, strict=True))
 
@@ -332,7 +332,7 @@ def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCapture
     assert message.startswith("bf16=True on Pretend H300: it has no arithmetic in bfloat16")
 
 
-@reaches("models.precision:of_products")
+@reaches("models.modes:of_products")
 def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -345,23 +345,23 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 
 
 @reaches(
-    "trainer.base.options.rules:check_device",
-    "trainer.base.options.rules:check_liger_device",
-    "trainer.online.local_options:LocalOptions.validate_local",
+    "options.run_rules:check_device",
+    "options.run_rules:_lacks_gpu",
+    "trainer.online.local_options:LocalOptions.check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
     with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch='auto' on MPS: .* Set a number"):
         check_device(mac)
     with pytest.raises(ConfigError, match="this run is on the MPS"):
-        check_liger_device(mac)
+        apply(mac, LIGER_RULES)
     local: Any = LocalOptions()
     local.device = mac.device
-    local.validate_local(use_vllm=True)
+    local.check_sampler(use_vllm=True)
     with pytest.raises(ConfigError, match=r"use_vllm=False on MPS: .* float64.* Set use_cpu=True"):
-        local.validate_local(use_vllm=False)
+        local.check_sampler(use_vllm=False)
     local.device = OWN
-    local.validate_local(use_vllm=False)
+    local.check_sampler(use_vllm=False)
 
 
 def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +385,7 @@ def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> Non
 # Random numbers.
 
 
-@reaches("models.seeding:seeded")
+@reaches("models.modes:seeded")
 def test_seeds_are_for_all_generators_in_use_and_leave_no_trace(gpus: Gpus) -> None:
     generators = [torch.default_generator, *gpus.generators]
 
@@ -472,7 +472,8 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 @reaches(
     "trainer.online.generators:sync_method",
     "generation.weights.sync:_transport",
-    "trainer.online.vllm_options:VLLMOptions._validate_weight_sync",
+    "trainer.online.vllm_options:_writes_no_files",
+    "trainer.online.vllm_options:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None)

@@ -35,31 +35,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import torch
-from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.rules import check_decay_of_logits
-from prefrl.options.fields import opt
+from prefrl.options.advantage import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
 from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.reduce import Reduction
+    from prefrl.options.policy import Reduction
 
 __all__ = [
     "REWARD_BALANCES",
     "BalanceState",
     "Balanced",
-    "FamoParams",
-    "GradnormParams",
-    "ParetoParams",
     "RewardBalance",
     "RewardBalancer",
     "RewardTasks",
-    "UncertaintyParams",
     "gram",
     "squared_weights",
 ]
@@ -145,13 +139,6 @@ def log_transform(tasks: RewardTasks, _: Params) -> Balanced:
     return Balanced(weights=tasks.weights / (1 + tasks.losses), memory=tasks.memory)
 
 
-@dataclass(frozen=True)
-class UncertaintyParams(Params):
-    """Hyperparameters of `uncertainty`."""
-
-    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-scales.")
-
-
 def uncertainty(tasks: RewardTasks, params: UncertaintyParams) -> Balanced:
     """Homoscedastic uncertainty: the gradient of sum_k w_k (exp(-s_k) L_k + s_k), alpha_k ~ w_k exp(-s_k).
 
@@ -163,14 +150,6 @@ def uncertainty(tasks: RewardTasks, params: UncertaintyParams) -> Balanced:
     """
     log_scale = tasks.memory + params.rate * (tasks.losses.log() - tasks.memory)
     return Balanced(weights=tasks.weights * (-log_scale).exp(), memory=log_scale)
-
-
-@dataclass(frozen=True)
-class GradnormParams(Params):
-    """Hyperparameters of `gradnorm`."""
-
-    alpha: Annotated[float, Ge(0)] = opt(1.5, "How strongly rewards that lag behind are favored.")
-    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-weights.")
 
 
 def gradnorm(tasks: RewardTasks, params: GradnormParams) -> Balanced:
@@ -191,16 +170,6 @@ def gradnorm(tasks: RewardTasks, params: GradnormParams) -> Balanced:
     excess = tasks.memory + tasks.norms.log() - params.alpha * log_rates
     log_weights = tasks.memory - params.rate * (excess - excess.mean())
     return Balanced(weights=tasks.weights * log_weights.exp(), memory=log_weights)
-
-
-@dataclass(frozen=True)
-class FamoParams(Params):
-    """Hyperparameters of `famo`."""
-
-    rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
-    decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits; rate * decay must be below 1.")
-
-    rules = (check_decay_of_logits,)
 
 
 def famo(tasks: RewardTasks, params: FamoParams) -> Balanced:
@@ -260,13 +229,6 @@ def _bargain(cosines: Tensor, powers: Tensor) -> Tensor:
         beta = beta - step / (1 + decrement if decrement > 0.25 else 1)
 
 
-@dataclass(frozen=True)
-class ParetoParams(Params):
-    """Hyperparameters of `pareto`."""
-
-    smoothing: Annotated[float, Gt(0)] = opt(0.5, "Smoothing of the maximum; smaller is closer to it.")
-
-
 def pareto(tasks: RewardTasks, params: ParetoParams) -> Balanced:
     """Smooth Tchebycheff scalarization: the gradient of m log sum_k exp(p_k L_k / m).
 
@@ -295,14 +257,18 @@ class RewardBalance(Generic[P]):
     source: str
 
 
+_ROWS: dict[str, tuple[Callable[[RewardTasks, Any], Balanced], str]] = {
+    "fixed": (fixed, "linear scalarization"),
+    "log_transform": (log_transform, "Ludwig, trainer.loss_balancing"),
+    "uncertainty": (uncertainty, "Kendall et al. 2018, arXiv 1705.07115"),
+    "gradnorm": (gradnorm, "Chen et al. 2018, arXiv 1711.02257"),
+    "famo": (famo, "Liu et al. 2023, arXiv 2306.03792"),
+    "nash": (nash, "Navon et al. 2022, arXiv 2202.01017"),
+    "pareto": (pareto, "Lin et al. 2024, arXiv 2402.19078"),
+}
+
 REWARD_BALANCES: dict[str, RewardBalance[Any]] = {
-    "fixed": RewardBalance(fixed, Params, "linear scalarization"),
-    "log_transform": RewardBalance(log_transform, Params, "Ludwig, trainer.loss_balancing"),
-    "uncertainty": RewardBalance(uncertainty, UncertaintyParams, "Kendall et al. 2018, arXiv 1705.07115"),
-    "gradnorm": RewardBalance(gradnorm, GradnormParams, "Chen et al. 2018, arXiv 1711.02257"),
-    "famo": RewardBalance(famo, FamoParams, "Liu et al. 2023, arXiv 2306.03792"),
-    "nash": RewardBalance(nash, Params, "Navon et al. 2022, arXiv 2202.01017"),
-    "pareto": RewardBalance(pareto, ParetoParams, "Lin et al. 2024, arXiv 2402.19078"),
+    name: RewardBalance(function, BALANCE_PARAMS[name], source) for name, (function, source) in _ROWS.items()
 }
 
 

@@ -25,13 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
-from annotated_types import Ge, Gt
 
 from prefrl.losses.advantage.scored import (
-    AdvantageParams,
     Advantages,
     ScoredRows,
     ScoredTokens,
@@ -42,16 +40,14 @@ from prefrl.losses.advantage.scored import (
     numbered,
     row_totals,
 )
-from prefrl.losses.advantage.tokens import (
-    BaselineParams,
-    DiscountParams,
-    GaeParams,
-    gae,
-    optimal_token_baseline,
-    reinforce_plus_plus,
+from prefrl.losses.advantage.tokens import gae, optimal_token_baseline, reinforce_plus_plus
+from prefrl.options.advantage import (
+    ESTIMATOR_FACTS,
+    AdvantageParams,
+    GpgParams,
+    GrpoParams,
+    ScaleParams,
 )
-from prefrl.losses.rules import check_scale
-from prefrl.options.fields import opt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,37 +57,12 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageParams",
     "Advantages",
-    "GpgParams",
-    "GrpoParams",
-    "RewardScale",
-    "ScaleParams",
     "ScoredRows",
     "ScoredTokens",
     "clip_advantages",
     "normalize_rows",
     "row_totals",
 ]
-
-RewardScale = Literal["group", "batch", "none"]
-
-
-@dataclass(frozen=True)
-class ScaleParams(AdvantageParams):
-    """What centered rewards are divided by; hyperparameters of `grpo_passk`."""
-
-    scale_rewards: RewardScale = opt("group", "Divide by the standard deviation of the group, the batch, or nothing.")
-    advantage_epsilon: Annotated[float, Ge(0)] = opt(1e-4, "Added to standard deviations before dividing by them.")
-
-
-@dataclass(frozen=True)
-class GrpoParams(ScaleParams):
-    """Hyperparameters of `grpo`."""
-
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
-        "sum_then_normalize", "Several rewards: take their weighted sum first, or normalize each first (GDPO)."
-    )
-
-    rules = (check_scale,)
 
 
 def grpo(scored: ScoredRows, params: GrpoParams) -> Advantages:
@@ -169,13 +140,6 @@ def opo(scored: ScoredRows, _: AdvantageParams) -> Advantages:
     Source: Hao et al. 2025 (OPO), arXiv 2505.23585
     """
     return _result(scored, centered(scored.totals(), numbered(scored.groups), scored.lengths))
-
-
-@dataclass(frozen=True)
-class GpgParams(AdvantageParams):
-    """Hyperparameters of `gpg`."""
-
-    f_norm: Annotated[float, Gt(0)] = opt(1.0, "Advantages are divided by this; 1 in the paper.")
 
 
 def gpg(scored: ScoredRows, params: GpgParams) -> Advantages:
@@ -266,47 +230,32 @@ P = TypeVar("P", bound=AdvantageParams)
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator(Generic[P]):
-    """A row of `ADVANTAGES`: `function(scored, params)` with `ScoredRows` or `ScoredTokens`."""
+    """A row of `ADVANTAGES`: `function(scored, params)` with `ScoredRows` or `ScoredTokens`; see `EstimatorFacts`."""
 
     function: Callable[[Any, P], Advantages]
     params: type[P]
     level: Literal["row", "token"]
     source: str
-    whitened: bool = False  # the caller whitens the result over the trainable tokens of all ranks
-    needs: frozenset[str] = frozenset()  # optional fields of `ScoredRows` or `ScoredTokens` that it requires
+    whitened: bool
+    needs: frozenset[str]
 
+
+_FUNCTIONS: dict[str, Callable[[Any, Any], Advantages]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
+    "maxrl": maxrl,
+    "gae": gae,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "optimal_token_baseline": optimal_token_baseline,
+}
 
 ADVANTAGES: dict[str, AdvantageEstimator[Any]] = {
-    "grpo": AdvantageEstimator(grpo, GrpoParams, "row", "Shao et al. 2024, arXiv 2402.03300, section 4.1.2"),
-    "rloo": AdvantageEstimator(rloo, AdvantageParams, "row", "Ahmadian et al. 2024, arXiv 2402.14740"),
-    "reinforce_plus_plus_baseline": AdvantageEstimator(
-        reinforce_plus_plus_baseline, AdvantageParams, "row", "Hu et al. 2025, arXiv 2501.03262", whitened=True
-    ),
-    "remax": AdvantageEstimator(
-        remax, AdvantageParams, "row", "Li et al. 2023, arXiv 2310.10505", needs=frozenset({"greedy"})
-    ),
-    "opo": AdvantageEstimator(opo, AdvantageParams, "row", "Hao et al. 2025, arXiv 2505.23585"),
-    "gpg": AdvantageEstimator(gpg, GpgParams, "row", "Chu et al. 2025, arXiv 2504.02546"),
-    "grpo_passk": AdvantageEstimator(grpo_passk, ScaleParams, "row", "Tang et al. 2025, arXiv 2503.19595"),
-    "maxrl": AdvantageEstimator(maxrl, AdvantageParams, "row", "Tajwar et al. 2026, arXiv 2602.02710"),
-    "gae": AdvantageEstimator(
-        gae,
-        GaeParams,
-        "token",
-        "Schulman et al. 2015, arXiv 1506.02438, eq. 16",
-        whitened=True,
-        needs=frozenset({"values"}),
-    ),
-    "reinforce_plus_plus": AdvantageEstimator(
-        reinforce_plus_plus, DiscountParams, "token", "Hu et al. 2025, arXiv 2501.03262", whitened=True
-    ),
-    "optimal_token_baseline": AdvantageEstimator(
-        optimal_token_baseline,
-        BaselineParams,
-        "token",
-        "Li et al. 2026, arXiv 2602.07078",
-        needs=frozenset({"logprobs", "log_collision"}),
-    ),
+    name: AdvantageEstimator(function, **vars(ESTIMATOR_FACTS[name])) for name, function in _FUNCTIONS.items()
 }
 
 

@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.rules import check_clip_range
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "AdvantageParams",
     "Advantages",
     "ScoredRows",
     "ScoredTokens",
@@ -28,17 +24,6 @@ __all__ = [
     "numbered",
     "row_totals",
 ]
-
-
-@dataclass(frozen=True)
-class AdvantageParams(Params):
-    """Hyperparameters that go with every estimator."""
-
-    clip_range: list[float] | None = opt(
-        None, "Clip advantages to this range: smallest value (<= 0) and largest value (>= 0); None: no clipping."
-    )
-
-    rules = (check_clip_range,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,28 +7,17 @@ are not steps, and nothing is read at them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
-from annotated_types import Ge, Le
 
-from prefrl.losses.advantage.scored import (
-    AdvantageParams,
-    Advantages,
-    ScoredTokens,
-    centered,
-    group_count,
-    numbered,
-)
-from prefrl.options.fields import opt
+from prefrl.losses.advantage.scored import Advantages, ScoredTokens, centered, group_count, numbered
+from prefrl.options.advantage import BaselineParams, DiscountParams, GaeParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BaselineParams",
-    "DiscountParams",
-    "GaeParams",
     "gae",
     "optimal_token_baseline",
     "reinforce_plus_plus",
@@ -37,24 +26,6 @@ __all__ = [
 
 # exp(2 * 30) times any realistic number of tokens is finite in float32.
 _MAX_LOG_RATIO = 30.0
-
-
-@dataclass(frozen=True)
-class DiscountParams(AdvantageParams):
-    """Hyperparameters of `reinforce_plus_plus`."""
-
-    gamma: Annotated[float, Ge(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
-
-
-@dataclass(frozen=True)
-class GaeParams(DiscountParams):
-    """Hyperparameters of `gae`."""
-
-    lam: Annotated[float, Ge(0), Le(1)] = opt(
-        0.95,
-        "0: the advantage is the one-step TD error, with the critic's bias; 1: it uses all later rewards, with their "
-        "variance.",
-    )
 
 
 def gae(scored: ScoredTokens, params: GaeParams) -> Advantages:
@@ -98,17 +69,6 @@ def reinforce_plus_plus(scored: ScoredTokens, params: DiscountParams) -> Advanta
     """
     steps = _steps(scored)
     return _result(scored, steps, to_go(steps.rewards, steps.row, discount=params.gamma))
-
-
-@dataclass(frozen=True)
-class BaselineParams(AdvantageParams):
-    """Hyperparameters of `optimal_token_baseline`."""
-
-    zero_tail: bool = opt(
-        True,
-        "No baseline at positions that only one completion of a prompt reaches. False: the completion is its own "
-        "baseline there, so its advantage is 0.",
-    )
 
 
 def optimal_token_baseline(scored: ScoredTokens, params: BaselineParams) -> Advantages:

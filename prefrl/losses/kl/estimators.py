@@ -24,15 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
-from annotated_types import Ge, Gt
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.rules import check_horizon
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = [
     "KL_ESTIMATORS",
     "KLEstimator",
-    "KLParams",
-    "SampledKLParams",
     "absolute",
     "importance_corrected",
     "k1",
@@ -53,33 +47,6 @@ __all__ = [
 # This bound keeps float32 finite and is almost never reached: of tokens sampled from q, at most one in e^20 = 5e8 has
 # a larger log p - log q, because E[p / q] = 1 (Markov's inequality).
 _LARGEST_EXPONENT = 20.0
-
-
-@dataclass(frozen=True)
-class KLParams(Params):
-    """Hyperparameters that go with every KL term: the weight may adapt to the KL."""
-
-    target: Annotated[float, Gt(0)] | None = opt(
-        None,
-        "Target KL, in nats per token. beta is then the initial weight, which adapts after each step to keep the KL "
-        "near the target. None: beta is fixed.",
-    )
-    horizon: Annotated[int, Ge(1)] = opt(
-        10_000, "Number of rows over which beta adapts; a smaller number adapts faster."
-    )
-
-    rules = (check_horizon,)
-
-
-@dataclass(frozen=True)
-class SampledKLParams(KLParams):
-    """Hyperparameters of the estimators of this module."""
-
-    bias_correction: bool = opt(
-        False,
-        "Multiply the KL term of a token by its ratio, which makes it unbiased for samples of the old policy. Only "
-        "with kl_in='loss'.",
-    )
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

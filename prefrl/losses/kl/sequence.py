@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-from annotated_types import Ge
+from typing import TYPE_CHECKING
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.kl.estimators import KLParams
-from prefrl.options.fields import opt
+from prefrl.options.policy import SequenceKLParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SequenceKLParams", "row_prefix_sums", "sequence_kl"]
-
-
-@dataclass(frozen=True)
-class SequenceKLParams(KLParams):
-    """Hyperparameters of `sequence_kl`."""
-
-    weight_cap: Annotated[float, Ge(1)] | None = opt(
-        None, "Upper bound of the tokens' cumulative importance weights; None: no bound, no bias."
-    )
+__all__ = ["row_prefix_sums", "sequence_kl"]
 
 
 def sequence_kl(

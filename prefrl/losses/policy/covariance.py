@@ -14,23 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
-from annotated_types import Gt, Le
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.rules import check_band
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.policy import CovarianceBand, HighestCovariance
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "CovarianceBand",
     "CovarianceSums",
-    "HighestCovariance",
     "covariance",
     "covariance_sums",
     "select_clip_cov",
@@ -110,17 +105,6 @@ def token_keys(row_seeds: Sequence[int], row_lengths: Sequence[int]) -> Tensor:
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class CovarianceBand(Params):
-    """Hyperparameters of `select_clip_cov`."""
-
-    ratio: Annotated[float, Gt(0), Le(1)] = opt(2e-4, "Share of tokens excluded from the loss.")
-    lb: float = opt(1.0, "Only tokens whose covariance is above this are excluded.")
-    ub: float = opt(5.0, "Only tokens whose covariance is below this are excluded.")
-
-    rules = (check_band,)
-
-
 def select_clip_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params: CovarianceBand) -> Tensor:
     """Select a random subset of the tokens whose covariance is in (lb, ub): those with the smallest keys.
 
@@ -145,15 +129,6 @@ def select_clip_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params
     is_candidate = trainable & (covariances > params.lb) & (covariances < params.ub)
     order = keys.where(is_candidate, math.inf).argsort(stable=True)
     return _first(order, is_candidate, _share(trainable, params.ratio))
-
-
-@dataclass(frozen=True)
-class HighestCovariance(Params):
-    """Hyperparameters of `select_kl_cov`."""
-
-    ratio: Annotated[float, Gt(0), Le(1)] = opt(
-        2e-4, "Share of tokens with a KL penalty: those with the largest covariance."
-    )
 
 
 def select_kl_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params: HighestCovariance) -> Tensor:

@@ -18,40 +18,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from annotated_types import Ge, Gt
 
-from prefrl.losses.policy.covariance import CovarianceBand, HighestCovariance, select_clip_cov, select_kl_cov
-from prefrl.losses.policy.terms import PolicyLossParams
-from prefrl.losses.policy.tokens import MAX_LOG_RATIO, ImportanceLevel, PolicyTokens, TokenLoss
-from prefrl.losses.rules import check_delta
-from prefrl.options.fields import opt
+from prefrl.losses.policy.covariance import select_clip_cov, select_kl_cov
+from prefrl.losses.policy.tokens import MAX_LOG_RATIO, PolicyTokens, TokenLoss
+from prefrl.options.policy import (
+    POLICY_LOSS_FACTS,
+    AipoParams,
+    BoundParams,
+    ClipCovParams,
+    ClipParams,
+    DppoParams,
+    GmpoParams,
+    ImportanceLevel,
+    KlCovParams,
+    LossType,
+    PolicyLossParams,
+    SapoParams,
+    VespoParams,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.reduce import Reduction
+    from prefrl.options.policy import Reduction
 
 __all__ = [
-    "AipoParams",
-    "BoundParams",
-    "ClipCovParams",
-    "ClipParams",
-    "DppoParams",
-    "GmpoParams",
     "ImportanceLevel",
-    "KlCovParams",
-    "LossType",
     "NEEDS_RATIO",
     "POLICY_LOSSES",
     "PolicyLoss",
     "PolicyLossParams",
     "PolicyTokens",
-    "SapoParams",
     "TokenLoss",
-    "VespoParams",
     "aipo",
     "cispo",
     "clip_cov",
@@ -63,39 +64,6 @@ __all__ = [
     "sapo",
     "vespo",
 ]
-
-
-@dataclass(frozen=True)
-class BoundParams(PolicyLossParams):
-    """Bounds of a ratio, or of the quantity that a loss bounds instead."""
-
-    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound: 1 - epsilon; from 1 on, there is none.")
-    epsilon_high: Annotated[float, Ge(0)] | None = opt(
-        None, "Upper bound: 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
-    )
-
-    @property
-    def high(self) -> float:
-        """The effective value of `epsilon_high`."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
-    def log_bounds(self) -> tuple[float, float]:
-        """Logarithms of 1 - epsilon and 1 + epsilon_high. Ratios are above 0, so epsilon >= 1 bounds none of them."""
-        return math.log1p(-self.epsilon) if self.epsilon < 1 else -math.inf, math.log1p(self.high)
-
-
-@dataclass(frozen=True)
-class ClipParams(BoundParams):
-    """Hyperparameters of `clipped_surrogate`."""
-
-    delta: float | None = opt(
-        None,
-        "Largest ratio where A < 0, above 1 + epsilon_high; None: no bound. Called clip_ratio_c in verl, "
-        "lower_bound_ratio in cosmos-rl.",
-    )
-
-    rules = (check_delta,)
 
 
 def clipped_surrogate(tokens: PolicyTokens, params: ClipParams) -> TokenLoss:
@@ -154,13 +122,6 @@ def cispo(tokens: PolicyTokens, params: BoundParams) -> TokenLoss:
     return TokenLoss(_weighted_nll(tokens, weights), {"cispo_clip_ratio": is_clipped.float()})
 
 
-@dataclass(frozen=True)
-class AipoParams(PolicyLossParams):
-    """Hyperparameters of `aipo`."""
-
-    rho: Annotated[float, Ge(1)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
-
-
 def aipo(tokens: PolicyTokens, params: AipoParams) -> TokenLoss:
     """REINFORCE with a weight that is bounded above: -sg[min(r, rho)] A log pi.
 
@@ -181,15 +142,6 @@ def aipo(tokens: PolicyTokens, params: AipoParams) -> TokenLoss:
     weights = log_ratio.clamp(max=highest).exp()
     is_clipped = (log_ratio > highest) & (tokens.advantages != 0)
     return TokenLoss(_weighted_nll(tokens, weights), {"aipo_clip_ratio": is_clipped.float()})
-
-
-@dataclass(frozen=True)
-class DppoParams(BoundParams):
-    """Hyperparameters of `dppo`. A probability may fall by epsilon and rise by epsilon_high."""
-
-    delta: Annotated[float, Gt(0)] | None = opt(
-        None, "Largest ratio, which bounds the weight of rare tokens; None: no bound. Called clip_ratio_c in verl."
-    )
 
 
 def dppo(tokens: PolicyTokens, params: DppoParams) -> TokenLoss:
@@ -229,14 +181,6 @@ def reinforce(tokens: PolicyTokens, _: PolicyLossParams) -> TokenLoss:
     return TokenLoss(_weighted_nll(tokens, torch.ones_like(tokens.advantages)), {})
 
 
-@dataclass(frozen=True)
-class SapoParams(PolicyLossParams):
-    """Hyperparameters of `sapo`."""
-
-    temperature_pos: Annotated[float, Gt(0)] = opt(1.0, "Temperature tau of the gate where A > 0.")
-    temperature_neg: Annotated[float, Gt(0)] = opt(1.05, "Temperature tau of the gate where A <= 0.")
-
-
 def sapo(tokens: PolicyTokens, params: SapoParams) -> TokenLoss:
     """A soft gate in place of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
 
@@ -257,16 +201,6 @@ def sapo(tokens: PolicyTokens, params: SapoParams) -> TokenLoss:
     tau = tau.masked_fill(tokens.advantages > 0, params.temperature_pos)
     gate = torch.sigmoid(tau * torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)))
     return TokenLoss(-4 / tau * gate * tokens.advantages, {})
-
-
-@dataclass(frozen=True)
-class GmpoParams(BoundParams):
-    """Hyperparameters of `gmpo`."""
-
-    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound of d, in nats: -epsilon.")
-    epsilon_high: Annotated[float, Ge(0)] | None = opt(
-        None, "Upper bound of d, in nats; None: same as epsilon. The paper uses 0.4 for both."
-    )
 
 
 def gmpo(tokens: PolicyTokens, params: GmpoParams) -> TokenLoss:
@@ -293,16 +227,6 @@ def gmpo(tokens: PolicyTokens, params: GmpoParams) -> TokenLoss:
     return TokenLoss(-ratios[tokens.row_index] * advantages, stats)
 
 
-@dataclass(frozen=True)
-class VespoParams(PolicyLossParams):
-    """Hyperparameters of `vespo`: k is how fast rows with W < 1 lose weight, lambda how fast those with W > 1 do."""
-
-    k_pos: Annotated[float, Ge(0)] = opt(2.0, "k where A >= 0, in the weight W^k exp(lambda (1 - W)).")
-    lambda_pos: Annotated[float, Gt(0)] = opt(3.0, "lambda where A >= 0, in the weight W^k exp(lambda (1 - W)).")
-    k_neg: Annotated[float, Ge(0)] = opt(3.0, "k where A < 0, in the weight W^k exp(lambda (1 - W)).")
-    lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "lambda where A < 0, in the weight W^k exp(lambda (1 - W)).")
-
-
 def vespo(tokens: PolicyTokens, params: VespoParams) -> TokenLoss:
     """REINFORCE with a smooth sequence-level weight: -sg[phi(W)] A log pi, with W = pi / old of the row and
 
@@ -327,11 +251,6 @@ def vespo(tokens: PolicyTokens, params: VespoParams) -> TokenLoss:
     return TokenLoss(_weighted_nll(tokens, phi), {"vespo/phi_seq_mean": phi})
 
 
-@dataclass(frozen=True)
-class ClipCovParams(ClipParams, CovarianceBand):
-    """Hyperparameters of `clip_cov` and of its selection."""
-
-
 def clip_cov(tokens: PolicyTokens, params: ClipCovParams) -> TokenLoss:
     """`clipped_surrogate`, with loss 0 for those of `cov_tokens` that it does not clip.
 
@@ -351,13 +270,6 @@ def clip_cov(tokens: PolicyTokens, params: ClipCovParams) -> TokenLoss:
     is_dropped = _cov_tokens(tokens) & (surrogate.stats["clip_ratio/region"] == 0)
     loss = surrogate.loss.masked_fill(is_dropped, 0.0)
     return TokenLoss(loss, surrogate.stats | {"clip_cov/selected": is_dropped.float()})
-
-
-@dataclass(frozen=True)
-class KlCovParams(PolicyLossParams, HighestCovariance):
-    """Hyperparameters of `kl_cov` and of its selection."""
-
-    coef: Annotated[float, Ge(0)] = opt(1.0, "Weight of the KL penalty; ppo_kl_coef in verl.")
 
 
 def kl_cov(tokens: PolicyTokens, params: KlCovParams) -> TokenLoss:
@@ -411,69 +323,43 @@ P = TypeVar("P", bound=PolicyLossParams)
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss(Generic[P]):
-    """A row of `POLICY_LOSSES`: `function(tokens, params)`, then `reduction`."""
+    """A row of `POLICY_LOSSES`: `function(tokens, params)`, then `reduction`; see `PolicyLossFacts`."""
 
     function: Callable[[PolicyTokens, P], TokenLoss]
     params: type[P]
     reduction: Reduction
     source: str
-    # Allowed values of `PolicyTokens.level`. Losses that compute a row ratio themselves, or use none, have `token`.
     levels: tuple[ImportanceLevel, ...]
     # `selection(covariances, trainable, keys, params)`, called once per generation batch, if set.
     selection: Callable[[Tensor, Tensor, Tensor, P], Tensor] | None = None
 
 
-_COV = "Cui et al. 2025, arXiv 2505.22617, section 4.2"
-_TOKEN: tuple[ImportanceLevel, ...] = ("token",)
-# The ratio of a whole row must count once per row. In a mean over all tokens it would count once per token.
-_NOT_SUM: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_token")
-_ANY: tuple[ImportanceLevel, ...] = (*_NOT_SUM, "sequence_sum")
-# If the ratio is a constant weight, sequence and sequence_token are the same.
-_WEIGHT: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_sum")
-
 # Statistics that depend on the ratio even where A = 0. All others are known there without it.
 NEEDS_RATIO = frozenset({"vespo/phi_seq_mean"})
 
-LossType = Literal[
-    "grpo",
-    "bnpo",
-    "dr_grpo",
-    "dapo",
-    "luspo",
-    "reinforce",
-    "gpg",
-    "cispo",
-    "aipo",
-    "dppo",
-    "sapo",
-    "gmpo",
-    "vespo",
-    "clip_cov",
-    "kl_cov",
-]
+_FUNCTIONS: dict[LossType, Callable[[PolicyTokens, Any], TokenLoss]] = {
+    "grpo": clipped_surrogate,
+    "bnpo": clipped_surrogate,
+    "dr_grpo": clipped_surrogate,
+    "dapo": clipped_surrogate,
+    "luspo": clipped_surrogate,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "gpg": reinforce,
+    "reinforce": reinforce,
+    "aipo": aipo,
+    "dppo": dppo,
+    "vespo": vespo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+_SELECTIONS: dict[LossType, Callable[[Tensor, Tensor, Tensor, Any], Tensor]] = {
+    "clip_cov": select_clip_cov,
+    "kl_cov": select_kl_cov,
+}
 
-# Counts span the whole optimizer step on all ranks. So bnpo, a token mean over one micro-batch in TRL, is the same as
-# dapo here; configs accept both names. GSPO is grpo at level sequence or sequence_token.
 POLICY_LOSSES: dict[LossType, PolicyLoss[Any]] = {
-    "grpo": PolicyLoss(
-        clipped_surrogate, ClipParams, "sequence_mean", "Shao et al. 2024, arXiv 2402.03300, eq. 3", _ANY
-    ),
-    "bnpo": PolicyLoss(clipped_surrogate, ClipParams, "token", "TRL, GRPOConfig.loss_type", _NOT_SUM),
-    "dr_grpo": PolicyLoss(
-        clipped_surrogate, ClipParams, "constant", "Liu et al. 2025, arXiv 2503.20783, section 3.2", _NOT_SUM
-    ),
-    "dapo": PolicyLoss(clipped_surrogate, ClipParams, "token", "Yu et al. 2025, arXiv 2503.14476, eq. 12", _NOT_SUM),
-    "luspo": PolicyLoss(
-        clipped_surrogate, ClipParams, "sequence_sum", "LUSPO 2026, arXiv 2602.05261", ("sequence", "sequence_token")
-    ),
-    "cispo": PolicyLoss(cispo, BoundParams, "token", "MiniMax 2025, arXiv 2506.13585, section 3.1", _WEIGHT),
-    "sapo": PolicyLoss(sapo, SapoParams, "sequence_mean", "Gao et al. 2025, arXiv 2511.20347", _ANY),
-    "gmpo": PolicyLoss(gmpo, GmpoParams, "sequence_mean", "Zhao et al. 2025, arXiv 2507.20673", _TOKEN),
-    "gpg": PolicyLoss(reinforce, PolicyLossParams, "token", "Chu et al. 2025, arXiv 2504.02546", _TOKEN),
-    "reinforce": PolicyLoss(reinforce, PolicyLossParams, "sequence_sum", "Williams 1992", _TOKEN),
-    "aipo": PolicyLoss(aipo, AipoParams, "token", "Wu et al. 2025, arXiv 2505.24034", _WEIGHT),
-    "dppo": PolicyLoss(dppo, DppoParams, "token", "Qi et al. 2026, arXiv 2602.04879", _TOKEN),
-    "vespo": PolicyLoss(vespo, VespoParams, "token", "Shen et al. 2026, arXiv 2602.10693", _TOKEN),
-    "clip_cov": PolicyLoss(clip_cov, ClipCovParams, "token", _COV, ("token", "sequence_token"), select_clip_cov),
-    "kl_cov": PolicyLoss(kl_cov, KlCovParams, "token", _COV, _TOKEN, select_kl_cov),
+    name: PolicyLoss(function, **vars(POLICY_LOSS_FACTS[name]), selection=_SELECTIONS.get(name))
+    for name, function in _FUNCTIONS.items()
 }

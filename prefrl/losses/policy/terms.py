@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-from annotated_types import Ge, Gt
+from typing import TYPE_CHECKING
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.policy.tokens import PolicyTokens
 
-__all__ = ["PolicyLossParams", "off_policy_sequence_mask", "positive_nll"]
-
-
-@dataclass(frozen=True)
-class PolicyLossParams(Params):
-    """Hyperparameters that go with every policy loss."""
-
-    off_policy_mask_threshold: Annotated[float, Gt(0)] | None = opt(
-        None,
-        "Exclude sequences with a negative advantage from the loss if the mean of log sampler - log policy over their "
-        "tokens is above this, in nats (DeepSeek-V3.2); None: exclude none.",
-    )
-    positive_nll_coef: Annotated[float, Gt(0)] | None = opt(
-        None,
-        "Weight of an NLL term added to the loss: the mean of -log p over the tokens of all sequences with a positive "
-        "reward (VAPO); None: term off.",
-    )
-    min_filter_prefix_tokens: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Exclude prefixes of at least this many tokens from the policy loss if completions of a prompt share them "
-        "although their rewards differ (cosmos-rl); None: exclude none.",
-    )
+__all__ = ["off_policy_sequence_mask", "positive_nll"]
 
 
 def off_policy_sequence_mask(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from prefrl.losses.checks import check_same_shape
 from prefrl.losses.reduce import row_sums, trainable_per_row
+from prefrl.options.policy import ImportanceLevel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_LOG_RATIO", "ImportanceLevel", "PolicyTokens", "TokenLoss"]
-
-ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+__all__ = ["MAX_LOG_RATIO", "PolicyTokens", "TokenLoss"]
 
 # Ratios without another bound are limited to e^20. That is far beyond what a policy can be trained on, and products
 # with advantages and their gradients stay finite in every dtype but float16.

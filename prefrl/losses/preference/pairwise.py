@@ -17,39 +17,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from annotated_types import Ge, Gt, Le
 from torch.nn.functional import logsigmoid
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.rules import check_exo, check_robust
-from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.preference import (
+    PAIR_LOSS_FACTS,
+    DiscopopParams,
+    Divergence,
+    ExoParams,
+    PairParams,
+    RobustParams,
+    SmoothedParams,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "DiscopopParams",
-    "Divergence",
-    "ExoParams",
-    "LabelSmoothing",
     "PAIR_LOSSES",
     "PairLoss",
-    "PairParams",
     "Pairs",
-    "RobustParams",
-    "SmoothedParams",
     "box_cox",
     "divergence_score",
     "rpo_nll",
     "smoothed_logistic",
 ]
-
-Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-LabelSmoothing = Annotated[float, Ge(0), Le(0.5)]
 
 # exp(40) and its square, which IPO needs, are finite in float32.
 _LARGEST_EXPONENT = 40.0
@@ -177,20 +172,6 @@ class Pairs:
         return self.chosen_score / self.chosen_lengths - self.rejected_score / self.rejected_lengths
 
 
-@dataclass(frozen=True)
-class PairParams(Params):
-    """Hyperparameters that go with every pairwise loss."""
-
-    beta: Annotated[float, Gt(0)] = opt(0.1, "b, in 1 / nats.")
-
-
-@dataclass(frozen=True)
-class SmoothedParams(PairParams):
-    """Hyperparameters of the losses that allow for wrong labels."""
-
-    label_smoothing: LabelSmoothing = opt(0.0, "e, the probability that a label is wrong.")
-
-
 def sigmoid(pairs: Pairs, params: SmoothedParams) -> Tensor:
     """Direct preference optimization; conservative DPO where e > 0.
 
@@ -219,18 +200,6 @@ def ipo(pairs: Pairs, params: PairParams) -> Tensor:
     return (pairs.mean_score_margin - 1 / (2 * params.beta)).square()
 
 
-@dataclass(frozen=True)
-class ExoParams(SmoothedParams):
-    """Hyperparameters of `exo_pair`."""
-
-    rules = (check_exo,)
-
-    @property
-    def smoothing(self) -> float:
-        """The effective value of `label_smoothing`: the paper's 1e-3 for 0, with which the divergence is infinite."""
-        return self.label_smoothing or 1e-3
-
-
 def exo_pair(pairs: Pairs, params: ExoParams) -> Tensor:
     """Reverse KL divergence from the policy's preference to the smoothed label: KL([p, 1 - p] || [1 - e, e]).
 
@@ -252,13 +221,6 @@ def nca_pair(pairs: Pairs, params: PairParams) -> Tensor:
     """
     chosen, rejected = params.beta * pairs.chosen_log_ratio, params.beta * pairs.rejected_log_ratio
     return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
-
-
-@dataclass(frozen=True)
-class RobustParams(SmoothedParams):
-    """Hyperparameters of `robust`."""
-
-    rules = (check_robust,)
 
 
 def robust(pairs: Pairs, params: RobustParams) -> Tensor:
@@ -344,15 +306,6 @@ def apo_down(pairs: Pairs, params: PairParams) -> Tensor:
     return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - pairs.rejected_log_ratio))
 
 
-@dataclass(frozen=True)
-class DiscopopParams(PairParams):
-    """Hyperparameters of `discopop`."""
-
-    discopop_tau: Annotated[float, Gt(0)] = opt(
-        0.05, "tau, 0.05 in the paper; above 1 the loss grows exponentially for negative margins."
-    )
-
-
 def discopop(pairs: Pairs, params: DiscopopParams) -> Tensor:
     """Log-ratio modulated loss: -(1 - g) log sigmoid(b m) + g exp(-b m) with g = sigmoid(b m / tau).
 
@@ -400,34 +353,20 @@ P = TypeVar("P", bound=PairParams)
 
 @dataclass(frozen=True, slots=True)
 class PairLoss(Generic[P]):
-    """A row of `PAIR_LOSSES`: `function(pairs, params)` -> [P]."""
+    """A row of `PAIR_LOSSES`: `function(pairs, params)` -> [P]; see `PairLossFacts`."""
 
     function: Callable[[Pairs, P], Tensor]
     params: type[P]
     source: str
-    uses_log_ratios: bool = False  # uses log-ratios in place of scores, so it allows only the reverse KL divergence
-    is_batch_loss: bool = False  # sorts the pairs: needs all pairs of a step at once and allows no pair weights
+    uses_log_ratios: bool
+    is_batch_loss: bool
 
 
-_AOT = "Melnyk et al. 2024, arXiv 2406.05882, section 3"
-_APO = "D'Oosterlinck et al. 2024, arXiv 2408.06266"
+_FUNCTIONS: tuple[Callable[[Pairs, Any], Tensor], ...] = (
+    *(sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down),
+    *(discopop, sft, sigmoid_norm),
+)
 
 PAIR_LOSSES: dict[str, PairLoss[Any]] = {
-    "sigmoid": PairLoss(sigmoid, SmoothedParams, "Rafailov et al. 2023, arXiv 2305.18290, eq. 7"),
-    "hinge": PairLoss(hinge, PairParams, "Zhao et al. 2023, arXiv 2305.10425, section 2"),
-    "ipo": PairLoss(ipo, PairParams, "Azar et al. 2023, arXiv 2310.12036, eq. 17"),
-    "exo_pair": PairLoss(exo_pair, ExoParams, "Ji et al. 2024, arXiv 2402.00856, eq. 16"),
-    "nca_pair": PairLoss(
-        nca_pair, PairParams, "Chen et al. 2024, arXiv 2402.05369, section 4.1", uses_log_ratios=True
-    ),
-    "robust": PairLoss(robust, RobustParams, "Chowdhury et al. 2024, arXiv 2403.00409, section 3.1"),
-    "bco_pair": PairLoss(bco_pair, PairParams, "Jung et al. 2024, arXiv 2404.04656, section 4", uses_log_ratios=True),
-    "sppo_hard": PairLoss(sppo_hard, PairParams, "Wu et al. 2024, arXiv 2405.00675, eq. 4.7", uses_log_ratios=True),
-    "aot": PairLoss(aot, SmoothedParams, _AOT, uses_log_ratios=True, is_batch_loss=True),
-    "aot_unpaired": PairLoss(aot_unpaired, SmoothedParams, _AOT, uses_log_ratios=True, is_batch_loss=True),
-    "apo_zero": PairLoss(apo_zero, PairParams, f"{_APO}, eq. 7", uses_log_ratios=True),
-    "apo_down": PairLoss(apo_down, PairParams, f"{_APO}, eq. 8", uses_log_ratios=True),
-    "discopop": PairLoss(discopop, DiscopopParams, "Lu et al. 2024, arXiv 2406.08414, eq. 5"),
-    "sft": PairLoss(sft, PairParams, "TRL, DPOConfig.loss_type"),
-    "sigmoid_norm": PairLoss(sigmoid_norm, PairParams, "Lambert et al. 2024, arXiv 2411.15124, section 5"),
+    function.__name__: PairLoss(function, **vars(PAIR_LOSS_FACTS[function.__name__])) for function in _FUNCTIONS
 }

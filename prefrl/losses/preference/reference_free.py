@@ -9,37 +9,19 @@ negative log-likelihood of the chosen response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from annotated_types import Ge
 from torch.nn.functional import logsigmoid
 
 from prefrl.losses.checks import check_same_shape
-from prefrl.losses.preference.pairwise import (
-    PairLoss,
-    PairParams,
-    Pairs,
-    SmoothedParams,
-    box_cox,
-    hinge,
-    ipo,
-    sigmoid,
-    smoothed_logistic,
-)
-from prefrl.options.fields import opt
+from prefrl.losses.preference.pairwise import PairLoss, Pairs, box_cox, hinge, ipo, sigmoid, smoothed_logistic
+from prefrl.options.preference import CPO_LOSS_FACTS, AlphaParams, SimpoParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CPO_LOSSES", "AlphaParams", "OddsRatio", "SimpoParams", "odds_ratio"]
-
-
-@dataclass(frozen=True)
-class SimpoParams(SmoothedParams):
-    """Hyperparameters of `simpo`."""
-
-    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "g, the target margin of rewards.")
+__all__ = ["CPO_LOSSES", "OddsRatio", "odds_ratio"]
 
 
 def simpo(pairs: Pairs, params: SimpoParams) -> Tensor:
@@ -51,13 +33,6 @@ def simpo(pairs: Pairs, params: SimpoParams) -> Tensor:
     """
     margin = params.beta * pairs.mean_score_margin - params.simpo_gamma
     return smoothed_logistic(margin, label_smoothing=params.label_smoothing)
-
-
-@dataclass(frozen=True)
-class AlphaParams(SimpoParams):
-    """Hyperparameters of `alphapo`."""
-
-    alpha: float = opt(0.0, "Shape of the reward; 0: that of SimPO.")
 
 
 def alphapo(pairs: Pairs, params: AlphaParams) -> Tensor:
@@ -115,9 +90,6 @@ def _log_odds(mean_logps: Tensor) -> Tensor:
 
 
 CPO_LOSSES: dict[str, PairLoss[Any]] = {
-    "sigmoid": PairLoss(sigmoid, SmoothedParams, "Xu et al. 2024, arXiv 2401.08417, eq. 3"),
-    "hinge": PairLoss(hinge, PairParams, "Zhao et al. 2023, arXiv 2305.10425, section 2"),
-    "ipo": PairLoss(ipo, PairParams, "Azar et al. 2023, arXiv 2310.12036, eq. 17"),
-    "simpo": PairLoss(simpo, SimpoParams, "Meng et al. 2024, arXiv 2405.14734, eq. 6"),
-    "alphapo": PairLoss(alphapo, AlphaParams, "Gupta et al. 2025, arXiv 2501.03884, section 3"),
+    function.__name__: PairLoss(function, **vars(CPO_LOSS_FACTS[function.__name__]))
+    for function in (sigmoid, hinge, ipo, simpo, alphapo)
 }

@@ -14,9 +14,9 @@ import torch
 from prefrl.data.images import tokenizer_of, with_named_images
 from prefrl.errors import PrefrlError
 from prefrl.models.adapters import add_adapter
+from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_processing_class, num_embeddings
-from prefrl.models.outline import outline_of
-from prefrl.models.positions import position_limit
+from prefrl.models.plans import position_limit
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.inputs import lora_of
 from prefrl.trainer.bco_config import BCOConfig

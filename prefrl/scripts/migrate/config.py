@@ -7,10 +7,10 @@ from collections.abc import Collection
 import yaml
 
 from prefrl.errors import ConfigError
-from prefrl.options.foreign.trl import DEFAULTS
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate import options as trl_options
 from prefrl.scripts.migrate.edits import Migrated, every_option, options_of
+from prefrl.scripts.migrate.foreign.trl import DEFAULTS
 
 __all__ = ["migrate_trl_yaml"]
 

@@ -6,8 +6,8 @@ from math import lcm
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.foreign import cosmos_rl
 from prefrl.scripts.migrate.edits import Migrated
+from prefrl.scripts.migrate.foreign import cosmos_rl
 from prefrl.scripts.migrate.run import Run
 from prefrl.scripts.migrate.values import Values, of_toml
 

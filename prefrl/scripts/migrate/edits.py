@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, AnyStr
 
-from prefrl.options.foreign import Row
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
+from prefrl.scripts.migrate.foreign import Row
 from prefrl.scripts.schema.parser import options_of as schema_options
 
 __all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "options_of"]

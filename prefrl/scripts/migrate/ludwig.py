@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.foreign import ludwig
 from prefrl.scripts.migrate.edits import Migrated
+from prefrl.scripts.migrate.foreign import ludwig
 from prefrl.scripts.migrate.run import Run
 from prefrl.scripts.migrate.values import of_yaml
 

@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prefrl.options.foreign.transformers import TRANSFORMERS
-from prefrl.options.foreign.trl import DEFAULTS, SAME_VALUES, TRL, VALUES
 from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import converted
+from prefrl.scripts.migrate.foreign.trl import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
 
 __all__ = ["NAMES", "UNKNOWN", "Step", "config_of", "missing_defaults", "say_written", "steps_of"]
 

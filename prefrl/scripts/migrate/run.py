@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from prefrl.errors import ConfigError
-from prefrl.options.foreign import Row, row_of
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of
+from prefrl.scripts.migrate.foreign import Row, row_of
 from prefrl.scripts.migrate.values import UNKNOWN, Values
 
 __all__ = ["Run"]

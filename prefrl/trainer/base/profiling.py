@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -11,9 +11,8 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.kl.full import ReferenceLogits
-from prefrl.models.forward import token_logprobs
+from prefrl.models.forward import in_pieces, token_logprobs
 from prefrl.models.modes import eval_mode
-from prefrl.models.no_grad import in_pieces
 from prefrl.models.reference import scores_in_pieces
 from prefrl.models.scoring import inside, packed, unpacked
 from prefrl.trainer.base.memory import SCORING, explained, size_of

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 import torch
 
 from prefrl import distributed
+from prefrl.data.checks import ID_COLUMNS, check_known_ids, check_positions, warn_of_shared_rows
 from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
-from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
-from prefrl.data.overlap import warn_of_shared_rows
-from prefrl.data.positions import check_positions
 from prefrl.metrics import Metric, merge
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
+from prefrl.models.kernels import OffloadActivations
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
-from prefrl.models.offload import OffloadActivations
-from prefrl.models.positions import position_limit
-from prefrl.run.space import check_writable
+from prefrl.models.plans import position_limit
+from prefrl.run.folder import check_writable
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.checkpoints.reference_file import (

@@ -7,8 +7,8 @@ from typing import Literal
 
 from prefrl.losses.advantage.balance import REWARD_BALANCES
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
 
 __all__ = ["BALANCE", "BalanceOptions"]
 

@@ -7,11 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
-from prefrl.rewards.at_k import AtKParams
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.rollout import AtKParams
 
 __all__ = ["AT_K", "EVAL_SAMPLING", "EvalSamplingParams", "SampledEvaluationOptions"]
 
@@ -69,21 +68,3 @@ class SampledEvaluationOptions:
     def at_k_params(self) -> AtKParams:
         """What pass@k and its relatives are computed from."""
         return AT_K.of(self)
-
-    def validate_evaluation(self, *, num_samples: int) -> None:
-        """Reject sizes k that have no meaning for so many samples of a prompt, and settings without any size.
-
-        Raises:
-            ConfigError: Names the option, the key, its value and what to do.
-        """
-        params = self.at_k_params
-        if params.k is None and params != AtKParams():
-            raise ConfigError(
-                f"pass_at_k_kwargs={self.pass_at_k_kwargs!r} has no effect because it has no k. Add one: k=[1, 8]."
-            )
-        wrong = [k for k in params.k or () if not 1 <= k <= num_samples]
-        if wrong:
-            raise ConfigError(
-                f"pass_at_k_kwargs: k={wrong[0]}: must be from 1 to {num_samples}, the samples of each prompt in "
-                f"evaluations. Set num_generations_eval={max(wrong[0], 1)}, or lower k."
-            )

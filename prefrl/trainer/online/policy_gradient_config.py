@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, AdvantageParams
+from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.options.advantage import AdvantageParams
 from prefrl.options.fields import opt
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.policy_rules import HYPERPARAMETERS_RULES, KL_RULES, LEVEL_RULES, RATIO_RULES, PolicyGradientRules
+from prefrl.options.rules import apply
+from prefrl.trainer.base.options.reference import REFERENCE_RULES
 from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions
 from prefrl.trainer.online.flat_names import PolicyGradientNames
-from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
 from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptions, KLOptions, PolicyLossOptions
-from prefrl.trainer.online.policy_rules import check_ratio
 from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
-from prefrl.trainer.online.truncation_options import TruncationOptions
+from prefrl.trainer.online.truncation_options import TRUNCATION_RULES, TruncationOptions
 
 if TYPE_CHECKING:
-    from prefrl.losses.reduce import Reduction
+    from prefrl.options.policy import Reduction
 
 __all__ = ["ADVANTAGE", "GroupOptions", "PolicyGradientConfig"]
 
@@ -80,11 +82,7 @@ class PolicyGradientConfig(
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        self.validate_policy_loss()
-        self.validate_kl()
-        self.validate_truncation()
-        check_ratio(self, of_tokens=self.of_tokens)
-        self.validate_hyperparameters()
+        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TRUNCATION_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)
 
     @property
     def of_tokens(self) -> bool:

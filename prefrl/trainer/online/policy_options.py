@@ -8,15 +8,21 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, KLParams, SampledKLParams
-from prefrl.losses.kl.sequence import SequenceKLParams
-from prefrl.losses.policy.losses import POLICY_LOSSES, ImportanceLevel, LossType
-from prefrl.losses.policy.terms import PolicyLossParams
+from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.policy import (
+    EntropyParams,
+    ImportanceLevel,
+    KLParams,
+    LossType,
+    PolicyLossParams,
+    SampledKLParams,
+    SequenceKLParams,
+)
+from prefrl.options.policy_rules import kl_part
 from prefrl.trainer.base.options.reference import ReferenceOptions
-from prefrl.trainer.online.controllers import EntropyParams
-from prefrl.trainer.online.policy_rules import check_kl, check_level, kl_part
 
 __all__ = ["ENTROPY", "KL", "LOSS", "EntropyOptions", "KLEstimate", "KLOptions", "PolicyLossOptions"]
 
@@ -83,13 +89,10 @@ class PolicyLossOptions:
         """The hyperparameters of the chosen loss."""
         return LOSS.of(self)
 
-    def validate_policy_loss(self) -> None:
-        """Reject a level of the ratio that the chosen loss does not support.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        check_level(self, POLICY_LOSSES[self.loss_type].levels)
+    @property
+    def levels(self) -> tuple[ImportanceLevel, ...]:
+        """The levels of the ratio that the chosen loss supports."""
+        return POLICY_LOSSES[self.loss_type].levels
 
     def warn_of_lengths(self) -> None:
         """Warn if the ratio of a sequence counts once for each of its tokens."""
@@ -149,12 +152,3 @@ class KLOptions(ReferenceOptions):
     def kl_params(self) -> KLParams:
         """The hyperparameters of the KL term; the defaults if there is none."""
         return KL.of(self) if self.beta > 0 else KLParams()
-
-    def validate_kl(self) -> None:
-        """Reject options of a KL term that is off, and those that the estimator does not support.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        self.validate_reference()
-        check_kl(self)

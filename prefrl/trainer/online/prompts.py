@@ -25,8 +25,8 @@ from prefrl.trainer.base.config import TRUNCATION_SIDES
 
 if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
+    from prefrl.options.rollout import ResamplingParams
     from prefrl.rollout.collect import Collector
-    from prefrl.rollout.resample import ResamplingParams
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
 __all__ = [

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefrl.options.fields import opt
+from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
-from prefrl.rollout.curriculum import CurriculumParams
-from prefrl.rollout.resample import ResamplingParams
-from prefrl.rollout.reward_shaping import ShapingParams
-from prefrl.rollout.selection import SELECTIONS, RowSelection
-from prefrl.trainer.base.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.rollout import SELECTIONS, CurriculumParams, ResamplingParams, RowSelection, ShapingParams
 
 __all__ = [
     "CURRICULUM",

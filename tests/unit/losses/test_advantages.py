@@ -3,15 +3,9 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import (
-    ADVANTAGES,
-    AdvantageParams,
-    GrpoParams,
-    ScoredRows,
-    clip_advantages,
-    normalize_rows,
-)
+from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, clip_advantages, normalize_rows
 from prefrl.losses.advantage.scored import row_totals
+from prefrl.options.advantage import AdvantageParams, GrpoParams
 
 NAN = math.nan
 SUM, NORMALIZE = "sum_then_normalize", "normalize_then_sum"

@@ -7,15 +7,13 @@ import torch
 from prefrl.losses.advantage.balance import (
     NASH_RIDGE,
     REWARD_BALANCES,
-    FamoParams,
-    GradnormParams,
     RewardBalancer,
     RewardTasks,
-    UncertaintyParams,
     gram,
     squared_weights,
 )
 from prefrl.losses.reduce import token_weights
+from prefrl.options.advantage import FamoParams, GradnormParams, UncertaintyParams
 
 HYPERPARAMETERS = {
     "fixed": {},

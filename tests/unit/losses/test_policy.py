@@ -5,9 +5,10 @@ from itertools import product
 import pytest
 import torch
 
-from prefrl.losses.policy.covariance import CovarianceBand, HighestCovariance, select_clip_cov, select_kl_cov
-from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES, PolicyLossParams, PolicyTokens
+from prefrl.losses.policy.covariance import select_clip_cov, select_kl_cov
+from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES, PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights
+from prefrl.options.policy import CovarianceBand, HighestCovariance, PolicyLossParams
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 # Values under which every loss is bounded, by the name of the hyperparameter.

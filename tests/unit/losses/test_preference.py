@@ -4,17 +4,10 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.losses.preference.pairwise import (
-    PAIR_LOSSES,
-    PairParams,
-    Pairs,
-    box_cox,
-    divergence_score,
-    rpo_nll,
-    smoothed_logistic,
-)
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, box_cox, divergence_score, rpo_nll, smoothed_logistic
 from prefrl.losses.preference.rows import length_desensitized, wpo_weights
 from prefrl.losses.reduce import row_sums
+from prefrl.options.preference import PairParams
 
 LN2 = math.log(2)
 LN3 = math.log(3)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from prefrl.data import prefixes
+from prefrl.data import collate
 from prefrl.data.collate import flat_batch
 from prefrl.models.flops import ModelCost, Products, floor_flops
-from prefrl.models.forward import token_logprobs
-from prefrl.models.no_grad import in_pieces
+from prefrl.models.forward import in_pieces, token_logprobs
 from prefrl.models.plans import lay_out, part_of
 from prefrl.rollout.share import _cost
 from prefrl.types import TokenBatch
@@ -81,7 +80,7 @@ def group_of_episodes() -> Turns:
     draw = Drawn()
     turns = Turns([], [], [], [0, 0, 0, 1, 1])
     for episodes in ((0, 1, 2), (3, 4)):
-        prompt, alike = draw(12), draw(prefixes._SHORTEST_SHARED)
+        prompt, alike = draw(12), draw(collate._SHORTEST_SHARED)
         for row in episodes:
             history = prompt
             for turn in range(1 + row % 3):
@@ -141,7 +140,7 @@ def test_every_plan_gives_the_numbers_of_single_sequences(name, architecture, ov
 def test_stripped_thinking_costs_a_spine_and_a_branch_for_each_turn():
     batch = EPISODES["stripped"].batch
     assert batch.num_rows == 1
-    assert sum(batch.context_length(i) + length for i, length in enumerate(batch.response_lengths)) == 2850
+    assert sum(batch.context_lengths[i] + length for i, length in enumerate(batch.response_lengths)) == 2850
     assert batch.num_forward_tokens == 870
     assert lay_out(batch, "shared_prefix").input_ids.size(1) == 870 - 10  # the last token of a response is not fed
     assert lay_out(batch, "packed").input_ids.size(1) == 2850 - 10
@@ -157,7 +156,7 @@ def test_stripped_thinking_costs_a_spine_and_a_branch_for_each_turn():
 
 def test_episodes_of_a_group_share_what_they_begin_with():
     batch = EPISODES["group"].batch
-    shared = prefixes._SHORTEST_SHARED
+    shared = collate._SHORTEST_SHARED
     assert batch.num_rows == 5
     assert batch.group_index == (0, 0, 0, 1, 1)
     # Of the first group, the second and the third episode go on; of the second group, the second one does.

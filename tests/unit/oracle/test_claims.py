@@ -9,13 +9,14 @@ from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.chunks import Head
 from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
 from prefrl.losses.kl.full import ReferenceLogits, full_kl
-from prefrl.losses.kl.sequence import SequenceKLParams, sequence_kl
+from prefrl.losses.kl.sequence import sequence_kl
 from prefrl.losses.logprobs import chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
-from prefrl.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
-from prefrl.oracle.measure import silent, two_prompts
-from prefrl.oracle.recipe import (
+from prefrl.options.policy import SequenceKLParams
+from prefrl.scripts.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
+from prefrl.scripts.oracle.measure import silent, two_prompts
+from prefrl.scripts.oracle.recipe import (
     Recipe,
     reinforce_loss,
     row_advantages,
@@ -25,7 +26,7 @@ from prefrl.oracle.recipe import (
     token_advantages,
     whiten,
 )
-from prefrl.oracle.tables import params_of
+from prefrl.scripts.oracle.tables import params_of
 
 SIZES = {"num_prompts": 1, "num_tokens": 3, "length": 2, "num_features": 5, "seed": 3}
 NO_CLIP = {"epsilon": 1.0, "epsilon_high": 1e6}

@@ -10,7 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.rollout.curriculum import CurriculumParams, CurriculumWeighting, SuccessCurriculum, draw_rows
+from prefrl.options.rollout import CurriculumParams, CurriculumWeighting
+from prefrl.rollout.curriculum import SuccessCurriculum, draw_rows
 from prefrl.rollout.selection import random_generator
 
 NAN = math.nan

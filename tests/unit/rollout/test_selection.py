@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefrl.rollout.selection import SelectionRule, draw_counts, kept_rows, random_generator
+from prefrl.options.rollout import SelectionRule
+from prefrl.rollout.selection import draw_counts, kept_rows, random_generator
 
 NAN = math.nan
 

@@ -10,15 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from prefrl.options.rollout import ShapingParams
 from prefrl.rewards import get_soft_overlong_punishment
-from prefrl.rollout.reward_shaping import (
-    RunningMoments,
-    ShapingParams,
-    clipped,
-    minus_missing_eos,
-    shaped,
-    stop_properly,
-)
+from prefrl.rollout.reward_shaping import RunningMoments, clipped, minus_missing_eos, shaped, stop_properly
 from prefrl.types import FinishReason
 
 NAN = math.nan

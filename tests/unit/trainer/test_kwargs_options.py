@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, GRPOConfig, PPOConfig, RLOOConfig
-from prefrl.losses.policy.losses import ClipCovParams, VespoParams
+from prefrl.options.policy import ClipCovParams, VespoParams
 from prefrl.registry import REGISTRY
 from prefrl.trainer.online.policy_objective import PolicyObjective
 

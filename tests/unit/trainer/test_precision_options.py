@@ -10,7 +10,7 @@ import torch
 
 from prefrl import ConfigError, SFTConfig
 from prefrl.losses.determinism import cumsum_permitted
-from prefrl.models.precision import of_products
+from prefrl.models.modes import of_products
 
 
 @pytest.mark.parametrize(

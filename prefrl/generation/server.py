@@ -1,0 +1,159 @@
+"""What a generation server and its clients agree on: the key, and the answer to `GET /prefrl/info`.
+
+The key is that of the environment, or of a file that only its user can read. Server and trainer both import this: it
+must stay light.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from prefrl.errors import ConfigError, GenerationError
+
+__all__ = [
+    "INFO_PATH",
+    "PROTOCOL",
+    "ServerInfo",
+    "vocabulary_fingerprint",
+    "KEY_VARIABLE",
+    "check_key",
+    "key_file",
+    "key_of_user",
+]
+
+INFO_PATH = "/prefrl/info"
+# Increased when a server and a trainer of different releases can no longer work together.
+PROTOCOL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server's versions, model and limits."""
+
+    protocol: int
+    prefrl: str  # versions
+    vllm: str
+    torch: str
+    transformers: str
+    model: str  # the model name to use in requests
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    tokenizer: str  # `vocabulary_fingerprint`
+    dtype: str
+    max_model_len: int  # tokens of prompt and completion
+    logprobs_mode: str
+    max_lora_rank: int | None  # None: the server takes no adapters
+    num_workers: int  # processes that hold weights: tensor * pipeline * data parallel
+
+    @classmethod
+    def from_json(cls, url: str, answer: Any) -> ServerInfo:
+        """Read the answer of the server at `url`.
+
+        Raises:
+            GenerationError: The answer does not follow this protocol.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(answer, dict) or answer.get("protocol") != PROTOCOL or not names <= answer.keys():
+            raise GenerationError(
+                f"{url}{INFO_PATH} answered {answer!r:.200}: this server was not started with `prefrl vllm-serve` "
+                f"of a compatible version (protocol {PROTOCOL}). Start it with the trainer's version of prefrl."
+            )
+        return cls(**{name: answer[name] for name in names})
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256 of the tokens and their ids; it does not depend on the version of transformers."""
+    entries = json.dumps(sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])))
+    return hashlib.sha256(entries.encode()).hexdigest()
+
+
+# The environment variable with the key, of the server and of the trainer. vLLM reads it too.
+KEY_VARIABLE = "VLLM_API_KEY"
+MIN_KEY_LENGTH = 32  # characters: a key of that length cannot be found by trying
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that is easy to guess, or that an HTTP header cannot contain.
+
+    Raises:
+        ConfigError: It is. The message does not contain it.
+    """
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"{KEY_VARIABLE}: contains a space, a line break or a non-ASCII character, which an HTTP header cannot "
+            "contain. Set another key."
+        )
+    if len(key) < MIN_KEY_LENGTH:
+        raise ConfigError(
+            f"{KEY_VARIABLE}: has {len(key)} characters, but must have at least {MIN_KEY_LENGTH}. Set one that "
+            "`python3 -c 'import secrets; print(secrets.token_hex(32))'` prints."
+        )
+
+
+def key_file(environment: Mapping[str, str]) -> Path:
+    """Where the key of this user's servers is.
+
+    Args:
+        environment: Environment variables.
+    """
+    folder = environment.get("XDG_CONFIG_HOME")
+    return (Path(folder) if folder else Path("~/.config").expanduser()) / "prefrl" / "vllm_api_key"
+
+
+def key_of_user(environment: Mapping[str, str]) -> str:
+    """The key of `VLLM_API_KEY`; if it is not set, that of `key_file`, which is created with a random key.
+
+    Servers and trainers of one user on one machine so have the same key, and other users have none.
+
+    Args:
+        environment: Environment variables.
+
+    Raises:
+        ConfigError: The file cannot be created or read, or others can read it.
+    """
+    given = environment.get(KEY_VARIABLE)
+    if given:
+        return given
+    try:
+        path = key_file(environment)
+        if not path.exists():
+            _create(path)
+        return _read(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        raise ConfigError(f"{KEY_VARIABLE} is not set, and there is no file for a key: {error}. Set it.") from error
+
+
+def _create(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=path.parent)  # 0600
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # by a process that started at the same time
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)
+
+
+def _read(path: Path) -> str:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise ConfigError(
+                f"{path}: other users can read or change this key. Remove the file, and a new key is created."
+            )
+        key = file.read().strip()
+    check_key(key)
+    return key

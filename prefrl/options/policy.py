@@ -1,0 +1,311 @@
+"""Options of policy losses: the hyperparameters of each, and what else is known of it without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
+from prefrl.options.rules import Rule, example, when
+
+__all__ = [
+    "AipoParams",
+    "BoundParams",
+    "ClipCovParams",
+    "ClipParams",
+    "CovarianceBand",
+    "DppoParams",
+    "EntropyParams",
+    "GmpoParams",
+    "HighestCovariance",
+    "ImportanceLevel",
+    "KLParams",
+    "KL_PARAMS",
+    "KlCovParams",
+    "LossType",
+    "POLICY_LOSS_FACTS",
+    "PolicyLossFacts",
+    "PolicyLossParams",
+    "Reduction",
+    "SampledKLParams",
+    "SapoParams",
+    "SequenceKLParams",
+    "VespoParams",
+]
+
+Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
+
+
+ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
+
+
+LossType = Literal[
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "luspo",
+    "reinforce",
+    "gpg",
+    "cispo",
+    "aipo",
+    "dppo",
+    "sapo",
+    "gmpo",
+    "vespo",
+    "clip_cov",
+    "kl_cov",
+]
+
+
+@dataclass(frozen=True)
+class CovarianceBand(Params):
+    """Hyperparameters of `select_clip_cov`."""
+
+    ratio: Annotated[float, Gt(0), Le(1)] = opt(2e-4, "Share of tokens excluded from the loss.")
+    lb: float = opt(1.0, "Only tokens whose covariance is above this are excluded.")
+    ub: float = opt(5.0, "Only tokens whose covariance is below this are excluded.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.lb >= p.ub,
+            "lb={lb}: must be below ub={ub}",
+            example("grpo", loss_type="clip_cov", loss_kwargs={"lb": 6.0}),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class HighestCovariance(Params):
+    """Hyperparameters of `select_kl_cov`."""
+
+    ratio: Annotated[float, Gt(0), Le(1)] = opt(
+        2e-4, "Share of tokens with a KL penalty: those with the largest covariance."
+    )
+
+
+@dataclass(frozen=True)
+class PolicyLossParams(Params):
+    """Hyperparameters that go with every policy loss."""
+
+    off_policy_mask_threshold: Annotated[float, Gt(0)] | None = opt(
+        None,
+        "Exclude sequences with a negative advantage from the loss if the mean of log sampler - log policy over their "
+        "tokens is above this, in nats (DeepSeek-V3.2); None: exclude none.",
+    )
+    positive_nll_coef: Annotated[float, Gt(0)] | None = opt(
+        None,
+        "Weight of an NLL term added to the loss: the mean of -log p over the tokens of all sequences with a positive "
+        "reward (VAPO); None: term off.",
+    )
+    min_filter_prefix_tokens: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Exclude prefixes of at least this many tokens from the policy loss if completions of a prompt share them "
+        "although their rewards differ (cosmos-rl); None: exclude none.",
+    )
+
+
+def _high(p: Any) -> Any:
+    return p.epsilon if p.epsilon_high is None else p.epsilon_high
+
+
+@dataclass(frozen=True)
+class BoundParams(PolicyLossParams):
+    """Bounds of a ratio, or of the quantity that a loss bounds instead."""
+
+    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound: 1 - epsilon; from 1 on, there is none.")
+    epsilon_high: Annotated[float, Ge(0)] | None = opt(
+        None, "Upper bound: 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
+    )
+
+    @property
+    def high(self) -> float:
+        """The effective value of `epsilon_high`."""
+        high: float = _high(self)
+        return high
+
+    @property
+    def log_bounds(self) -> tuple[float, float]:
+        """Logarithms of 1 - epsilon and 1 + epsilon_high. Ratios are above 0, so epsilon >= 1 bounds none of them."""
+        return math.log1p(-self.epsilon) if self.epsilon < 1 else -math.inf, math.log1p(self.high)
+
+
+@dataclass(frozen=True)
+class ClipParams(BoundParams):
+    """Hyperparameters of `clipped_surrogate`."""
+
+    delta: float | None = opt(
+        None,
+        "Largest ratio where A < 0, above 1 + epsilon_high; None: no bound. Called clip_ratio_c in verl, "
+        "lower_bound_ratio in cosmos-rl.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.delta is not None and p.delta <= 1 + _high(p),
+            "delta={delta}: must be above 1 + epsilon_high = {least}, or the clipping never takes effect",
+            example("grpo", delta=1.1),
+            least=lambda p: 1 + _high(p),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class AipoParams(PolicyLossParams):
+    """Hyperparameters of `aipo`."""
+
+    rho: Annotated[float, Ge(1)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
+
+
+@dataclass(frozen=True)
+class DppoParams(BoundParams):
+    """Hyperparameters of `dppo`. A probability may fall by epsilon and rise by epsilon_high."""
+
+    delta: Annotated[float, Gt(0)] | None = opt(
+        None, "Largest ratio, which bounds the weight of rare tokens; None: no bound. Called clip_ratio_c in verl."
+    )
+
+
+@dataclass(frozen=True)
+class SapoParams(PolicyLossParams):
+    """Hyperparameters of `sapo`."""
+
+    temperature_pos: Annotated[float, Gt(0)] = opt(1.0, "Temperature tau of the gate where A > 0.")
+    temperature_neg: Annotated[float, Gt(0)] = opt(1.05, "Temperature tau of the gate where A <= 0.")
+
+
+@dataclass(frozen=True)
+class GmpoParams(BoundParams):
+    """Hyperparameters of `gmpo`."""
+
+    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound of d, in nats: -epsilon.")
+    epsilon_high: Annotated[float, Ge(0)] | None = opt(
+        None, "Upper bound of d, in nats; None: same as epsilon. The paper uses 0.4 for both."
+    )
+
+
+@dataclass(frozen=True)
+class VespoParams(PolicyLossParams):
+    """Hyperparameters of `vespo`: k is how fast rows with W < 1 lose weight, lambda how fast those with W > 1 do."""
+
+    k_pos: Annotated[float, Ge(0)] = opt(2.0, "k where A >= 0, in the weight W^k exp(lambda (1 - W)).")
+    lambda_pos: Annotated[float, Gt(0)] = opt(3.0, "lambda where A >= 0, in the weight W^k exp(lambda (1 - W)).")
+    k_neg: Annotated[float, Ge(0)] = opt(3.0, "k where A < 0, in the weight W^k exp(lambda (1 - W)).")
+    lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "lambda where A < 0, in the weight W^k exp(lambda (1 - W)).")
+
+
+@dataclass(frozen=True)
+class ClipCovParams(ClipParams, CovarianceBand):
+    """Hyperparameters of `clip_cov` and of its selection."""
+
+
+@dataclass(frozen=True)
+class KlCovParams(PolicyLossParams, HighestCovariance):
+    """Hyperparameters of `kl_cov` and of its selection."""
+
+    coef: Annotated[float, Ge(0)] = opt(1.0, "Weight of the KL penalty; ppo_kl_coef in verl.")
+
+
+@dataclass(frozen=True)
+class KLParams(Params):
+    """Hyperparameters that go with every KL term: the weight may adapt to the KL."""
+
+    target: Annotated[float, Gt(0)] | None = opt(
+        None,
+        "Target KL, in nats per token. beta is then the initial weight, which adapts after each step to keep the KL "
+        "near the target. None: beta is fixed.",
+    )
+    horizon: Annotated[int, Ge(1)] = opt(
+        10_000, "Number of rows over which beta adapts; a smaller number adapts faster."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.target is None and p.horizon != 10_000,
+            "horizon={horizon!r} has no effect because beta is fixed. Set target.",
+            example("grpo", kl_kwargs={"horizon": 20}),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class SampledKLParams(KLParams):
+    """Hyperparameters of the estimators of this module."""
+
+    bias_correction: bool = opt(
+        False,
+        "Multiply the KL term of a token by its ratio, which makes it unbiased for samples of the old policy. Only "
+        "with kl_in='loss'.",
+    )
+
+
+@dataclass(frozen=True)
+class SequenceKLParams(KLParams):
+    """Hyperparameters of `sequence_kl`."""
+
+    weight_cap: Annotated[float, Ge(1)] | None = opt(
+        None, "Upper bound of the tokens' cumulative importance weights; None: no bound, no bias."
+    )
+
+
+@dataclass(frozen=True)
+class EntropyParams(Params):
+    """Hyperparameters of `AdaptiveEntropy`."""
+
+    min: Annotated[float, Ge(0)] = opt(0.0, "Lower bound of the weight.")
+    max: Annotated[float, Gt(0)] = opt(1.0, "Upper bound of the weight.")
+    delta: Annotated[float, Gt(0)] = opt(0.005, "Change of the weight per step.")
+    target: Annotated[float, Gt(0)] = opt(0.2, "Target entropy, in nats per token.")
+
+
+@dataclass(frozen=True)
+class PolicyLossFacts:
+    """What is known of a policy loss without its function, which is in `prefrl.losses.policy.losses`."""
+
+    params: type[PolicyLossParams]
+    reduction: Reduction
+    source: str
+    # Allowed values of `PolicyTokens.level`. Losses that compute a row ratio themselves, or use none, have `token`.
+    levels: tuple[ImportanceLevel, ...]
+
+
+_COV = "Cui et al. 2025, arXiv 2505.22617, section 4.2"
+_TOKEN: tuple[ImportanceLevel, ...] = ("token",)
+# The ratio of a whole row must count once per row. In a mean over all tokens it would count once per token.
+_NOT_SUM: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_token")
+_ANY: tuple[ImportanceLevel, ...] = (*_NOT_SUM, "sequence_sum")
+# If the ratio is a constant weight, sequence and sequence_token are the same.
+_WEIGHT: tuple[ImportanceLevel, ...] = ("token", "sequence", "sequence_sum")
+
+# Counts span the whole optimizer step on all ranks. So bnpo, a token mean over one micro-batch in TRL, is the same as
+# dapo here; configs accept both names. GSPO is grpo at level sequence or sequence_token.
+POLICY_LOSS_FACTS: dict[LossType, PolicyLossFacts] = {
+    "grpo": PolicyLossFacts(ClipParams, "sequence_mean", "Shao et al. 2024, arXiv 2402.03300, eq. 3", _ANY),
+    "bnpo": PolicyLossFacts(ClipParams, "token", "TRL, GRPOConfig.loss_type", _NOT_SUM),
+    "dr_grpo": PolicyLossFacts(ClipParams, "constant", "Liu et al. 2025, arXiv 2503.20783, section 3.2", _NOT_SUM),
+    "dapo": PolicyLossFacts(ClipParams, "token", "Yu et al. 2025, arXiv 2503.14476, eq. 12", _NOT_SUM),
+    "luspo": PolicyLossFacts(
+        ClipParams, "sequence_sum", "LUSPO 2026, arXiv 2602.05261", ("sequence", "sequence_token")
+    ),
+    "cispo": PolicyLossFacts(BoundParams, "token", "MiniMax 2025, arXiv 2506.13585, section 3.1", _WEIGHT),
+    "sapo": PolicyLossFacts(SapoParams, "sequence_mean", "Gao et al. 2025, arXiv 2511.20347", _ANY),
+    "gmpo": PolicyLossFacts(GmpoParams, "sequence_mean", "Zhao et al. 2025, arXiv 2507.20673", _TOKEN),
+    "gpg": PolicyLossFacts(PolicyLossParams, "token", "Chu et al. 2025, arXiv 2504.02546", _TOKEN),
+    "reinforce": PolicyLossFacts(PolicyLossParams, "sequence_sum", "Williams 1992", _TOKEN),
+    "aipo": PolicyLossFacts(AipoParams, "token", "Wu et al. 2025, arXiv 2505.24034", _WEIGHT),
+    "dppo": PolicyLossFacts(DppoParams, "token", "Qi et al. 2026, arXiv 2602.04879", _TOKEN),
+    "vespo": PolicyLossFacts(VespoParams, "token", "Shen et al. 2026, arXiv 2602.10693", _TOKEN),
+    "clip_cov": PolicyLossFacts(ClipCovParams, "token", _COV, ("token", "sequence_token")),
+    "kl_cov": PolicyLossFacts(KlCovParams, "token", _COV, _TOKEN),
+}
+
+# The hyperparameters of each estimate of the KL divergence; those that are sampled are in `KL_ESTIMATORS`.
+KL_PARAMS: dict[str, type[KLParams]] = {
+    **dict.fromkeys(("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"), SampledKLParams),
+    "full": KLParams,
+    "sequence": SequenceKLParams,
+}

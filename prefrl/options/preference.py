@@ -1,0 +1,141 @@
+"""Options of pairwise losses: the hyperparameters of each, and what else is known of it without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
+from prefrl.options.rules import Rule, example, when
+
+__all__ = [
+    "AlphaParams",
+    "CPO_LOSS_FACTS",
+    "DiscopopParams",
+    "Divergence",
+    "ExoParams",
+    "LabelSmoothing",
+    "PAIR_LOSS_FACTS",
+    "PairLossFacts",
+    "PairParams",
+    "RobustParams",
+    "SimpoParams",
+    "SmoothedParams",
+]
+
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+
+LabelSmoothing = Annotated[float, Ge(0), Le(0.5)]
+
+
+@dataclass(frozen=True)
+class PairParams(Params):
+    """Hyperparameters that go with every pairwise loss."""
+
+    beta: Annotated[float, Gt(0)] = opt(0.1, "b, in 1 / nats.")
+
+
+@dataclass(frozen=True)
+class SmoothedParams(PairParams):
+    """Hyperparameters of the losses that allow for wrong labels."""
+
+    label_smoothing: LabelSmoothing = opt(0.0, "e, the probability that a label is wrong.")
+
+
+@dataclass(frozen=True)
+class ExoParams(SmoothedParams):
+    """Hyperparameters of `exo_pair`."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.label_smoothing >= 0.5,
+            "label_smoothing={label_smoothing}: exo_pair needs it below 0.5: its target distribution is "
+            "[1 - label_smoothing, label_smoothing]. The paper's value is 1e-3.",
+            example("dpo", loss_type=["exo_pair"], label_smoothing=0.5),
+        ),
+    )
+
+    @property
+    def smoothing(self) -> float:
+        """The effective value of `label_smoothing`: the paper's 1e-3 for 0, with which the divergence is infinite."""
+        return self.label_smoothing or 1e-3
+
+
+@dataclass(frozen=True)
+class RobustParams(SmoothedParams):
+    """Hyperparameters of `robust`."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.label_smoothing == 0.5,
+            "label_smoothing=0.5: robust needs it below 0.5, because it divides by 1 - 2 * label_smoothing.",
+            example("dpo", loss_type=["robust"], label_smoothing=0.5),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class DiscopopParams(PairParams):
+    """Hyperparameters of `discopop`."""
+
+    discopop_tau: Annotated[float, Gt(0)] = opt(
+        0.05, "tau, 0.05 in the paper; above 1 the loss grows exponentially for negative margins."
+    )
+
+
+@dataclass(frozen=True)
+class SimpoParams(SmoothedParams):
+    """Hyperparameters of `simpo`."""
+
+    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "g, the target margin of rewards.")
+
+
+@dataclass(frozen=True)
+class AlphaParams(SimpoParams):
+    """Hyperparameters of `alphapo`."""
+
+    alpha: float = opt(0.0, "Shape of the reward; 0: that of SimPO.")
+
+
+@dataclass(frozen=True)
+class PairLossFacts:
+    """What is known of a pairwise loss without its function, which is in `prefrl.losses.preference`."""
+
+    params: type[PairParams]
+    source: str
+    uses_log_ratios: bool = False  # uses log-ratios in place of scores, so it allows only the reverse KL divergence
+    is_batch_loss: bool = False  # sorts the pairs: needs all pairs of a step at once and allows no pair weights
+
+
+_AOT = "Melnyk et al. 2024, arXiv 2406.05882, section 3"
+_APO = "D'Oosterlinck et al. 2024, arXiv 2408.06266"
+
+PAIR_LOSS_FACTS: dict[str, PairLossFacts] = {
+    "sigmoid": PairLossFacts(SmoothedParams, "Rafailov et al. 2023, arXiv 2305.18290, eq. 7"),
+    "hinge": PairLossFacts(PairParams, "Zhao et al. 2023, arXiv 2305.10425, section 2"),
+    "ipo": PairLossFacts(PairParams, "Azar et al. 2023, arXiv 2310.12036, eq. 17"),
+    "exo_pair": PairLossFacts(ExoParams, "Ji et al. 2024, arXiv 2402.00856, eq. 16"),
+    "nca_pair": PairLossFacts(PairParams, "Chen et al. 2024, arXiv 2402.05369, section 4.1", uses_log_ratios=True),
+    "robust": PairLossFacts(RobustParams, "Chowdhury et al. 2024, arXiv 2403.00409, section 3.1"),
+    "bco_pair": PairLossFacts(PairParams, "Jung et al. 2024, arXiv 2404.04656, section 4", uses_log_ratios=True),
+    "sppo_hard": PairLossFacts(PairParams, "Wu et al. 2024, arXiv 2405.00675, eq. 4.7", uses_log_ratios=True),
+    "aot": PairLossFacts(SmoothedParams, _AOT, uses_log_ratios=True, is_batch_loss=True),
+    "aot_unpaired": PairLossFacts(SmoothedParams, _AOT, uses_log_ratios=True, is_batch_loss=True),
+    "apo_zero": PairLossFacts(PairParams, f"{_APO}, eq. 7", uses_log_ratios=True),
+    "apo_down": PairLossFacts(PairParams, f"{_APO}, eq. 8", uses_log_ratios=True),
+    "discopop": PairLossFacts(DiscopopParams, "Lu et al. 2024, arXiv 2406.08414, eq. 5"),
+    "sft": PairLossFacts(PairParams, "TRL, DPOConfig.loss_type"),
+    "sigmoid_norm": PairLossFacts(PairParams, "Lambert et al. 2024, arXiv 2411.15124, section 5"),
+}
+
+CPO_LOSS_FACTS: dict[str, PairLossFacts] = {
+    "sigmoid": PairLossFacts(SmoothedParams, "Xu et al. 2024, arXiv 2401.08417, eq. 3"),
+    "hinge": PairLossFacts(PairParams, "Zhao et al. 2023, arXiv 2305.10425, section 2"),
+    "ipo": PairLossFacts(PairParams, "Azar et al. 2023, arXiv 2310.12036, eq. 17"),
+    "simpo": PairLossFacts(SimpoParams, "Meng et al. 2024, arXiv 2405.14734, eq. 6"),
+    "alphapo": PairLossFacts(AlphaParams, "Gupta et al. 2025, arXiv 2501.03884, section 3"),
+}

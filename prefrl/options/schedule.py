@@ -1,0 +1,63 @@
+"""Options of schedules: the hyperparameters of those that transformers does not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from prefrl.options.fields import opt
+from prefrl.options.params import Params
+
+__all__ = ["CosineWarmRestartsParams", "ExponentialParams", "OneCycleParams", "WeightDecayParams", "WsdParams"]
+
+
+@dataclass(frozen=True)
+class OneCycleParams(Params):
+    """Of `one_cycle`."""
+
+    max_lr: Annotated[float, Gt(0)] | None = opt(None, "Largest learning rate; None: learning_rate.")
+    pct_start: Annotated[float, Gt(0), Lt(1)] = opt(0.3, "Fraction of the steps in which the rate rises.")
+    div_factor: Annotated[float, Ge(1)] = opt(25.0, "The first rate is max_lr / div_factor.")
+    final_div_factor: Annotated[float, Ge(1)] = opt(1e4, "The last rate is the first one / final_div_factor.")
+
+
+@dataclass(frozen=True)
+class ExponentialParams(Params):
+    """Of `exponential`."""
+
+    decay_rate: Annotated[float, Gt(0), Le(1)] = opt(0.96, "Factor by which the rate falls over decay_steps steps.")
+    decay_steps: Annotated[int, Ge(1)] = opt(10000, "Steps in which the rate falls by decay_rate.")
+    staircase: bool = opt(False, "Lower the rate once every decay_steps steps instead of in each step.")
+
+
+@dataclass(frozen=True)
+class CosineWarmRestartsParams(Params):
+    """Of `cosine_warm_restarts`."""
+
+    t_0: Annotated[int, Ge(1)] | None = opt(None, "Steps of the first cycle. Must be set.")
+    t_mult: Annotated[int, Ge(1)] = opt(1, "Ratio between the lengths of consecutive cycles.")
+    eta_min: Annotated[float, Ge(0)] = opt(0.0, "Learning rate at the end of a cycle.")
+
+
+@dataclass(frozen=True)
+class WsdParams(Params):
+    """Of `wsd`: warm-up, stable, decay. The stable phase is what the other two leave."""
+
+    warmup_fraction: Annotated[float, Ge(0), Lt(1)] | None = opt(
+        None, "Fraction of the steps in which the rate rises; None: warmup_steps if that is set, otherwise 0.1."
+    )
+    decay_fraction: Annotated[float, Gt(0), Le(1)] = opt(
+        0.1, "Fraction of the steps in which the rate falls, limited to the steps after the warm-up."
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt", "exponential"] = opt("linear", "How the rate falls.")
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = opt(0.0, "Final rate, as a fraction of learning_rate.")
+
+
+@dataclass(frozen=True)
+class WeightDecayParams(Params):
+    """Of `weight_decay_schedule`."""
+
+    start_factor: Annotated[float, Ge(0)] = opt(0.0, "Factor of weight_decay in the first step.")
+    end_factor: Annotated[float, Ge(0)] = opt(1.0, "Factor of weight_decay at the end.")

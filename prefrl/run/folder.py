@@ -1,0 +1,154 @@
+"""The folder of a run: one process at a time writes to it, there is room for what is written, and it may hold a model.
+
+Other nodes see whether it is the same folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from prefrl.errors import ConfigError
+
+__all__ = ["only_writer", "writer_token", "check_space", "check_writable", "weights_in"]
+
+_FILE = ".writer"
+_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_log = logging.getLogger(__name__)
+_held: set[io.FileIO] = set()  # the locked files of this process
+
+
+def _let_go() -> None:
+    """In a fork, close the locked files that it shares with the trainer, which may die before it."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@contextlib.contextmanager
+def only_writer(run_folder: Path) -> Iterator[str]:
+    """Context in which this process is the only one that trains in a folder.
+
+    The kernel holds the lock and releases it when the process ends, however it ends, so nothing is left to clean up.
+    The lock belongs to the open file (`flock`): this process may open and close the file again, as a copy does.
+
+    Args:
+        run_folder: Created if it does not exist.
+
+    Returns:
+        What `writer_token` reads on every node that sees this folder.
+
+    Raises:
+        ConfigError: The folder cannot be written to, or another process trains in it: names its host and process id.
+    """
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={str(run_folder)!r} cannot be written to: {error.strerror}. Choose another folder."
+        ) from error
+    with io.FileIO(descriptor, "r+") as file:
+        _held.add(file)
+        try:
+            _lock(descriptor, run_folder)
+            token = secrets.token_hex(8)
+            os.ftruncate(descriptor, 0)
+            writer = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+            os.pwrite(descriptor, json.dumps(writer).encode(), 0)
+            os.fsync(descriptor)
+            yield token
+        finally:
+            _held.discard(file)
+
+
+def _lock(descriptor: int, run_folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            _log.warning("%s: its file system has no locks, so a second run in it would not be noticed", run_folder)
+            return
+        holder = _read(descriptor)
+        raise ConfigError(
+            f"output_dir={str(run_folder)!r} is in use: process {holder.get('pid', '?')} on host "
+            f"{holder.get('host', '?')} trains in it. Choose another folder, or stop that process."
+        ) from error
+
+
+def writer_token(run_folder: Path) -> str | None:
+    """The token of the process that trains in a folder; None if there is none."""
+    try:
+        return str(json.loads((run_folder / _FILE).read_bytes())["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(descriptor: int) -> dict[str, object]:
+    try:
+        values = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
+    """Check that files can be written to a folder, which is created if it does not exist.
+
+    Args:
+        run_folder: The folder.
+        option: The option that names it, for the message.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option}={str(run_folder)!r} cannot be written to: {error.strerror}. Choose another folder."
+        ) from error
+
+
+def check_space(run_folder: Path, *, needed: int) -> None:
+    """Check that a checkpoint fits on the disk.
+
+    Args:
+        run_folder: The run's folder.
+        needed: Bytes of a checkpoint.
+
+    Raises:
+        ConfigError: It does not: names both numbers.
+    """
+    free = shutil.disk_usage(run_folder).free
+    if free < needed:
+        raise ConfigError(
+            f"output_dir={str(run_folder)!r} has {free / 1e6:,.0f} MB free, and a checkpoint needs "
+            f"{needed / 1e6:,.0f} MB. Free space, choose another folder, or set save_strategy='no' or "
+            "save_only_model=True."
+        )
+
+
+# Names of transformers and peft. The config of an adapter decides how weights beside it are loaded.
+_WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*", "adapter_config.json")
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """The files of the model in a folder; empty if there is none."""
+    return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
