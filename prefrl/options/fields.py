@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from prefrl.options.types import check_value
 __all__ = [
     "check_fields",
     "check_no_effect",
-    "check_range",
     "check_unset",
     "default_of",
     "json_mapping",
@@ -152,16 +151,6 @@ def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
     for name in names:
         unset = default_of(defaults[name])
         check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
-
-
-def check_range(bounds: Sequence[float] | None, name: str) -> None:
-    """Reject bounds that are not two numbers in ascending order.
-
-    Raises:
-        ConfigError: Names the field.
-    """
-    if bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]):
-        raise ConfigError(f"{name}={bounds}: must be two numbers, the smaller one first, such as [-5, 5]")
 
 
 @cache

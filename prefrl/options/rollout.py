@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import opt
 from prefrl.options.params import Params
-from prefrl.options.rollout_rules import check_clip_range, check_curriculum
+from prefrl.options.rules import Rule, ascending, example, when
 
 __all__ = [
     "AtKParams",
@@ -39,7 +39,15 @@ class CurriculumParams(Params):
         0.5, "Weight of the past in a prompt's success rate, an exponential moving average."
     )
 
-    rules = (check_curriculum,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ascending("reward_bounds", example("grpo", curriculum="band", curriculum_kwargs={"reward_bounds": [1, 0]})),
+        ascending("band", example("grpo", curriculum="band", curriculum_kwargs={"band": [0.8, 0.2]})),
+        when(
+            lambda p: not 0 <= p.band[0] < p.band[1] <= 1,
+            "band={band}: success rates must be within 0 .. 1",
+            example("grpo", curriculum="band", curriculum_kwargs={"band": [0.5, 1.5]}),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,9 @@ class ShapingParams(Params):
         None, "Clip total rewards to this range: smallest and largest value; None: no clipping."
     )
 
-    rules = (check_clip_range,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ascending("clip_range", example("grpo", reward_shaping_kwargs={"clip_range": [2.0, 1.0]})),
+    )
 
 
 SelectionRule = Literal["max_variance", "best", "random"]

@@ -365,7 +365,7 @@ def _kwargs_option(row: Mapping[str, Any], params: Sequence[type[Params]]) -> Kw
 def _params(row: Mapping[str, Any]) -> type[Params]:
     """A class of hyperparameters with the types, bounds, defaults and rules of the schema."""
     fields = [(name, _type(field), _with_default(field.get("default"))) for name, field in row["fields"].items()]
-    namespace = {"__module__": __name__, "rules": tuple(map(load, row["rules"]))}
+    namespace = {"__module__": __name__, "rules": tuple(load(row["rules"]).all_rules()) if row["rules"] else ()}
     return dataclasses.make_dataclass("Hyperparameters", fields, bases=(Params,), namespace=namespace, frozen=True)
 
 

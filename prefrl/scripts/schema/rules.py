@@ -41,9 +41,12 @@ class ParamsTable:
         return self._numbers.setdefault(params, len(self._numbers))
 
     def rows(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each class: their types, bounds and defaults, and its rules as module:function."""
+        """The hyperparameters of each class: their types, bounds and defaults, and where its rules are."""
         return [
-            {"fields": _fields(params), "rules": [f"{rule.__module__}:{rule.__name__}" for rule in params.all_rules()]}
+            {
+                "fields": _fields(params),
+                "rules": f"{params.__module__}:{params.__name__}" if params.all_rules() else "",
+            }
             for params in self._numbers
         ]
 

@@ -22,7 +22,7 @@ from prefrl.rollout.summary import collected_metrics, log_completions
 from prefrl.types import Rollout
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.predictions import PredictedRows
+    from prefrl.trainer.evaluation import PredictedRows
     from prefrl.trainer.online.config import OnlineConfig
 
 __all__ = ["EvaluationRollouts", "add_rollouts"]

@@ -21,7 +21,7 @@ from prefrl.metrics import Max, Metric, Sum
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.rollout.summary import staleness
-from prefrl.trainer.base.memory import GENERATION, explained
+from prefrl.trainer.memory import GENERATION, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -26,9 +26,8 @@ from prefrl.rollout.summary import collected_metrics, log_collected
 from prefrl.rollout.tables import Tables
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.references import loaded_reference
-from prefrl.trainer.base.sizes.auto import LongBatch
-from prefrl.trainer.base.steps import Step, SyncStep
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
+from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.online.episodes import Episodes
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.generators import make_generator, server_metrics
@@ -49,6 +48,7 @@ from prefrl.trainer.online.prompts import (
     tokenized_prompts,
 )
 from prefrl.trainer.progress.history import samples_of
+from prefrl.trainer.steps import LongBatch, Step, SyncStep
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from prefrl.generation.base import Generator
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
-    from prefrl.trainer.base.predictions import ComputeMetrics
+    from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -237,7 +237,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     @contextmanager
     def trial(self, num_rows: int) -> Iterator[LongBatch]:
-        """See `SizedTrainer`."""
+        """See `BaseTrainer`."""
         state, learn = state_of(self.learner), partial(self._learned, num_parts=1)
         longest = LongestRollouts(self.args, self.train_dataset, self.rewards.names)
         try:
@@ -268,7 +268,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if left is not None:
             self.prompts.repeat(left[0])
             return left[0]
-        with self._waiting():
+        with saved_at_errors(self):
             self._sync_generator()
             # Nothing that is saved has changed yet, so a single process can be stopped meanwhile.
             stoppable = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
@@ -282,7 +282,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _seal(self, number: int, parts: list[Collected]) -> None:
         """Write a generation batch to the journal."""
         step, saves = number * self.args.steps_of_a_generation, self.args.save_strategy != "no"
-        self.journal.seal(number, parts, step=step, needed_from=max(self._last_saved, 0) if saves else step)
+        self.journal.seal(number, parts, step=step, needed_from=max(self.run_folder.last_saved, 0) if saves else step)
 
     def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
@@ -359,7 +359,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _begin_journal(self) -> None:
         """Find the rollouts that an interrupted run has left after its checkpoint."""
-        if self._start.changed:  # what was learned from them belongs to other settings
+        if self.start.changed:  # what was learned from them belongs to other settings
             self.journal.forget(from_step=self.plan.position)
         length, needed = self.args.steps_of_a_generation, self.plan.units_left
         self.journal.begin(self.run_folder.run, generations=needed, steps_each=length, device=self.args.device)
@@ -390,7 +390,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     # Evaluation: completions, rewards and their loss.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """See `EvaluatingTrainer`; samples with the current weights, and learning goes on as before."""
+        """See `Loop`; samples with the current weights, and learning goes on as before."""
         has_average = self.evaluates_averages  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
@@ -423,7 +423,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             merge(metrics, {"loss": Mean(output.total, 0.0), **output.metrics})
         return metrics
 
-    def _rows_of(self, item: list[dict[str, Any]]) -> int:
+    def rows_of(self, item: list[dict[str, Any]]) -> int:
         """Prompts in an item of the evaluation loader."""
         return len(item)
 
@@ -453,7 +453,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)
 
     def decisive(self) -> dict[str, Any]:
-        """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
+        """See `Loop`; the updates also depend on the rewards and on how many prompts a generation has."""
         return {
             **super().decisive(),
             "prompts_per_generation": prompts_per_generation(self.args),

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt, plain_value
 from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.params import Params
@@ -46,6 +45,11 @@ class GrowthParams(Params):
         "without the prefix eval_.",
     )
 
+    @property
+    def key(self) -> str:
+        """The metric's name in the logs."""
+        return self.eval_metric if self.eval_split == "training" else f"eval_{self.eval_metric}"
+
 
 @dataclass(frozen=True)
 class EarlyStoppingParams(Params):
@@ -59,12 +63,6 @@ class SoupParams(Params):
     """What goes into a soup."""
 
     top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
-
-
-def _check_watched(params: Any) -> None:
-    """What is watched has to be known."""
-    if params.metrics is not None and not (params.metrics and {*params.metrics} <= {*_WATCHED}):
-        raise ConfigError(f"metrics={params.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,13 @@ class SpikeParams(Params):
         3, "Maximum number of rollbacks to the same checkpoint; after that, steps with a spike are skipped."
     )
 
-    rules = (_check_watched,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.metrics is not None and not (p.metrics and {*p.metrics} <= {*_WATCHED}),
+            f"metrics={{metrics!r}}: must be one or several of {', '.join(map(repr, _WATCHED))}",
+            example("sft", on_spike="rollback", spike_kwargs={"metrics": ["los"]}),
+        ),
+    )
 
 
 GROWTH: KwargsOption[GrowthParams] = KwargsOption(
