@@ -22,8 +22,7 @@ from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
-from prefrl.rollout.summary import collected_metrics, log_collected
-from prefrl.rollout.tables import Tables
+from prefrl.rollout.summary import Tables, collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
