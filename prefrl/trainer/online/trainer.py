@@ -32,9 +32,7 @@ from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
-from prefrl.trainer.online.longest_rollouts import LongestRollouts
-from prefrl.trainer.online.minibatches import MinibatchMaker
-from prefrl.trainer.online.overlap import OverlapStep
+from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.online.prompts import (
     Prompts,
