@@ -209,6 +209,7 @@ def test_a_training_that_stops_early_gives_up_what_is_under_way(tmp_path: Path) 
     trainer.train()
     assert isinstance(trainer.generator, ArrivingGenerator)
     assert trainer.generator.num_cancelled == 3
+    assert trainer.prompts.prefetched is not None
     assert len(trainer.prompts.prefetched) == 0
 
 

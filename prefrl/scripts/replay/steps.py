@@ -1,17 +1,24 @@
-"""Computes a step of an online run again, from its checkpoints and its journal."""
+"""Computes a step again: of an online run, from its checkpoints and journal, or one whose numbers were not finite.
+
+For the latter, it looks for where that begins.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers import PrinterCallback, TrainerCallback
+from transformers import AutoProcessor, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME
 
 from prefrl import distributed
@@ -23,10 +30,179 @@ from prefrl.rollout.journal import Journal, read_entry
 from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
-from prefrl.scripts.replay.setup import config_of, never, processing_class_of, watches_evaluations
+from prefrl.trainer.base.options.schedule import PlateauParams
 from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.step_dump import DumpedBatch, read_dump
 
-__all__ = ["Replay"]
+if TYPE_CHECKING:
+    from prefrl.types import TokenBatch
+
+__all__ = ["config_of", "replay_dump", "Replay"]
+
+# What a replay does in another way than the run: it writes nothing, asks nobody, runs in one process, and goes on
+# where the run would have stopped. None of it decides the updates.
+_OTHERWISE: dict[str, Any] = {
+    "report_to": "none",
+    "push_to_hub": False,
+    "hub_token": None,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_epochs": 1.0,
+    "save_epochs": 1.0,
+    "evaluate_training_set": False,
+    "warmup_evaluations": 0,  # warmup_steps has what follows from it
+    "profile": False,
+    "profile_kwargs": None,
+    "load_best_model_at_end": False,
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "resume_from_checkpoint": None,
+    "allow_resume_changes": None,
+    "save_in_background": False,
+    "checkpoint_kwargs": None,
+    "upload_to": None,
+    "upload_kwargs": None,
+    "max_train_time": None,
+    "on_nan": "skip",
+    "nan_patience": 1_000_000,
+    "on_spike": "ignore",
+    "spike_kwargs": None,
+    "early_stopping_patience": None,
+    "early_stopping_kwargs": None,
+    "model_soup": None,
+    "model_soup_kwargs": None,
+    "ema_decay": None,
+    "deepspeed": None,
+    "fsdp": None,
+    "fsdp_config": None,
+    "parallelism_config": None,
+    "log_completions": False,
+    "num_completions_to_print": 4,
+    "log_unique_prompts": False,
+    "journal_keep": 0,
+}
+
+
+def config_of(folder: Path, algorithm: str, scratch: str) -> Any:
+    """The config that a run has left in a folder, changed to what a replay does in another way."""
+    values = json.loads((folder / "training_args.json").read_text(encoding="utf-8"))
+    config_class = REGISTRY[algorithm].load_config()
+    if watches_evaluations(values):  # there are none
+        values |= {"reduce_on_plateau": 0, "reduce_on_plateau_kwargs": None}
+    names = {field.name for field in dataclasses.fields(config_class) if field.init}
+    values |= {**_OTHERWISE, "output_dir": scratch}
+    return config_class(**{name: value for name, value in values.items() if name in names})
+
+
+def watches_evaluations(options: Mapping[str, Any]) -> bool:
+    """Whether `reduce_on_plateau` waits for a metric of evaluations."""
+    keys = options.get("reduce_on_plateau_kwargs") or {}
+    return bool(options.get("reduce_on_plateau")) and PlateauParams(**keys).metric.startswith("eval_")
+
+
+def processing_class_of(folder: Path) -> Any:
+    """The tokenizer that is saved in a folder, or the processor."""
+    has_processor = any((folder / name).exists() for name in ("processor_config.json", "preprocessor_config.json"))
+    return (AutoProcessor if has_processor else AutoTokenizer).from_pretrained(folder)
+
+
+def never(name: str) -> Callable[..., NoReturn]:
+    """A reward with this name that must not be called: the rewards are in the journal."""
+
+    def reward(completions: list[Any], **_: Any) -> NoReturn:
+        raise ConfigError(f"the reward {name!r} was called, but a replay reads rewards from the journal")
+
+    reward.__name__ = name
+    return reward
+
+
+# Characters of a row that are shown.
+_SHOWN = 200
+
+
+def replay_dump(folder: Path, identity: Identity) -> None:
+    """Print loss and gradient norm of each micro-batch, and the first weight, row and gradient that is not finite.
+
+    Dropout is off. What a loss reads besides its micro-batch (running means, adaptive coefficients, the KL estimate of
+    KTO) is as it is at the start of a run.
+
+    Args:
+        folder: A folder nan-step-N.
+        identity: The run.
+    """
+    console = Console()
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = _trainer(folder, identity, scratch)
+        trainer.state.global_step = int(folder.resolve().name.rpartition("-")[2]) - 1
+        weight = distributed.first_non_finite(trainer.policy, trainer.args.device)
+        if weight is not None:
+            console.print(f"Before the step, {weight} holds NaN or infinity.")
+        table, finding = Table(title=f"{folder.name}: dropout is off"), None
+        for column in ("process", "micro-batch", "rows", "tokens", "loss", "gradient norm"):
+            table.add_column(column, justify="right")
+        for dumped in read_dump(folder):
+            loss, norm = _pass(trainer, dumped.batch, dumped.num_items)
+            rows, tokens = dumped.batch.num_rows, dumped.batch.num_tokens
+            numbers = (f"{loss:.9g}", f"{norm:.9g}")  # as many digits as tell apart all numbers of 32 bits
+            table.add_row(*map(str, (dumped.rank, dumped.number, rows, tokens)), *numbers)
+            if finding is None and not (math.isfinite(loss) and math.isfinite(norm)):
+                finding = _gradient(trainer) if math.isfinite(loss) else _rows(trainer, dumped)
+                finding = f"Process {dumped.rank}, micro-batch {dumped.number}: {finding}"
+        console.print(table)
+        console.print(finding or "Every loss and every gradient is finite here.", markup=False)
+        trainer.end()
+
+
+def _trainer(folder: Path, identity: Identity, scratch: str) -> Any:
+    algorithm = REGISTRY[str(identity.decisive["algorithm"])]
+    config = config_of(folder, algorithm.name, scratch)
+    rewards = identity.decisive.get("rewards")
+    extra: dict[str, Any] = {"eval_dataset": {}}  # the step has its rows
+    if rewards is not None:
+        extra["reward_funcs"] = [never(name) for name in rewards]
+    processing_class = processing_class_of(folder)
+    trainer = algorithm.load_trainer()(model=str(folder), args=config, processing_class=processing_class, **extra)
+    if (folder / "critic").is_dir():
+        trainer.critic.load(folder / "critic")
+    return trainer
+
+
+def _loss(trainer: Any, batch: TokenBatch) -> torch.Tensor:
+    with trainer.accelerator.autocast():
+        total: torch.Tensor = trainer.full_loss(trainer.policy, batch.to(trainer.args.device)).total
+    return total
+
+
+def _pass(trainer: Any, batch: TokenBatch, num_items: float) -> tuple[float, float]:
+    """A micro-batch's share of the loss, and the norm of its gradient; leaves the gradient on the parameters."""
+    trainer.policy.zero_grad()
+    loss = _loss(trainer, batch) * (1.0 / num_items)  # as in training, bit by bit
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's
+    gradients = [p.grad for p in trainer.policy.parameters() if p.grad is not None]
+    return float(loss.detach()), float(torch.nn.utils.get_total_norm(gradients))
+
+
+def _gradient(trainer: Any) -> str:
+    named = trainer.policy.named_parameters()
+    name = next((name for name, p in named if p.grad is not None and not p.grad.isfinite().all()), None)
+    return f"the loss is finite, but the gradient of {name or 'all parameters together'} is not."
+
+
+def _rows(trainer: Any, dumped: DumpedBatch) -> str:
+    """The first rows whose loss alone is not finite; a group stays together."""
+    batch = dumped.batch
+    for group in dict.fromkeys(batch.group_index):
+        rows = [row for row, of in enumerate(batch.group_index) if of == group]
+        with torch.no_grad():
+            own = batch.select(rows)
+            loss = float(_loss(trainer, own))
+        if not math.isfinite(loss):
+            decode = trainer.tokenizer.decode
+            texts = [repr(decode(ids.tolist()))[:_SHOWN] for ids in (own.prompt_ids, own.response_ids)]
+            return f"the loss of rows {rows} alone is {loss}: prompt {texts[0]}, response {texts[1]}"
+    return "the loss of each group alone is finite."
+
 
 # Options that choose on the way what a step learns from, and their values if they do not.
 _CHOOSE_STEPS = {"increase_batch_size_on_plateau": 0, "on_spike": "ignore"}
