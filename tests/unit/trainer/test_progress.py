@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from prefrl.generation.vllm.handshake import Waiting
-from prefrl.rollout.tables import Tables
+from prefrl.rollout.summary import Tables
 from prefrl.run.records import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress import notebook
 from prefrl.trainer.progress.history import History, Row, Sample, duration, quantity, sparkline
