@@ -7,6 +7,7 @@ import json
 import os
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from prefrl.errors import ConfigError
 from prefrl.options.types import check_value
 
 __all__ = [
+    "About",
+    "about",
     "check_fields",
     "check_no_effect",
     "check_range",
@@ -31,11 +34,40 @@ __all__ = [
 ]
 
 
-def opt(default: Any, description: str) -> Any:
-    """A config field; `--help` and the tables in the docs are generated from its description."""
+@dataclass(frozen=True)
+class About:
+    """What a field says of itself besides its type, default and description; see `opt`."""
+
+    decides: bool = True
+    kwargs: Any = None  # a `KwargsOption`, if the option maps names to hyperparameters
+
+
+class Help(str):
+    """The description of a field, and what else is known of it: HfArgumentParser allows no other metadata."""
+
+    about: About
+
+
+def opt(default: Any, description: str, *, decides: bool = True, kwargs: Any = None) -> Any:
+    """A field of a config, or of hyperparameters.
+
+    Args:
+        default: Its value if it is not given.
+        description: What `--help` and the tables in the docs say.
+        decides: Whether it decides the updates, so that a resumed run may not change it.
+        kwargs: See `prefrl.options.kwargs.kwargs`.
+    """
+    text = Help(description)
+    text.about = About(decides, kwargs)
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": description})
-    return dataclasses.field(default=default, metadata={"help": description})
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def about(field: dataclasses.Field[Any]) -> About:
+    """What `opt` was told about a field; fields of other classes say nothing."""
+    text = field.metadata.get("help")
+    return text.about if isinstance(text, Help) else About()
 
 
 def plain_value(option: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
+from prefrl.options.flat_names import flat_names
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
 from prefrl.trainer.online.policy_rules import check_group, name_scale
@@ -35,7 +36,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
         """
         if name not in PRESETS:
             raise ConfigError(f"preset {name!r}: must be one of {', '.join(map(repr, PRESETS))}")
-        return cls(**combined(PRESETS[name], options, cls.flat_names))
+        return cls(**combined(PRESETS[name], options, flat_names(cls)))
 
     def take_other_forms(self) -> None:
         """See `BaseConfig.take_other_forms`: rewards scaled True means by "group", False "none"."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption
+from prefrl.options.kwargs import ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.types import NumSamples
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
@@ -32,19 +32,9 @@ class CriticOptimizer(Params):
     max_grad_norm: Annotated[float, Gt(0)] | None = opt(None, "Norm that the critic's gradients are clipped to.")
 
 
-CRITIC_OPTIMIZER = KwargsOption(
-    name="critic_optim_kwargs",
-    description="Optimizer and schedule options that differ for the critic, in addition to critic_learning_rate.",
-    switch=None,
-    choices={None: CriticOptimizer},
-)
-
-
 @dataclass
 class PPOConfig(PolicyGradientConfig):
     """Options of `PPOTrainer`, and shared options with other defaults."""
-
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (*PolicyGradientConfig.kwargs_options, CRITIC_OPTIMIZER)
 
     gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
     lam: Annotated[float, Ge(0), Le(1)] = opt(
@@ -56,7 +46,10 @@ class PPOConfig(PolicyGradientConfig):
         "value_model, head without it.",
     )
     critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
-    critic_optim_kwargs: dict[str, Any] | str | None = opt(None, CRITIC_OPTIMIZER.help)
+    critic_optim_kwargs: dict[str, Any] | str | None = kwargs(
+        "Optimizer and schedule options that differ for the critic, in addition to critic_learning_rate.",
+        CriticOptimizer,
+    )
     critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")
     vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
     cliprange_value: Annotated[float, Gt(0)] | None = opt(
@@ -78,15 +71,12 @@ class PPOConfig(PolicyGradientConfig):
         "reward", "Whether beta * KL is added to the loss or subtracted from the reward."
     )
 
+    critic_params = ParamsOf("critic_optim_kwargs", CriticOptimizer)
+
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
         check_ppo(self)
-
-    @property
-    def critic_params(self) -> CriticOptimizer:
-        """How optimizer and schedule of the critic differ from those of the policy."""
-        return CRITIC_OPTIMIZER.of(self)
 
     @property
     def set_on_gradients(self) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import parse_json
+from prefrl.options.flat_names import fill_place, flat_names
 from prefrl.options.kwargs import KwargsOption
 from prefrl.options.params import Params
 from prefrl.options.suggest import check_known
@@ -25,7 +26,6 @@ from prefrl.trainer.base.optimizers.table import check_named, check_not_refused,
 from prefrl.trainer.base.options.autopilot import AutopilotOptions, check_autopilot, name_best_metric
 from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.options.evaluation import check_evaluation
-from prefrl.trainer.base.options.flat_names import fill_place
 from prefrl.trainer.base.options.ignored import check_ignored_options
 from prefrl.trainer.base.options.reference import OfflineReferenceOptions, ReferenceOptions
 from prefrl.trainer.base.options.rules import (
@@ -51,7 +51,7 @@ from prefrl.trainer.offline.rules import (
     check_shape,
     check_workers,
 )
-from prefrl.trainer.online.flat_names import FLAT_NAMES
+from prefrl.trainer.online.flat_names import OnlineNames, PolicyGradientNames
 from prefrl.trainer.online.local_options import LocalOptions
 from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
 from prefrl.trainer.online.policy_rules import (
@@ -72,6 +72,7 @@ from prefrl.trainer.online.vllm_options import VLLMOptions
 
 __all__ = ["check_pairs_of_options"]
 
+FLAT_NAMES = {**flat_names(OnlineNames), **flat_names(PolicyGradientNames)}
 _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 _KINDS: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
@@ -295,10 +296,17 @@ def _check_offline(config: Any, params: Sequence[type[Params]]) -> None:
 def _config(rules: Mapping[str, Any], options: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Any:
     """The options as a dataclass with the light option groups of the config: defaults, preset, and what is given."""
     names = {option["name"] for option in options}
-    fields = [(option["name"], Any, _with_default(option.get("default"))) for option in options]
+    groups = _groups(names)
+    mapped = {field.name for group in groups if dataclasses.is_dataclass(group) for field in dataclasses.fields(group)}
+    mapped &= {row["name"] for row in rules["kwargs"]}  # as the groups declare them
+    fields = [
+        (option["name"], Any, _with_default(option.get("default")))
+        for option in options
+        if option["name"] not in mapped
+    ]
     namespace = {"rules": rules, "best_metric": rules["best_metric"], "__module__": __name__}
     config: Any = dataclasses.make_dataclass(
-        "Options", fields, bases=_groups(names), namespace=namespace, init=False, eq=False, repr=False
+        "Options", fields, bases=groups, namespace=namespace, init=False, eq=False, repr=False
     )()
     for option in options:
         setattr(config, option["name"], option.get("default"))

@@ -18,7 +18,7 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import default_of
-from prefrl.options.kwargs import KwargsOption
+from prefrl.options.kwargs import KwargsOption, kwargs_options
 from prefrl.options.params import Params
 from prefrl.registry import Algorithm
 from prefrl.trainer.base.options.optimizer import KNOWN_OPTIMIZERS
@@ -58,7 +58,7 @@ def rules_of(algorithm: Algorithm, table: ParamsTable) -> dict[str, Any]:
     config_class = algorithm.load_config()
     names = {field.name for field in dataclasses.fields(config_class)}
     rules: dict[str, Any] = {
-        "kwargs": [_kwargs_option(option, table) for option in config_class.kwargs_options],
+        "kwargs": [_kwargs_option(option, table) for option in kwargs_options(config_class)],
         "known": {"optim": ["optimizer", *KNOWN_OPTIMIZERS], "lr_scheduler_type": ["schedule", *SCHEDULE_NAMES]},
         "best_metric": config_class.best_metric,
     }

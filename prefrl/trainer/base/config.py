@@ -17,25 +17,25 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.liger import liger_options
 from prefrl.optional import require
-from prefrl.options.fields import check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
+from prefrl.options.fields import about, check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
+from prefrl.options.flat_names import fill_places, set_aside, without_flat_values
 from prefrl.options.foreign import advice
-from prefrl.options.kwargs import KwargsOption
+from prefrl.options.kwargs import kwargs_options
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
 from prefrl.trainer.base.optimizers.by_name import check_installed
-from prefrl.trainer.base.options.autopilot import AUTOPILOT, AutopilotOptions, check_autopilot, name_best_metric
-from prefrl.trainer.base.options.checkpoint import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
+from prefrl.trainer.base.options.autopilot import AutopilotOptions, check_autopilot, name_best_metric
+from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.options.evaluation import EvaluationOptions, check_evaluation
-from prefrl.trainer.base.options.flat_names import FlatName, fill_places, set_aside, without_flat_values
 from prefrl.trainer.base.options.ignored import check_ignored_options, check_ignored_parts
 from prefrl.trainer.base.options.optimizer import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.options.precision import PrecisionOptions, check_precision
 from prefrl.trainer.base.options.rules import HUGGINGFACE, check_common, check_intervals, check_liger_device
-from prefrl.trainer.base.options.schedule import SCHEDULE_KWARGS, ScheduleOptions
-from prefrl.trainer.base.options.size import AUTO_SIZE, SizeOptions, check_rate, derive_sizes, take_automatic
+from prefrl.trainer.base.options.schedule import ScheduleOptions
+from prefrl.trainer.base.options.size import SizeOptions, check_rate, derive_sizes, take_automatic
 from prefrl.trainer.base.options.tokenizer import TokenizerOptions
-from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
+from prefrl.trainer.base.profiling import ProfileOptions, check_profile
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation
@@ -74,58 +74,33 @@ class BaseConfig(
 ):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
 
-    # Options that map names to hyperparameters.
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
-        *SCHEDULE_KWARGS,
-        AUTO_SIZE,
-        *AUTOPILOT,
-        *CHECKPOINT_OPTIONS,
-        PROFILE,
-    )
     # Types of options that are not those of their annotations, from which command lines are made.
     hints: ClassVar[Mapping[str, Any]] = {
         **HUGGINGFACE,
         "accelerator_config": AcceleratorConfig | dict[str, Any] | str | None,
     }
-    flat_names: ClassVar[Mapping[str, FlatName]] = {}  # keywords that fill places in other options
-    # Options that this class adds and that do not decide the updates, so that a resumed run may change them.
-    changeable: ClassVar[tuple[str, ...]] = (
-        "logging_steps",
-        "logging_first_step",
-        "logging_nan_inf_filter",
-        "remove_unused_columns",
-        "no_remove_unused_columns",
-        "model_init_kwargs",  # what it decides is seen in the model
-        "trust_remote_code",
-        "max_tokens_per_micro_batch",
-        "effective_batch_size",  # rows_per_step says what it decides
-        "auto_size_kwargs",
-        "forward_plan",
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "activation_offloading",
-        "use_liger_kernel",
-        "liger_kernel_config",
-        "dataset_num_proc",
-        "log_flops",
-        "allow_resume_changes",
-        "save_in_background",
-        "max_train_time",
-        "on_nan",
-        "nan_patience",
-    )
 
-    logging_steps: float = opt(10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.")
-    logging_first_step: bool = opt(True, "Log the first optimizer step, too.")
-    logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.")
-    remove_unused_columns: bool = opt(False, "Must stay False: rewards may read any column of the dataset.")
+    logging_steps: float = opt(
+        10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.", decides=False
+    )
+    logging_first_step: bool = opt(True, "Log the first optimizer step, too.", decides=False)
+    logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.", decides=False)
+    remove_unused_columns: bool = opt(
+        False, "Must stay False: rewards may read any column of the dataset.", decides=False
+    )
     no_remove_unused_columns: bool = opt(
-        False, "Accepted for commands written for TRL; it changes nothing, because no columns are removed."
+        False,
+        "Accepted for commands written for TRL; it changes nothing, because no columns are removed.",
+        decides=False,
     )
     model_init_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments for from_pretrained when the model is given by name; JSON on the command line."
+        None,
+        "Arguments for from_pretrained when the model is given by name; JSON on the command line.",
+        decides=False,
     )
-    trust_remote_code: bool = opt(False, "Run code that comes with the model, as the key of model_init_kwargs does.")
+    trust_remote_code: bool = opt(
+        False, "Run code that comes with the model, as the key of model_init_kwargs does.", decides=False
+    )
     disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     freeze: list[str] | None = opt(
         None, "Regular expressions; parameters whose names contain a match are not trained."
@@ -139,69 +114,84 @@ class BaseConfig(
         "auto",
         "How a forward pass lays out its rows. All plans give equal results. auto computes shared prompts once, packs "
         "rows that share none, and pads if the model failed the self-check of the other plans.",
+        decides=False,
     )
     # transformers has these two from 5.23; before, it knows them by their old names only.
     activation_checkpointing: bool = opt(
         None,  # until __post_init__ knows whether the old name is set
         "Keep only the inputs of the layers and recompute the layers in the backward pass. Saves memory, takes "
         "about a third more time, never changes the update.",
+        decides=False,
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None,
         "Arguments of torch.utils.checkpoint.checkpoint, and every_n_layers and offload of transformers; JSON on the "
         "command line.",
+        decides=False,
     )
     activation_offloading: bool = opt(
         False,
         "Keep the activations that the backward pass needs in host memory instead of GPU memory; with "
         "activation_checkpointing, these are the inputs of the layers. Changes memory and speed, never the update.",
+        decides=False,
     )
     use_liger_kernel: bool = opt(
         False,
         "Compute norms, rotary embeddings and MLPs with Liger's fused kernels. Needs a GPU and prefrl[liger]. "
         "Changes memory and speed; the update changes only by rounding.",
+        decides=False,
     )
     liger_kernel_config: dict[str, bool] | str | None = opt(
         None,
         'Liger kernels to switch on or off, such as {"rope": false}; None: Liger\'s defaults for the model. JSON on '
         "the command line. Liger's losses are never used.",
+        decides=False,
     )
     image_key: str | None = opt(
         None,
         "Column that holds the images of a row, one or a list; None: the column images or image, if there is one.",
     )
     dataset_num_proc: Annotated[int, Ge(1), Le(1024)] | None = opt(
-        None, "Number of processes that tokenize the dataset."
+        None,
+        "Number of processes that tokenize the dataset.",
+        decides=False,
     )
     log_flops: bool = opt(
         False,
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
         "its rows need. Costs some time, never changes the update.",
+        decides=False,
     )
 
     allow_resume_changes: list[str] | None = opt(
         None,
         "Differences from the checkpoint to allow when training resumes, although they change the updates: names of "
         "options, or model, data, rewards. Other differences raise an error that lists their names.",
+        decides=False,
     )
     save_in_background: bool = opt(
         False,
         "Continue training while the files of a checkpoint are written to disk and sealed. Copying the weights into "
         "the operating system's memory is still part of the step.",
+        decides=False,
     )
 
     max_train_time: Annotated[float, Gt(0)] | None = opt(
         None,
         "Seconds after which training saves a checkpoint and the process ends with exit code 75, so that the next job "
         "can resume; checked after each step. None: no limit.",
+        decides=False,
     )
     on_nan: Literal["stop", "skip"] = opt(
         "stop",
         "What to do if the loss or the gradient norm of a step is NaN or infinite. The step is never applied. stop: "
         "training ends with an error. skip: it continues with the next step.",
+        decides=False,
     )
     nan_patience: Annotated[int, Ge(1)] = opt(
-        3, "With on_nan='skip': training ends with an error after this many skipped steps in a row."
+        3,
+        "With on_nan='skip': training ends with an error after this many skipped steps in a row.",
+        decides=False,
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -218,7 +208,7 @@ class BaseConfig(
 
     def __post_init__(self, *values: Any) -> None:
         set_aside(self, values)
-        fill_places(self, self.flat_names)
+        fill_places(self)
         self.automatic = take_automatic(self)  # the options that are "auto"
         self.take_other_forms()
         check_fields(self, self.hints)  # before HuggingFace's __post_init__, which already compares numbers
@@ -304,8 +294,8 @@ class BaseConfig(
 
     @classmethod
     def free_options(cls) -> set[str]:
-        """The options that do not decide the updates, of this class and its bases; see `changeable`."""
-        return {name for base in cls.__mro__ for name in vars(base).get("changeable", ())}
+        """The options that do not decide the updates, so that a resumed run may change them."""
+        return {field.name for field in fields(cls) if not about(field).decides}
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -356,7 +346,8 @@ class BaseConfig(
         Raises:
             ConfigError: Names the field, its value, what is allowed and what to do.
         """
-        for option in self.kwargs_options:
+        config_class: Any = type(self)
+        for option in kwargs_options(config_class):
             option.check(self)
         distributed.check_processes(self, os.environ)
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -15,13 +15,13 @@ from transformers import TrainerCallback
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["FOLDER", "PROFILE", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
+__all__ = ["FOLDER", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profilers"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +51,24 @@ class ProfileParams(Params):
     memory_snapshot: bool = opt(False, "Also write the history of the GPU's memory in these steps.")
 
 
-PROFILE = KwargsOption(
-    "profile_kwargs",
-    "Which steps profile=True traces, and what it records.",
-    switch="profile",
-    choices={True: ProfileParams},
-)
-
-
 @dataclass
 class ProfileOptions:
     """Tracing of steps; see docs/profiling.md."""
 
-    changeable: ClassVar[tuple[str, ...]] = ("profile", "profile_kwargs")
-
     profile: bool = opt(
-        False, "Trace some steps for a timeline viewer; the traces are written to the folder profile of output_dir."
+        False,
+        "Trace some steps for a timeline viewer; the traces are written to the folder profile of output_dir.",
+        decides=False,
     )
-    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
+    profile_kwargs: KwargsValue = kwargs(
+        "Which steps profile=True traces, and what it records.", {True: ProfileParams}, switch="profile", decides=False
+    )
+
+    profile_params = ParamsOf("profile_kwargs", ProfileParams)
 
 
 def _asked(config: Any) -> ProfileParams | None:
-    return PROFILE.of(config) if config.profile else None
+    return config.profile_params if config.profile else None
 
 
 def check_profile(config: TrainingArguments) -> None:

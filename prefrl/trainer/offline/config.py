@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
@@ -49,10 +49,9 @@ class OfflineConfig(BaseConfig):
 class SampleOptions:
     """An option of the offline trainers that can sample completions in evaluations."""
 
-    changeable: ClassVar[tuple[str, ...]] = ("generate_during_eval",)
-
     generate_during_eval: bool = opt(
         False,
         "At each evaluation, sample completions of the first per_device_eval_batch_size prompts, and log them as a "
         "table; see LogCompletionsCallback.",
+        decides=False,
     )

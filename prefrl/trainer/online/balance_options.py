@@ -7,17 +7,10 @@ from typing import Literal
 
 from prefrl.losses.advantage.balance import REWARD_BALANCES
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 
-__all__ = ["BALANCE", "BalanceOptions"]
-
-BALANCE: KwargsOption[Params] = KwargsOption(
-    "balance_kwargs",
-    "Hyperparameters of reward_balance.",
-    switch="reward_balance",
-    choices={name: row.params for name, row in REWARD_BALANCES.items()},
-)
+__all__ = ["BalanceOptions"]
 
 
 @dataclass
@@ -31,9 +24,10 @@ class BalanceOptions:
             "advantages of the weighted sum of rewards.",
         )
     )
-    balance_kwargs: KwargsValue = opt(None, BALANCE.help)
+    balance_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of reward_balance.",
+        {name: row.params for name, row in REWARD_BALANCES.items()},
+        switch="reward_balance",
+    )
 
-    @property
-    def balance_params(self) -> Params:
-        """The hyperparameters of the chosen method."""
-        return BALANCE.of(self)
+    balance_params = ParamsOf("balance_kwargs", Params)

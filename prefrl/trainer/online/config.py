@@ -11,24 +11,19 @@ from annotated_types import Ge, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.options.fields import opt, parse_json
-from prefrl.options.kwargs import KwargsOption
 from prefrl.options.length_bound import LengthBound
 from prefrl.options.types import BatchSize, Length, NumSamples, Seconds
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
-from prefrl.trainer.base.options.flat_names import FlatName
 from prefrl.trainer.online.episode_options import EpisodeOptions
-from prefrl.trainer.online.evaluation_options import AT_K, EVAL_SAMPLING, SampledEvaluationOptions
-from prefrl.trainer.online.flat_names import FLAT_NAMES, OnlineNames
+from prefrl.trainer.online.evaluation_options import SampledEvaluationOptions
+from prefrl.trainer.online.flat_names import OnlineNames
 from prefrl.trainer.online.local_options import LocalOptions
 from prefrl.trainer.online.rollout_options import (
-    CURRICULUM,
-    DYNAMIC_SAMPLING,
-    SHAPING,
     PromptOptions,
     ShapingOptions,
 )
 from prefrl.trainer.online.rules import LEAST_TEMPERATURE, GenerationRules
-from prefrl.trainer.online.vllm_options import CORRECTION, VLLM, VLLMOptions
+from prefrl.trainer.online.vllm_options import VLLMOptions
 
 if TYPE_CHECKING:
     from prefrl.models.positions import PositionLimit
@@ -47,7 +42,9 @@ class SamplingOptions:
     filter_overlong_prompts: bool = opt(False, "Drop prompts longer than max_prompt_length from the dataset.")
     num_generations: NumSamples = opt(8, "Completions per prompt: the size of a group.")
     num_generations_eval: NumSamples | None = opt(
-        None, "Completions per prompt in evaluation; None: same as num_generations."
+        None,
+        "Completions per prompt in evaluation; None: same as num_generations.",
+        decides=False,
     )
     max_completion_length: Length | None = opt(
         256, "Maximum completion length in tokens; None: the rest of the model's context after max_prompt_length."
@@ -56,7 +53,9 @@ class SamplingOptions:
         0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
     )
     temperature_eval: Annotated[float, Ge(0), Le(100)] | None = opt(
-        None, "Temperature in evaluation; 0: greedy decoding. None: same as temperature."
+        None,
+        "Temperature in evaluation; 0: greedy decoding. None: same as temperature.",
+        decides=False,
     )
     top_p: Annotated[float, Ge(0.001), Le(1)] = opt(
         1.0, "Sample from the smallest set of tokens whose total probability is at least this."
@@ -97,17 +96,21 @@ class RewardOptions:
 
     reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
     reward_timeout: Seconds | None = opt(
-        600.0, "Time limit of a reward function for a batch, in seconds; None: no limit."
+        600.0,
+        "Time limit of a reward function for a batch, in seconds; None: no limit.",
+        decides=False,
     )
     on_reward_error: Literal["raise", "skip"] = opt(
         "raise",
         "What happens on an error in a reward function. raise: the run ends. skip: the function's rewards are None "
         "for that batch; ten such batches in a row end the run.",
+        decides=False,
     )
     stop_without_signal: Annotated[int, Ge(1)] | None = opt(
         None,
         "End the run with an error after this many consecutive optimizer steps in which the rewards give no signal; "
         "None: only warn.",
+        decides=False,
     )
     mask_truncated_completions: bool = opt(
         False, "Exclude completions that were cut off at max_completion_length from the loss (DAPO)."
@@ -130,42 +133,25 @@ class OnlineConfig(
 ):
     """Options of the rollout loop."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
-        *BaseConfig.kwargs_options,
-        *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM, EVAL_SAMPLING, AT_K),
-    )
     hints: ClassVar[Mapping[str, Any]] = {
         **BaseConfig.hints,
         "tool_parser": dict[str, Any] | str | Callable[[str], Any] | None,
     }
-    flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
     best_metric: ClassVar[str] = "reward"
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
-    changeable: ClassVar[tuple[str, ...]] = (
-        "num_generations_eval",
-        "temperature_eval",
-        "reward_timeout",
-        "tool_timeout",
-        "max_concurrent_environments",
-        "on_reward_error",
-        "stop_without_signal",
-        "log_completions",
-        "num_completions_to_print",
-        "log_unique_prompts",
-        "journal_keep",
-        "generation_batch_size",  # with another number of processes, these two differ for the same updates
-        "steps_per_generation",
-    )
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     generation_batch_size: BatchSize | None = opt(
-        None, "Completions of a generation batch, over all processes; None: follows from steps_per_generation."
+        None,
+        "Completions of a generation batch, over all processes; None: follows from steps_per_generation.",
+        decides=False,
     )
     steps_per_generation: Annotated[int, Ge(1), Le(10**5)] | None = opt(
         None,
         "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
         "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
         "same weights.",
+        decides=False,
     )
     chat_template_kwargs: dict[str, Any] | str | None = opt(
         None, "Arguments for the chat template; JSON on the command line."
@@ -176,16 +162,20 @@ class OnlineConfig(
         False,
         "Print completions of each generation batch as a table, and send all of them to those trackers in report_to "
         "that have tables.",
+        decides=False,
     )
     journal_keep: Annotated[int, Ge(0)] = opt(
         100,
         "Number of scored generation batches to keep in the folder completions, in addition to those that a resumed "
         "run needs; 0: none are written, and a resumed run generates them again.",
+        decides=False,
     )
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
-        4, "log_completions prints the best and the worst completion of each prompt, up to this number; None: all."
+        4,
+        "log_completions prints the best and the worst completion of each prompt, up to this number; None: all.",
+        decides=False,
     )
-    log_unique_prompts: bool = opt(False, "Let log_completions print only one completion per prompt.")
+    log_unique_prompts: bool = opt(False, "Let log_completions print only one completion per prompt.", decides=False)
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""

@@ -27,13 +27,17 @@ class EpisodeOptions:
         None, "Maximum number of turns per episode whose tool calls are run; None: no limit."
     )
     tool_timeout: Seconds = opt(
-        60.0, "Time limit of each call of a tool or of a method of an environment, in seconds."
+        60.0,
+        "Time limit of each call of a tool or of a method of an environment, in seconds.",
+        decides=False,
     )
     episode_timeout: Seconds | None = opt(
         None, "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit."
     )
     max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(
-        None, "Maximum number of episodes that each process runs at the same time; None: all."
+        None,
+        "Maximum number of episodes that each process runs at the same time; None: all.",
+        decides=False,
     )
     tool_error: ToolErrorMode = opt(
         "tell", "What happens on an error or timeout of a tool. tell: the model is told. raise: the run ends."

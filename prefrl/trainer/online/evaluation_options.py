@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.rollout import AtKParams
 
-__all__ = ["AT_K", "EVAL_SAMPLING", "EvalSamplingParams", "SampledEvaluationOptions"]
+__all__ = ["EvalSamplingParams", "SampledEvaluationOptions"]
 
 
 @dataclass(frozen=True)
@@ -31,44 +31,30 @@ class EvalSamplingParams(Params):
         return {name: value for name in self.names() if (value := getattr(self, name)) is not None}
 
 
-EVAL_SAMPLING: KwargsOption[EvalSamplingParams] = KwargsOption(
-    "eval_sampling_kwargs",
-    "How completions are sampled in evaluations, besides temperature_eval and num_generations_eval; None: as in "
-    "training.",
-    switch=None,
-    choices={None: EvalSamplingParams},
-)
-AT_K: KwargsOption[AtKParams] = KwargsOption(
-    "pass_at_k_kwargs",
-    "pass@k, best@k and maj@k of evaluations, with 95% intervals; see docs/evaluation.md.",
-    switch=None,
-    choices={None: AtKParams},
-)
-
-
 @dataclass
 class SampledEvaluationOptions:
     """Sampling in evaluations, its metrics, and which completions are kept."""
 
-    changeable: ClassVar[tuple[str, ...]] = ("eval_sampling_kwargs", "pass_at_k_kwargs", "log_val_generations")
-
-    eval_sampling_kwargs: KwargsValue = opt(None, EVAL_SAMPLING.help)
-    pass_at_k_kwargs: KwargsValue = opt(None, AT_K.help)
+    eval_sampling_kwargs: KwargsValue = kwargs(
+        "How completions are sampled in evaluations, besides temperature_eval and num_generations_eval; None: as in "
+        "training.",
+        EvalSamplingParams,
+        decides=False,
+    )
+    pass_at_k_kwargs: KwargsValue = kwargs(
+        "pass@k, best@k and maj@k of evaluations, with 95% intervals; see docs/evaluation.md.",
+        AtKParams,
+        decides=False,
+    )
     log_val_generations: Annotated[int, Ge(0)] = opt(
         0,
         "Number of completions of each evaluation that are printed as a table and written to the folder "
         "evaluations. The prompts are the same each time. 0: none.",
+        decides=False,
     )
 
-    @property
-    def eval_sampling_params(self) -> EvalSamplingParams:
-        """How completions are sampled in evaluations."""
-        return EVAL_SAMPLING.of(self)
-
-    @property
-    def at_k_params(self) -> AtKParams:
-        """What pass@k and its relatives are computed from."""
-        return AT_K.of(self)
+    eval_sampling_params = ParamsOf("eval_sampling_kwargs", EvalSamplingParams)
+    at_k_params = ParamsOf("pass_at_k_kwargs", AtKParams)
 
     def validate_evaluation(self, *, num_samples: int) -> None:
         """Reject sizes k that have no meaning for so many samples of a prompt, and settings without any size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
@@ -15,17 +15,17 @@ __all__ = ["LocalOptions"]
 class LocalOptions:
     """Generation in the training process."""
 
-    changeable: ClassVar[tuple[str, ...]] = ("ds3_gather_for_generation", "cache_implementation")
-
     ds3_gather_for_generation: bool = opt(
         True,
         "For partitioned models (ZeRO-3, FSDP2): keep all weights gathered on each process during generation. "
         "False: gather them layer by layer for every token, which is slow but needs little memory.",
+        decides=False,
     )
     cache_implementation: Literal["dynamic", "offloaded"] | None = opt(
         None,
         "Where the KV cache is kept: on the device (dynamic, the default), or in host memory except for the layer "
         "that is being computed (offloaded).",
+        decides=False,
     )
 
     def validate_local(self, *, use_vllm: bool) -> None:

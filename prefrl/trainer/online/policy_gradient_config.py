@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.advantage import AdvantageParams
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
-from prefrl.trainer.online.balance_options import BALANCE, BalanceOptions
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
+from prefrl.trainer.online.balance_options import BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions
 from prefrl.trainer.online.flat_names import PolicyGradientNames
 from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
-from prefrl.trainer.online.policy_options import ENTROPY, KL, LOSS, EntropyOptions, KLOptions, PolicyLossOptions
+from prefrl.trainer.online.policy_options import EntropyOptions, KLOptions, PolicyLossOptions
 from prefrl.trainer.online.policy_rules import check_ratio
-from prefrl.trainer.online.rollout_options import SELECTION, SelectionOptions
+from prefrl.trainer.online.rollout_options import SelectionOptions
 from prefrl.trainer.online.truncation_options import TruncationOptions
 
 if TYPE_CHECKING:
     from prefrl.options.policy import Reduction
 
-__all__ = ["ADVANTAGE", "GroupOptions", "PolicyGradientConfig"]
-
-ADVANTAGE: KwargsOption[AdvantageParams] = KwargsOption(
-    "advantage_kwargs",
-    "Hyperparameters of the advantage estimator.",
-    switch="estimator",
-    label="advantage_estimator",
-    choices={name: row.params for name, row in ADVANTAGES.items()},
-    own_options=("scale_rewards", "gamma", "lam"),
-)
+__all__ = ["GroupOptions", "PolicyGradientConfig"]
 
 
 @dataclass
@@ -61,22 +52,20 @@ class PolicyGradientConfig(
 ):
     """How advantages are computed."""
 
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
-        *OnlineConfig.kwargs_options,
-        LOSS,
-        ENTROPY,
-        KL,
-        ADVANTAGE,
-        BALANCE,
-        SELECTION,
+    advantage_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the advantage estimator.",
+        {name: row.params for name, row in ADVANTAGES.items()},
+        switch="estimator",
+        label="advantage_estimator",
+        own_options=("scale_rewards", "gamma", "lam"),
     )
-
-    advantage_kwargs: KwargsValue = opt(None, ADVANTAGE.help)
     normalize_advantages: bool = opt(
         False,
         "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens if each "
         "token has its own advantage (PPO, REINFORCE++), otherwise over its completions.",
     )
+
+    advantage_params = ParamsOf("advantage_kwargs", AdvantageParams)
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
@@ -101,11 +90,6 @@ class PolicyGradientConfig(
     def estimator(self) -> str:
         """The advantage estimator, by its name in `ADVANTAGES`."""
         raise NotImplementedError
-
-    @property
-    def advantage_params(self) -> AdvantageParams:
-        """The hyperparameters of the estimator."""
-        return ADVANTAGE.of(self)
 
     @property
     def needs_scores_first(self) -> bool:

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.policy import (
     EntropyParams,
     ImportanceLevel,
@@ -24,33 +24,11 @@ from prefrl.options.policy import (
 from prefrl.trainer.base.options.reference import ReferenceOptions
 from prefrl.trainer.online.policy_rules import check_kl, check_level, kl_part
 
-__all__ = ["ENTROPY", "KL", "LOSS", "EntropyOptions", "KLEstimate", "KLOptions", "PolicyLossOptions"]
+__all__ = ["EntropyOptions", "KLEstimate", "KLOptions", "PolicyLossOptions"]
 
 logger = logging.getLogger(__name__)
 
 KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "sequence"]
-
-LOSS: KwargsOption[PolicyLossParams] = KwargsOption(
-    "loss_kwargs",
-    "Hyperparameters of the loss.",
-    switch="loss_type",
-    choices={name: row.params for name, row in POLICY_LOSSES.items()},
-    own_options=("epsilon", "epsilon_high", "delta"),
-)
-ENTROPY: KwargsOption[EntropyParams] = KwargsOption(
-    "entropy_kwargs",
-    "Hyperparameters of the adaptive weight of the entropy bonus.",
-    switch="use_adaptive_entropy",
-    choices={True: EntropyParams},
-)
-KL: KwargsOption[KLParams] = KwargsOption(
-    "kl_kwargs",
-    "Hyperparameters of the KL term.",
-    switch="kl_part",
-    label="kl_estimator",
-    choices={**dict.fromkeys(KL_ESTIMATORS, SampledKLParams), "full": KLParams, "sequence": SequenceKLParams},
-    off="beta=0.0: there is no KL term. Set beta > 0.",
-)
 
 
 @dataclass
@@ -82,12 +60,14 @@ class PolicyLossOptions:
         "Upper bound of the ratio where epsilon does not clip it, for two-sided (dual) clipping; must be above "
         "1 + epsilon_high. Called clip_ratio_c in verl, lower_bound_ratio in cosmos-rl.",
     )
-    loss_kwargs: KwargsValue = opt(None, LOSS.help)
+    loss_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the loss.",
+        {name: row.params for name, row in POLICY_LOSSES.items()},
+        switch="loss_type",
+        own_options=("epsilon", "epsilon_high", "delta"),
+    )
 
-    @property
-    def loss_params(self) -> PolicyLossParams:
-        """The hyperparameters of the chosen loss."""
-        return LOSS.of(self)
+    loss_params = ParamsOf("loss_kwargs", PolicyLossParams)
 
     def validate_policy_loss(self) -> None:
         """Reject a level of the ratio that the chosen loss does not support.
@@ -118,17 +98,18 @@ class EntropyOptions:
     use_adaptive_entropy: bool = opt(
         False, "Adapt entropy_coef after each step to keep the entropy at a target; no bonus above the target."
     )
-    entropy_kwargs: KwargsValue = opt(None, ENTROPY.help)
+    entropy_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the adaptive weight of the entropy bonus.",
+        {True: EntropyParams},
+        switch="use_adaptive_entropy",
+    )
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = opt(
         1.0,
         "Compute the policy loss only on this share of the tokens of a generation batch: those with the highest "
         "entropy. Below 1, the batch needs an additional forward pass.",
     )
 
-    @property
-    def entropy_params(self) -> EntropyParams:
-        """The hyperparameters of the adaptive weight."""
-        return ENTROPY.of(self)
+    entropy_params = ParamsOf("entropy_kwargs", EntropyParams)
 
 
 @dataclass
@@ -144,17 +125,20 @@ class KLOptions(ReferenceOptions):
     kl_in: Literal["loss", "reward"] = opt(
         "loss", "Whether beta * KL is added to the loss or subtracted from the reward."
     )
-    kl_kwargs: KwargsValue = opt(None, KL.help)
+    kl_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the KL term.",
+        {**dict.fromkeys(KL_ESTIMATORS, SampledKLParams), "full": KLParams, "sequence": SequenceKLParams},
+        switch="kl_part",
+        label="kl_estimator",
+        off="beta=0.0: there is no KL term. Set beta > 0.",
+    )
+
+    kl_params = ParamsOf("kl_kwargs", KLParams, if_off=True)
 
     @property
     def kl_part(self) -> str | None:
         """The estimator of the KL term; None: there is no term."""
         return kl_part(self)
-
-    @property
-    def kl_params(self) -> KLParams:
-        """The hyperparameters of the KL term; the defaults if there is none."""
-        return KL.of(self) if self.beta > 0 else KLParams()
 
     def validate_kl(self) -> None:
         """Reject options of a KL term that is off, and those that the estimator does not support.

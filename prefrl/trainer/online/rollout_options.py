@@ -6,53 +6,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.rollout import SELECTIONS, CurriculumParams, ResamplingParams, RowSelection, ShapingParams
 
 __all__ = [
-    "CURRICULUM",
-    "DYNAMIC_SAMPLING",
-    "SELECTION",
-    "SHAPING",
     "PromptOptions",
     "SelectionOptions",
     "ShapingOptions",
 ]
-
-SHAPING: KwargsOption[ShapingParams] = KwargsOption(
-    "reward_shaping_kwargs",
-    "How total rewards are shaped before advantages are computed, in this order.",
-    switch=None,
-    choices={None: ShapingParams},
-)
-DYNAMIC_SAMPLING: KwargsOption[ResamplingParams] = KwargsOption(
-    "dynamic_sampling_kwargs",
-    "Hyperparameters of dynamic_sampling.",
-    switch="dynamic_sampling",
-    choices={True: ResamplingParams},
-)
-CURRICULUM: KwargsOption[CurriculumParams] = KwargsOption(
-    "curriculum_kwargs",
-    "Hyperparameters of the curriculum.",
-    switch="curriculum",
-    choices={"variance": CurriculumParams, "band": CurriculumParams},
-)
-SELECTION: KwargsOption[Params] = KwargsOption(
-    "selection_kwargs", "Hyperparameters of rollout_selection.", switch="rollout_selection", choices=SELECTIONS
-)
 
 
 @dataclass
 class ShapingOptions:
     """Shaping of total rewards before advantages are computed."""
 
-    reward_shaping_kwargs: KwargsValue = opt(None, SHAPING.help)
+    reward_shaping_kwargs: KwargsValue = kwargs(
+        "How total rewards are shaped before advantages are computed, in this order.", ShapingParams
+    )
 
-    @property
-    def shaping_params(self) -> ShapingParams:
-        """How total rewards are shaped."""
-        return SHAPING.of(self)
+    shaping_params = ParamsOf("reward_shaping_kwargs", ShapingParams)
 
 
 @dataclass
@@ -64,23 +37,22 @@ class PromptOptions:
         "Replace prompts whose completions all have the same reward with other prompts of the dataset (DAPO) until "
         "rewards differ within every prompt or max_tries is reached.",
     )
-    dynamic_sampling_kwargs: KwargsValue = opt(None, DYNAMIC_SAMPLING.help)
+    dynamic_sampling_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of dynamic_sampling.", {True: ResamplingParams}, switch="dynamic_sampling"
+    )
     curriculum: Literal["variance", "band"] | None = opt(
         None,
         "Replace prompts whose success rate p is outside a band (too easy or too hard). variance: sample the "
         "replacements in proportion to p (1 - p). band: sample them uniformly inside the band.",
     )
-    curriculum_kwargs: KwargsValue = opt(None, CURRICULUM.help)
+    curriculum_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the curriculum.",
+        {"variance": CurriculumParams, "band": CurriculumParams},
+        switch="curriculum",
+    )
 
-    @property
-    def resampling_params(self) -> ResamplingParams:
-        """The hyperparameters of dynamic sampling."""
-        return DYNAMIC_SAMPLING.of(self)
-
-    @property
-    def curriculum_params(self) -> CurriculumParams:
-        """The hyperparameters of the curriculum."""
-        return CURRICULUM.of(self)
+    resampling_params = ParamsOf("dynamic_sampling_kwargs", ResamplingParams)
+    curriculum_params = ParamsOf("curriculum_kwargs", CurriculumParams)
 
 
 @dataclass
@@ -94,9 +66,8 @@ class SelectionOptions:
         "resample the same number with replacement (PF-PPO): in proportion to abs(reward)^power (pow), the best and "
         "the worst of the batch (max_min), or mostly the best (max_random). None: all.",
     )
-    selection_kwargs: KwargsValue = opt(None, SELECTION.help)
+    selection_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of rollout_selection.", SELECTIONS, switch="rollout_selection"
+    )
 
-    @property
-    def selection_params(self) -> Params:
-        """The hyperparameters of `rollout_selection`."""
-        return SELECTION.of(self)
+    selection_params = ParamsOf("selection_kwargs", Params)

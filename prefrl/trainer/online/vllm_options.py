@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, check_unset, opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.types import Seconds
 from prefrl.trainer.online.truncation_options import cuts_of
 
-__all__ = ["CORRECTION", "VLLM", "CorrectionParams", "VLLMOptions", "VLLMParams"]
+__all__ = ["CorrectionParams", "VLLMOptions", "VLLMParams"]
 
 _REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
 
@@ -44,44 +44,29 @@ class CorrectionParams(Params):
     clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Upper bound of the importance ratio; None: no bound.")
 
 
-VLLM: KwargsOption[VLLMParams] = KwargsOption(
-    "vllm_kwargs", "Rarely changed settings of servers.", switch="use_vllm", choices={True: VLLMParams}
-)
-CORRECTION: KwargsOption[CorrectionParams] = KwargsOption(
-    "vllm_importance_sampling_kwargs",
-    "Bounds of the importance weights.",
-    switch="corrects_sampling",
-    choices={True: CorrectionParams},
-    off="sampling is not corrected. Leave vllm_importance_sampling_correction None, without guided decoding and with "
-    "truncated_logprobs='exact'.",
-)
-
-
 @dataclass
 class VLLMOptions:
     """Generation on servers that `prefrl vllm-serve` starts; the security model describes their key."""
 
-    changeable: ClassVar[tuple[str, ...]] = (
-        "use_vllm",
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_server_timeout",
-        "vllm_kwargs",
-        "weight_sync",
+    use_vllm: bool = opt(
+        False, "Sample completions on a vLLM server instead of in the training process.", decides=False
     )
-
-    use_vllm: bool = opt(False, "Sample completions on a vLLM server instead of in the training process.")
     vllm_server_base_url: list[str] | None = opt(
-        None, "URLs of the servers, which share the requests; None: http://vllm_server_host:vllm_server_port."
+        None,
+        "URLs of the servers, which share the requests; None: http://vllm_server_host:vllm_server_port.",
+        decides=False,
     )
-    vllm_server_host: str = opt("127.0.0.1", "Host of the server.")
-    vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port of the server.")
+    vllm_server_host: str = opt("127.0.0.1", "Host of the server.", decides=False)
+    vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port of the server.", decides=False)
     vllm_server_timeout: Seconds = opt(
-        120.0, "Seconds to wait for a server that is starting, unreachable or restarting."
+        120.0,
+        "Seconds to wait for a server that is starting, unreachable or restarting.",
+        decides=False,
     )
     vllm_guided_decoding_regex: str | None = opt(None, "Constrain completions to this regular expression.")
-    vllm_kwargs: KwargsValue = opt(None, VLLM.help)
+    vllm_kwargs: KwargsValue = kwargs(
+        "Rarely changed settings of servers.", {True: VLLMParams}, switch="use_vllm", decides=False
+    )
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
@@ -97,12 +82,19 @@ class VLLMOptions:
         "(sequence), or their geometric mean (geometric). Ratios out of bounds are set to the bound (truncate), or "
         "their tokens are excluded from the loss (mask).",
     )
-    vllm_importance_sampling_kwargs: KwargsValue = opt(None, CORRECTION.help)
+    vllm_importance_sampling_kwargs: KwargsValue = kwargs(
+        "Bounds of the importance weights.",
+        {True: CorrectionParams},
+        switch="corrects_sampling",
+        off="sampling is not corrected. Leave vllm_importance_sampling_correction None, without guided decoding and "
+        "with truncated_logprobs='exact'.",
+    )
     weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
         None,
         "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
         "the LoRA weights, as files in a shared folder). None: adapter if only an adapter is trained and there is a "
         "shared folder, otherwise nccl on a GPU and gloo on a CPU.",
+        decides=False,
     )
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
@@ -114,15 +106,8 @@ class VLLMOptions:
         4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."
     )
 
-    @property
-    def vllm_params(self) -> VLLMParams:
-        """The settings of servers."""
-        return VLLM.of(self)
-
-    @property
-    def correction_params(self) -> CorrectionParams:
-        """The bounds of the importance weights."""
-        return CORRECTION.of(self)
+    vllm_params = ParamsOf("vllm_kwargs", VLLMParams)
+    correction_params = ParamsOf("vllm_importance_sampling_kwargs", CorrectionParams)
 
     @property
     def server_urls(self) -> list[str]:

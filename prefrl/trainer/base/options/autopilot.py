@@ -9,11 +9,10 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt, plain_value
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 
 __all__ = [
-    "AUTOPILOT",
     "AutopilotOptions",
     "EarlyStoppingParams",
     "GrowthParams",
@@ -89,47 +88,10 @@ class SpikeParams(Params):
     rules = (_check_watched,)
 
 
-GROWTH: KwargsOption[GrowthParams] = KwargsOption(
-    "increase_batch_size_kwargs",
-    "When the batch grows, and by how much.",
-    switch="_grows",
-    choices={True: GrowthParams},
-    off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
-)
-EARLY_STOPPING: KwargsOption[EarlyStoppingParams] = KwargsOption(
-    "early_stopping_kwargs",
-    "What counts as an improvement.",
-    switch="_stops_early",
-    choices={True: EarlyStoppingParams},
-    off="early_stopping_patience=None: training does not stop early. Set it.",
-)
-SOUP: KwargsOption[SoupParams] = KwargsOption(
-    "model_soup_kwargs",
-    "What goes into the soup.",
-    switch="model_soup",
-    choices={"uniform": SoupParams, "greedy": SoupParams},
-)
-SPIKE: KwargsOption[SpikeParams] = KwargsOption(
-    "spike_kwargs",
-    "What a spike is, and what a rollback changes.",
-    switch="on_spike",
-    choices={"rollback": SpikeParams},
-)
-AUTOPILOT: tuple[KwargsOption[Any], ...] = (GROWTH, EARLY_STOPPING, SOUP, SPIKE)
-
-
 @dataclass
 class AutopilotOptions:
     """Early stopping, averaging and other automatic actions. All are off by default; see docs/autopilot.md."""
 
-    # They do not decide the updates.
-    changeable: ClassVar[tuple[str, ...]] = (
-        "early_stopping_patience",
-        "early_stopping_kwargs",
-        "model_soup",
-        "model_soup_kwargs",
-        "ema_decay",
-    )
     # The metric by which checkpoints are chosen if none is named.
     best_metric: ClassVar[str] = "loss"
     # What shows a spike if nothing is named.
@@ -139,31 +101,54 @@ class AutopilotOptions:
         None,
         "End training after this many consecutive evaluations without an improvement of "
         "metric_for_best_model; None: it does not end early.",
+        decides=False,
     )
-    early_stopping_kwargs: KwargsValue = opt(None, EARLY_STOPPING.help)
+    early_stopping_kwargs: KwargsValue = kwargs(
+        "What counts as an improvement.",
+        {True: EarlyStoppingParams},
+        switch="_stops_early",
+        off="early_stopping_patience=None: training does not stop early. Set it.",
+        decides=False,
+    )
     increase_batch_size_on_plateau: Annotated[int, Ge(0)] = opt(
         0,
         "How many times the batch may grow when a metric has stopped improving. The learning rate schedule and the "
         "number of epochs do not change, so there are fewer steps. 0: the batch does not grow.",
     )
-    increase_batch_size_kwargs: KwargsValue = opt(None, GROWTH.help)
+    increase_batch_size_kwargs: KwargsValue = kwargs(
+        "When the batch grows, and by how much.",
+        {True: GrowthParams},
+        switch="_grows",
+        off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
+    )
     model_soup: Literal["uniform", "greedy"] | None = opt(
         None,
         "Average the run's best checkpoints by metric_for_best_model when training ends, and use the average as the "
         "model. uniform: all of them. greedy: only those that do not make the metric worse. None: no average.",
+        decides=False,
     )
-    model_soup_kwargs: KwargsValue = opt(None, SOUP.help)
+    model_soup_kwargs: KwargsValue = kwargs(
+        "What goes into the soup.", {"uniform": SoupParams, "greedy": SoupParams}, switch="model_soup", decides=False
+    )
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
         None,
         "Keep an exponential moving average of the weights with this decay per step, also evaluate it, as "
         "eval_ema_..., and save it in the folder ema of the model's folder. None: no average.",
+        decides=False,
     )
     on_spike: Literal["ignore", "rollback"] = opt(
         "ignore",
         "What to do if the loss, gradient norm or KL of a step is far above its usual values. rollback: skip the "
         "step, and continue from the last checkpoint with a smaller learning rate.",
     )
-    spike_kwargs: KwargsValue = opt(None, SPIKE.help)
+    spike_kwargs: KwargsValue = kwargs(
+        "What a spike is, and what a rollback changes.", {"rollback": SpikeParams}, switch="on_spike"
+    )
+
+    growth_params = ParamsOf("increase_batch_size_kwargs", GrowthParams)
+    early_stopping_params = ParamsOf("early_stopping_kwargs", EarlyStoppingParams)
+    soup_params = ParamsOf("model_soup_kwargs", SoupParams)
+    spike_params = ParamsOf("spike_kwargs", SpikeParams)
 
     @property
     def _grows(self) -> bool:
@@ -172,26 +157,6 @@ class AutopilotOptions:
     @property
     def _stops_early(self) -> bool:
         return self.early_stopping_patience is not None
-
-    @property
-    def growth_params(self) -> GrowthParams:
-        """When the batch grows, and by how much."""
-        return GROWTH.of(self)
-
-    @property
-    def early_stopping_params(self) -> EarlyStoppingParams:
-        """What counts as an improvement."""
-        return EARLY_STOPPING.of(self)
-
-    @property
-    def soup_params(self) -> SoupParams:
-        """What goes into a soup."""
-        return SOUP.of(self)
-
-    @property
-    def spike_params(self) -> SpikeParams:
-        """What a spike is, and what happens after one."""
-        return SPIKE.of(self)
 
     @property
     def watched_metrics(self) -> tuple[str, ...]:
@@ -272,7 +237,7 @@ def check_autopilot(config: Any) -> None:
             "on_spike='rollback' with save_only_model=True: training cannot continue from a model alone. Set "
             "save_only_model=False."
         )
-    if config._grows and GROWTH.of(config).eval_split == "validation" and not evaluates:
+    if config._grows and config.growth_params.eval_split == "validation" and not evaluates:
         raise ConfigError(
             "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. "
             "Set eval_strategy, or eval_split='training'."

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
 
-__all__ = ["CHECKPOINT_OPTIONS", "CheckpointOptions", "CheckpointParams", "UploadParams", "check_checkpoints"]
+__all__ = ["CheckpointOptions", "CheckpointParams", "UploadParams", "check_checkpoints"]
 
 
 @dataclass(frozen=True)
@@ -49,50 +49,34 @@ class UploadParams(Params):
     )
 
 
-_CHECKPOINT: KwargsOption[CheckpointParams] = KwargsOption(
-    "checkpoint_kwargs",
-    "What checkpoints hold, and which parts a resumed run reads.",
-    switch=None,
-    choices={None: CheckpointParams},
-)
-_UPLOAD: KwargsOption[UploadParams] = KwargsOption(
-    "upload_kwargs",
-    "Settings of uploads.",
-    switch="uploads_checkpoints",
-    choices={True: UploadParams},
-    off="upload_to=None: nothing is uploaded. Set upload_to.",
-)
-CHECKPOINT_OPTIONS: tuple[KwargsOption[Any], ...] = (_CHECKPOINT, _UPLOAD)
-
-
 @dataclass
 class CheckpointOptions:
     """Contents of checkpoints, and where they are uploaded."""
 
-    changeable: ClassVar[tuple[str, ...]] = ("checkpoint_kwargs", "upload_to", "upload_kwargs")
-
-    checkpoint_kwargs: KwargsValue = opt(None, _CHECKPOINT.help)
+    checkpoint_kwargs: KwargsValue = kwargs(
+        "What checkpoints hold, and which parts a resumed run reads.", CheckpointParams, decides=False
+    )
     upload_to: str | None = opt(
         None,
         "Folder or fsspec URL, such as s3://bucket/run, to which checkpoints are uploaded in the background; see "
         "docs/checkpoints.md. resume_from_checkpoint=True reads it if output_dir has none.",
+        decides=False,
     )
-    upload_kwargs: KwargsValue = opt(None, _UPLOAD.help)
+    upload_kwargs: KwargsValue = kwargs(
+        "Settings of uploads.",
+        {True: UploadParams},
+        switch="uploads_checkpoints",
+        off="upload_to=None: nothing is uploaded. Set upload_to.",
+        decides=False,
+    )
 
-    @property
-    def checkpoint_params(self) -> CheckpointParams:
-        """What checkpoints hold, and what is read of them."""
-        return _CHECKPOINT.of(self)
+    checkpoint_params = ParamsOf("checkpoint_kwargs", CheckpointParams)
+    upload_params = ParamsOf("upload_kwargs", UploadParams)
 
     @property
     def uploads_checkpoints(self) -> bool:
         """Whether there is a place for checkpoints besides `output_dir`."""
         return self.upload_to is not None
-
-    @property
-    def upload_params(self) -> UploadParams:
-        """Settings of uploads."""
-        return _UPLOAD.of(self)
 
 
 def check_checkpoints(config: Any) -> None:
@@ -104,12 +88,12 @@ def check_checkpoints(config: Any) -> None:
     if config.save_only_model:
         check_no_effect(
             name="checkpoint_kwargs: save_optimizer",
-            value=_CHECKPOINT.of(config).save_optimizer,
+            value=config.checkpoint_params.save_optimizer,
             unset=True,
             because="save_only_model=True saves no training state at all",
             remedy="Remove one of them.",
         )
-    if config.on_spike == "rollback" and not _CHECKPOINT.of(config).save_optimizer:
+    if config.on_spike == "rollback" and not config.checkpoint_params.save_optimizer:
         raise ConfigError(
             "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to a "
             "checkpoint without the optimizer's state. Change one of them."

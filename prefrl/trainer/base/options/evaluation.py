@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
@@ -19,23 +19,26 @@ _Epochs = Annotated[float, Gt(0)]
 class EvaluationOptions:
     """Intervals of evaluations and checkpoints in epochs, and the rows that are evaluated."""
 
-    changeable: ClassVar[tuple[str, ...]] = (
-        *("eval_epochs", "save_epochs", "max_eval_samples", "evaluate_training_set"),
-    )
-
     eval_epochs: _Epochs = opt(
         1.0,
         "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 means one every two "
         "epochs.",
+        decides=False,
     )
     save_epochs: _Epochs = opt(
-        1.0, "With save_strategy='epoch': epochs between checkpoints; 0.25 means four per epoch."
+        1.0,
+        "With save_strategy='epoch': epochs between checkpoints; 0.25 means four per epoch.",
+        decides=False,
     )
     max_eval_samples: Annotated[int, Ge(1)] | None = opt(
-        None, "Evaluate only this many rows of a dataset, from its start; None: all of them."
+        None,
+        "Evaluate only this many rows of a dataset, from its start; None: all of them.",
+        decides=False,
     )
     evaluate_training_set: bool = opt(
-        False, "Evaluate the training dataset, too, in the same way; its metrics are named eval_train_..."
+        False,
+        "Evaluate the training dataset, too, in the same way; its metrics are named eval_train_...",
+        decides=False,
     )
 
 

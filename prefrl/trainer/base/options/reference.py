@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
@@ -47,8 +47,6 @@ class ReferenceOptions:
 class OfflineReferenceOptions(ReferenceOptions):
     """The reference model, which the policy stays close to, for training on a fixed dataset."""
 
-    changeable: ClassVar[tuple[str, ...]] = ("precompute_ref_log_probs", "precompute_ref_batch_size")
-
     beta: Annotated[float, Gt(0)] = opt(
         0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
     )
@@ -56,9 +54,12 @@ class OfflineReferenceOptions(ReferenceOptions):
         False,
         "Compute the reference log-probs of the datasets once, before training, and keep no reference model. They are "
         "cached on disk and reused for the same data and weights.",
+        decides=False,
     )
     precompute_ref_batch_size: Annotated[int, Ge(1)] | None = opt(
-        None, "Rows per forward pass of precompute_ref_log_probs; None: per_device_train_batch_size."
+        None,
+        "Rows per forward pass of precompute_ref_log_probs; None: per_device_train_batch_size.",
+        decides=False,
     )
 
     def validate_reference(self) -> None:

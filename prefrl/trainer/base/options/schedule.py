@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
@@ -12,7 +12,7 @@ from transformers.trainer_utils import SchedulerType
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of, opt, plain_value
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.schedule import WeightDecayParams, WsdParams
 from prefrl.options.suggest import check_known
@@ -37,7 +37,7 @@ from prefrl.trainer.base.options.schedule_rules import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SCHEDULE_KWARGS", "SCHEDULE_NAMES", "PlateauParams", "ScheduleOptions"]
+__all__ = ["SCHEDULE_NAMES", "PlateauParams", "ScheduleOptions"]
 
 SCHEDULE_NAMES = (*(name.value for name in SchedulerType), *SCHEDULES)
 # Of transformers, independent of the number of steps.
@@ -65,30 +65,6 @@ class PlateauParams(Params):
     window: Annotated[int, Ge(1)] = opt(1, "Number of logged values that are averaged into one.")
 
 
-SCHEDULE: KwargsOption[Params] = KwargsOption(
-    "lr_scheduler_kwargs",
-    "Hyperparameters of lr_scheduler_type, see docs/schedules.md; for schedules of transformers, their arguments.",
-    switch="lr_scheduler_type",
-    choices={name: schedule.params for name, schedule in SCHEDULES.items()},
-    checked_elsewhere=tuple(SchedulerType),
-)
-PLATEAU: KwargsOption[PlateauParams] = KwargsOption(
-    "reduce_on_plateau_kwargs",
-    "Hyperparameters of reduce_on_plateau.",
-    switch="reduces_on_plateau",
-    choices={True: PlateauParams},
-    label="reduce_on_plateau",
-    off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
-)
-WEIGHT_DECAY: KwargsOption[WeightDecayParams] = KwargsOption(
-    "weight_decay_schedule_kwargs",
-    "Hyperparameters of weight_decay_schedule.",
-    switch="weight_decay_schedule",
-    choices={"linear": WeightDecayParams, "cosine": WeightDecayParams},
-)
-SCHEDULE_KWARGS: tuple[KwargsOption[Any], ...] = (SCHEDULE, PLATEAU, WEIGHT_DECAY)
-
-
 @dataclass
 class ScheduleOptions(TrainingArguments):
     """Schedules of the learning rate and the weight decay; see docs/schedules.md."""
@@ -97,7 +73,12 @@ class ScheduleOptions(TrainingArguments):
         "linear",
         f"Schedule of the learning rate: one of transformers, or {', '.join(SCHEDULES)}.",
     )
-    lr_scheduler_kwargs: KwargsValue = opt(None, SCHEDULE.help)
+    lr_scheduler_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of lr_scheduler_type, see docs/schedules.md; for schedules of transformers, their arguments.",
+        {name: schedule.params for name, schedule in SCHEDULES.items()},
+        switch="lr_scheduler_type",
+        checked_elsewhere=tuple(SchedulerType),
+    )
     warmup_steps: float = opt(
         0, "Steps in which the learning rate rises to its full value; a value below 1 is a fraction of all steps."
     )
@@ -120,11 +101,25 @@ class ScheduleOptions(TrainingArguments):
         "Maximum number of times that the learning rate is reduced, on top of its schedule, when a metric stops "
         "improving; 0: never.",
     )
-    reduce_on_plateau_kwargs: KwargsValue = opt(None, PLATEAU.help)
+    reduce_on_plateau_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of reduce_on_plateau.",
+        {True: PlateauParams},
+        switch="reduces_on_plateau",
+        label="reduce_on_plateau",
+        off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
+    )
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = opt(
         "constant", "How the weight decay changes during training: not at all, linearly, or along half a cosine."
     )
-    weight_decay_schedule_kwargs: KwargsValue = opt(None, WEIGHT_DECAY.help)
+    weight_decay_schedule_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of weight_decay_schedule.",
+        {"linear": WeightDecayParams, "cosine": WeightDecayParams},
+        switch="weight_decay_schedule",
+    )
+
+    plateau_params = ParamsOf("reduce_on_plateau_kwargs", PlateauParams)
+    schedule_params = ParamsOf("lr_scheduler_kwargs", Params)
+    weight_decay_params = ParamsOf("weight_decay_schedule_kwargs", WeightDecayParams)
 
     def __post_init__(self) -> None:
         name = self._schedule_name
@@ -149,11 +144,6 @@ class ScheduleOptions(TrainingArguments):
     def reduces_on_plateau(self) -> bool:
         """Whether the learning rate is reduced when a metric stops improving."""
         return self.reduce_on_plateau > 0
-
-    @property
-    def plateau_params(self) -> PlateauParams:
-        """The hyperparameters of `reduce_on_plateau`."""
-        return PLATEAU.of(self)
 
     @property
     def has_own_schedule(self) -> bool:
@@ -183,7 +173,7 @@ class ScheduleOptions(TrainingArguments):
 
     @property
     def _wsd_params(self) -> WsdParams:
-        params = SCHEDULE.of(self)
+        params = self.schedule_params
         assert isinstance(params, WsdParams)
         return params
 
@@ -204,7 +194,7 @@ class ScheduleOptions(TrainingArguments):
         if own is None:
             factor = of_huggingface(name, mapping_of(self, "lr_scheduler_kwargs"), span)
         else:
-            factor, start = delayed(own.make(SCHEDULE.of(self), span), num_warmup), start or 0.0
+            factor, start = delayed(own.make(self.schedule_params, span), num_warmup), start or 0.0
         if start is not None:
             factor = with_warmup(factor, num_warmup=num_warmup, start_factor=start)
         scale = distributed.world_size() ** _SCALINGS[self.learning_rate_scaling]
@@ -215,7 +205,7 @@ class ScheduleOptions(TrainingArguments):
         kind = self.weight_decay_schedule
         if kind == "constant":
             return None
-        return weight_decay_factor(WEIGHT_DECAY.of(self), kind, self.lr_decay_steps or num_training_steps)
+        return weight_decay_factor(self.weight_decay_params, kind, self.lr_decay_steps or num_training_steps)
 
     def validate_schedule(self) -> None:
         """Reject options of the schedule that are missing, contradict each other or have no effect.

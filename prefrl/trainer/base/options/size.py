@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt, plain_value
-from prefrl.options.kwargs import KwargsOption, KwargsValue
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.types import BatchSize, check_value
 from prefrl.trainer.base.options.rules import HUGGINGFACE
@@ -18,7 +18,6 @@ from prefrl.trainer.base.options.rules import HUGGINGFACE
 __all__ = [
     "AUTO",
     "AUTOMATIC",
-    "AUTO_SIZE",
     "AutoSizeParams",
     "SizeOptions",
     "automatic_rate",
@@ -51,14 +50,6 @@ class AutoSizeParams(Params):
     )
 
 
-AUTO_SIZE = KwargsOption(
-    name="auto_size_kwargs",
-    description="How sizes that are 'auto' are determined.",
-    switch=None,
-    choices={None: AutoSizeParams},
-)
-
-
 @dataclass
 class SizeOptions:
     """Batch sizes in addition to HuggingFace's."""
@@ -68,13 +59,17 @@ class SizeOptions:
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
         "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
         "speed, never the update.",
+        decides=False,
     )
     effective_batch_size: BatchSize | None = opt(
         None,
         "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
         "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
+        decides=False,
     )
-    auto_size_kwargs: KwargsValue = opt(None, AUTO_SIZE.help)
+    auto_size_kwargs: KwargsValue = kwargs("How sizes that are 'auto' are determined.", AutoSizeParams, decides=False)
+
+    auto_size_params = ParamsOf("auto_size_kwargs", AutoSizeParams)
 
 
 def take_automatic(config: Any) -> frozenset[str]:
@@ -125,7 +120,7 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
                 "step has. Set effective_batch_size."
             )
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
-    if not automatic and mapping_of(config, AUTO_SIZE.name):
+    if not automatic and mapping_of(config, "auto_size_kwargs"):
         raise ConfigError(
             f"auto_size_kwargs={config.auto_size_kwargs!r} has no effect because no size is found by trial. Set "
             f"{_TOKENS}='auto', or {_ROWS}='auto'."
