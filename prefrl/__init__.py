@@ -12,21 +12,21 @@ from prefrl.registry import REGISTRY, load
 
 if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: type checkers and editors
     from prefrl.data.chat_templates import add_response_schema as add_response_schema
+    from prefrl.data.chat_templates import apply_chat_template as apply_chat_template
     from prefrl.data.chat_templates import clone_chat_template as clone_chat_template
     from prefrl.data.chat_templates import get_training_chat_template as get_training_chat_template
+    from prefrl.data.chat_templates import is_conversational as is_conversational
+    from prefrl.data.chat_templates import is_conversational_from_value as is_conversational_from_value
+    from prefrl.data.chat_templates import maybe_apply_chat_template as maybe_apply_chat_template
+    from prefrl.data.chat_templates import maybe_convert_to_chatml as maybe_convert_to_chatml
+    from prefrl.data.chat_templates import prepare_multimodal_messages as prepare_multimodal_messages
     from prefrl.data.chat_templates import supports_tool_calling as supports_tool_calling
     from prefrl.data.convert import extract_prompt as extract_prompt
     from prefrl.data.convert import maybe_extract_prompt as maybe_extract_prompt
     from prefrl.data.convert import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
     from prefrl.data.convert import unpair_preference_dataset as unpair_preference_dataset
-    from prefrl.data.examples import apply_chat_template as apply_chat_template
-    from prefrl.data.examples import is_conversational as is_conversational
-    from prefrl.data.examples import is_conversational_from_value as is_conversational_from_value
-    from prefrl.data.examples import maybe_apply_chat_template as maybe_apply_chat_template
-    from prefrl.data.examples import maybe_convert_to_chatml as maybe_convert_to_chatml
-    from prefrl.data.examples import prepare_multimodal_messages as prepare_multimodal_messages
-    from prefrl.data.mixture import mix_datasets as mix_datasets
-    from prefrl.data.packing_columns import pack_dataset as pack_dataset
+    from prefrl.data.packing import pack_dataset as pack_dataset
+    from prefrl.data.sources import mix_datasets as mix_datasets
     from prefrl.errors import CheckpointError as CheckpointError
     from prefrl.errors import ConfigError as ConfigError
     from prefrl.errors import DataError as DataError
@@ -94,7 +94,7 @@ _PATHS |= {
     "ScriptArguments": "prefrl.scripts.arguments.dataset_config:ScriptArguments",
     "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
-    "apply_chat_template": "prefrl.data.examples:apply_chat_template",
+    "apply_chat_template": "prefrl.data.chat_templates:apply_chat_template",
     "clone_chat_template": "prefrl.data.chat_templates:clone_chat_template",
     "create_reference_model": "prefrl.models.frozen_copy:create_reference_model",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
@@ -104,15 +104,15 @@ _PATHS |= {
     "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
     "init_zero_verbose": "prefrl.scripts.quiet:init_zero_verbose",
-    "is_conversational": "prefrl.data.examples:is_conversational",
-    "is_conversational_from_value": "prefrl.data.examples:is_conversational_from_value",
-    "maybe_apply_chat_template": "prefrl.data.examples:maybe_apply_chat_template",
-    "maybe_convert_to_chatml": "prefrl.data.examples:maybe_convert_to_chatml",
+    "is_conversational": "prefrl.data.chat_templates:is_conversational",
+    "is_conversational_from_value": "prefrl.data.chat_templates:is_conversational_from_value",
+    "maybe_apply_chat_template": "prefrl.data.chat_templates:maybe_apply_chat_template",
+    "maybe_convert_to_chatml": "prefrl.data.chat_templates:maybe_convert_to_chatml",
     "maybe_extract_prompt": "prefrl.data.convert:maybe_extract_prompt",
     "maybe_unpair_preference_dataset": "prefrl.data.convert:maybe_unpair_preference_dataset",
-    "mix_datasets": "prefrl.data.mixture:mix_datasets",
-    "pack_dataset": "prefrl.data.packing_columns:pack_dataset",
-    "prepare_multimodal_messages": "prefrl.data.examples:prepare_multimodal_messages",
+    "mix_datasets": "prefrl.data.sources:mix_datasets",
+    "pack_dataset": "prefrl.data.packing:pack_dataset",
+    "prepare_multimodal_messages": "prefrl.data.chat_templates:prepare_multimodal_messages",
     "supports_tool_calling": "prefrl.data.chat_templates:supports_tool_calling",
     "unpair_preference_dataset": "prefrl.data.convert:unpair_preference_dataset",
 }

@@ -1,23 +1,143 @@
-"""Make flat batches of lists of tokens. The functions are pure: there is no random state and no padding."""
+"""Flat batches: made of lists of tokens, with common beginnings of prompts as segments, and as what a file holds.
+
+The functions are pure: there is no random state and no padding.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from prefrl.data.chat import common_length
-from prefrl.data.prefixes import Segments, share_equal, share_prefixes
 from prefrl.errors import DataError
 from prefrl.types import Images, LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
 
-__all__ = ["flat_batch", "preference_batch", "reward_batch", "sft_batch", "unpaired_batch"]
+__all__ = [
+    "Segments",
+    "share_prefixes",
+    "flat_batch",
+    "preference_batch",
+    "reward_batch",
+    "sft_batch",
+    "unpaired_batch",
+    "batch_of",
+    "parts_of",
+]
 
+# From this many tokens on, what prompts have in common becomes a segment of its own even if none of them ends there.
+# Less, like the header of a chat template's turn, saves less than a segment costs: a call of the kernel, copied keys.
+_SHORTEST_SHARED = 16
+_IMAGES = "images."  # what the names of a file's tensors that belong to images begin with
+
+Tokens = NDArray[np.int64]
 Row = Mapping[str, Any]
+Stage = TypeVar("Stage", bound=TokenBatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """P segments of prompts."""
+
+    segments: list[Sequence[int]]  # ids, none empty
+    parents: list[int]  # the segment that each continues, a smaller number than its own; -1: none
+    ends: list[int]  # the last segment of each prompt
+
+
+@dataclass(slots=True)
+class _Beginning:
+    """What one or several prompts begin with."""
+
+    prompt: Tokens  # one of them
+    length: int
+    parent: int  # the next shorter beginning of the same prompts
+    is_whole: bool  # one of them ends here
+    segment: int = -1  # the one with its last tokens
+
+
+def share_equal(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> Segments:
+    """Every prompt as one segment; equal prompts of a group are stored once, in order of first use."""
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    keys = [(group, tuple(prompt)) for group, prompt in zip(groups, prompts, strict=True)]
+    ends = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return Segments([prompt for _, prompt in numbers], [-1] * len(numbers), ends)
+
+
+def share_prefixes(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> Segments:
+    """Cut prompts into segments, of which those that prompts of a group have in common are stored once.
+
+    A prompt that another one begins with is a segment that the other continues. So is a common beginning of prompts
+    that part there, if it is at least `_SHORTEST_SHARED` tokens longer than the segments before it. Segments are in
+    order of first use. The time is about linear in the number of tokens.
+
+    Args:
+        prompts: Lists of ids, none empty.
+        groups: The group of each prompt; other groups share nothing.
+    """
+    arrays = [np.asarray(prompt, np.int64) for prompt in prompts]
+    by_group: dict[int, dict[bytes, Tokens]] = {}
+    for group, tokens in zip(groups, arrays, strict=True):
+        by_group.setdefault(group, {})[tokens.tobytes()] = tokens
+    tries = {group: _trie(distinct) for group, distinct in by_group.items()}
+    found = Segments([], [], [])
+    for group, tokens in zip(groups, arrays, strict=True):
+        beginnings, wholes = tries[group]
+        _add(found, beginnings, wholes[tokens.tobytes()])
+    return found
+
+
+def _trie(prompts: Mapping[bytes, Tokens]) -> tuple[list[_Beginning], dict[bytes, int]]:
+    """The beginnings of some prompts, of which the first is that of no tokens; and the number of each whole prompt."""
+    trie = [_Beginning(np.zeros(0, np.int64), 0, 0, is_whole=True)]
+    wholes: dict[bytes, int] = {}
+    path = [0]  # beginnings of the last prompt
+    for key in sorted(prompts):  # in this order, prompts with a common beginning are neighbors
+        prompt = prompts[key]
+        shared = _common_length(trie[path[-1]].prompt, prompt)
+        longer = 0
+        while trie[path[-1]].length > shared:
+            longer = path.pop()
+        if trie[path[-1]].length < shared:
+            trie[longer].parent = len(trie)
+            trie.append(_Beginning(prompt, shared, path[-1], is_whole=False))
+            path.append(len(trie) - 1)
+        wholes[key] = len(trie)
+        trie.append(_Beginning(prompt, len(prompt), path[-1], is_whole=True))
+        path.append(len(trie) - 1)
+    for beginning in sorted(trie, key=lambda beginning: beginning.length):
+        parent = trie[beginning.parent]
+        if not parent.is_whole and parent.length - trie[parent.parent].length < _SHORTEST_SHARED:
+            beginning.parent = parent.parent
+    return trie, wholes
+
+
+def _add(found: Segments, trie: Sequence[_Beginning], whole: int) -> None:
+    """Add the segments that a prompt needs and that are not there yet."""
+    missing = []
+    number = whole
+    while number != 0 and trie[number].segment < 0:
+        missing.append(trie[number])
+        number = trie[number].parent
+    for beginning in reversed(missing):
+        parent = trie[beginning.parent]
+        beginning.segment = len(found.segments)
+        found.segments.append(beginning.prompt[parent.length : beginning.length].tolist())
+        found.parents.append(parent.segment)
+    found.ends.append(trie[whole].segment)
+
+
+def _common_length(a: Tokens, b: Tokens) -> int:
+    """The number of leading tokens that two prompts have in common."""
+    shortest = min(len(a), len(b))
+    differs = a[:shortest] != b[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
 
 
 @dataclass(frozen=True)
@@ -339,3 +459,39 @@ def _check_rows(
                 f"row {row}: {len(flags)} trainable flags for {len(response)} response tokens: must be one for each "
                 "token"
             )
+
+
+def parts_of(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a batch, by name after the prefix, and its fields that are tuples, by name."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
+    host = {name: value for name, value in values.items() if isinstance(value, tuple)}
+    host["images"] = tuple(None if images is None else images.runs for images in batch.images)
+    for prompt, images in enumerate(batch.images):
+        inputs = {} if images is None else images.inputs
+        tensors |= {f"{prefix}{_IMAGES}{prompt}.{name}": tensor.contiguous() for name, tensor in inputs.items()}
+    return tensors, host
+
+
+def batch_of(stage: type[Stage], host: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Stage:
+    """The batch that `parts_of` took apart.
+
+    Args:
+        stage: Its class.
+        host: Its fields that are tuples.
+        tensors: Those with other prefixes are ignored.
+        prefix: Of its tensors.
+    """
+    values: dict[str, Any] = {name: tuple(value) for name, value in host.items()}
+    own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    values |= {name: tensor for name, tensor in own.items() if not name.startswith(_IMAGES)}
+    values["images"] = tuple(
+        None if runs is None else _images_of_file(own, f"{_IMAGES}{prompt}.", runs)
+        for prompt, runs in enumerate(host.get("images", ()))
+    )
+    return stage(**values)
+
+
+def _images_of_file(tensors: Mapping[str, Tensor], prefix: str, runs: Sequence[Sequence[int]]) -> Images:
+    inputs = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return Images(inputs, tuple((start, stop) for start, stop in runs))

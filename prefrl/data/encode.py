@@ -17,7 +17,7 @@ from prefrl.data.chat import (
     special_tokens,
     trim_after_end_token,
 )
-from prefrl.data.ends import last_written
+from prefrl.data.checks import last_written
 from prefrl.data.formats import AnyDataset, Format, Message, read_messages, read_tools
 from prefrl.data.images import (
     IMAGE_FEATURES,

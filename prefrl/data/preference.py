@@ -15,7 +15,14 @@ from typing import Any
 import datasets
 
 from prefrl.data.chat import EncodedText, common_length, join_prompt
-from prefrl.data.convert import common_prompt, extract_prompt, unpair_preference_dataset
+from prefrl.data.checks import num_ids_of, plain, read_ids
+from prefrl.data.convert import (
+    MISMATCHED,
+    common_prompt,
+    extract_prompt,
+    unpair_preference_dataset,
+    with_mismatched_completions,
+)
 from prefrl.data.encode import (
     EncodedPair,
     RowEncoder,
@@ -35,9 +42,7 @@ from prefrl.data.formats import (
     read_text,
 )
 from prefrl.data.images import ProcessingClass, tokenizer_of
-from prefrl.data.mismatch import MISMATCHED, with_mismatched_completions
 from prefrl.data.rows import REMEDY, EncodeRow, InvalidRows, map_rows
-from prefrl.data.tokenized import num_ids_of, plain, read_ids
 from prefrl.distributed import is_main
 from prefrl.errors import DataError
 
@@ -468,10 +473,6 @@ def _whole_sides(sides: Sequence[list[int]], max_length: int | None) -> dict[str
     return dict(zip(_REWARD, sides, strict=True))
 
 
-def _margin_column(row: Mapping[str, Any], has_margin: bool) -> dict[str, Any]:
-    return {"margin": _read_margin(row)} if has_margin else {}
-
-
 def _read_label(row: Mapping[str, Any]) -> bool:
     label = row.get("label")
     if not isinstance(label, int) or label not in (0, 1):
@@ -479,11 +480,13 @@ def _read_label(row: Mapping[str, Any]) -> bool:
     return bool(label)
 
 
-def _read_margin(row: Mapping[str, Any]) -> float:
+def _margin_column(row: Mapping[str, Any], has_margin: bool) -> dict[str, Any]:
+    if not has_margin:
+        return {}
     margin = row.get("margin")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise DataError(f"column 'margin' is {margin!r}: needs a finite number")
-    return float(margin)
+    return {"margin": float(margin)}
 
 
 def _warn_of_one_label(labels: Sequence[bool]) -> None:

@@ -19,7 +19,7 @@ from prefrl.data.samplers import cut_step
 from prefrl.errors import DataError
 
 if TYPE_CHECKING:
-    from prefrl.data.dealing import Dealing
+    from prefrl.data.samplers import Dealing
 
 __all__ = ["EmptyItems", "StreamLoader", "StreamRows"]
 

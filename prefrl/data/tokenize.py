@@ -23,6 +23,7 @@ from prefrl.data.chat import (
     prompt_text,
     trim_after_end_token,
 )
+from prefrl.data.checks import num_ids_of, plain, read_flags, read_ids, read_labels
 from prefrl.data.encode import RowEncoder, Truncation, check_limit, kept, row_encoder, with_readable_images
 from prefrl.data.formats import (
     AnyDataset,
@@ -38,7 +39,6 @@ from prefrl.data.formats import (
 )
 from prefrl.data.images import ProcessingClass, image_column, tokenizer_of
 from prefrl.data.rows import EncodeRow, InvalidRows, drop_rows, map_rows
-from prefrl.data.tokenized import num_ids_of, plain, read_flags, read_ids, read_labels
 from prefrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

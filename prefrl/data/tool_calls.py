@@ -19,8 +19,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from prefrl.data.chat import ChatTemplate, common_length
 from prefrl.data.formats import REASONING_FIELDS
-from prefrl.data.tool_formats import CALLS, TEXT, known_formats
-from prefrl.data.tool_schemas import Schema, call_problem
+from prefrl.data.tools import CALLS, TEXT, Schema, call_problem, known_formats
 from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
 from prefrl.printable import printable, reason_of

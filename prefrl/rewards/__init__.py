@@ -1,6 +1,6 @@
 """Rewards: the protocol, the runner that calls them, and the built-in rewards."""
 
-from prefrl.rewards.answers import get_numeric_reward, numeric_reward
+from prefrl.rewards.adapted import PairwiseJudge, get_judge_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
 from prefrl.rewards.code import get_code_reward
 from prefrl.rewards.format import (
@@ -11,16 +11,20 @@ from prefrl.rewards.format import (
     think_format_reward,
 )
 from prefrl.rewards.graders.combined import Combined
+from prefrl.rewards.graders.local import PythonGrader, StringCheck, TextSimilarity
 from prefrl.rewards.graders.models import LabelModel, PairwiseModel, ScoreModel
-from prefrl.rewards.graders.python import PythonGrader
-from prefrl.rewards.graders.texts import StringCheck, TextSimilarity
-from prefrl.rewards.judge import PairwiseJudge, get_judge_reward
-from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
+from prefrl.rewards.maths import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_numeric_reward,
+    numeric_reward,
+    reasoning_accuracy_reward,
+)
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.named import REWARD_FUNCTIONS
 from prefrl.rewards.reasoning_gym import ReasoningGym, reasoning_gym_dataset
 from prefrl.rewards.runner import RewardRunner, RewardScores
-from prefrl.rewards.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits
+from prefrl.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits
 
 __all__ = [
     "REWARD_FUNCTIONS",

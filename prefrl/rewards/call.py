@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from prefrl import distributed
 from prefrl.errors import PrefrlError, RewardError
-from prefrl.rewards import compute_score
+from prefrl.rewards import adapted
 from prefrl.rewards.guard import DeadlineError, can_interrupt, end_process_after, guarded, leave_if_forked, watched
 
 __all__ = ["Call", "EventLoopThread", "Outcome", "call_all", "is_async", "result_of"]
@@ -182,7 +182,7 @@ def _message(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """The place in the user's function, without prefrl's frames above it and library frames below it."""
-    callers = (__file__, compute_score.__file__)
+    callers = (__file__, adapted.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in callers]
     return f" (line {frames[0].lineno} of {frames[0].filename})" if frames else ""
 

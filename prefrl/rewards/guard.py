@@ -1,10 +1,11 @@
-"""What a reward cannot do to the process that it runs in: stay forever, end it as a success, or double it."""
+"""What a reward cannot do to its process: stay forever, end it as a success, double it, or draw its random numbers."""
 
 from __future__ import annotations
 
 import faulthandler
 import logging
 import os
+import random
 import signal
 import sys
 import threading
@@ -14,9 +15,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TextIO
 
+import numpy as np
 import torch
 
-__all__ = ["DeadlineError", "can_interrupt", "end_process_after", "guarded", "leave_if_forked", "watched"]
+from prefrl.models.seeding import seeded
+
+__all__ = [
+    "DeadlineError",
+    "can_interrupt",
+    "end_process_after",
+    "guarded",
+    "leave_if_forked",
+    "watched",
+    "own_randomness",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -162,3 +174,25 @@ def _watch(is_done: threading.Event, what: str, timeout: float | None, alarm: Ca
     while alarm is not None and not is_done.wait(remaining):
         alarm()
         remaining = _REPEAT_S
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Context in which the global generators are seeded; afterwards they are as they were before.
+
+    They are those of `random`, NumPy and torch; those of GPUs only if they are in use.
+
+    Args:
+        seed: At least 0. What is drawn differs from what a `torch.Generator` with this seed draws.
+    """
+    # SeedSequence, because a sampler may use the same seed.
+    own = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(own)
+    np.random.seed(own)
+    try:
+        with seeded(own):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import RewardError
 from prefrl.optional import require
-from prefrl.rewards.batch import answer_all
+from prefrl.rewards.base import answer_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from prefrl.errors import ConfigError
 from prefrl.options.suggest import nearest
-from prefrl.rewards.answers import get_numeric_reward, numeric_reward
 from prefrl.rewards.base import RewardFunction
 from prefrl.rewards.format import (
     format_reward,
@@ -25,10 +24,15 @@ from prefrl.rewards.format import (
     think_format_reward,
 )
 from prefrl.rewards.graders.combined import Combined
+from prefrl.rewards.graders.local import PythonGrader, StringCheck, TextSimilarity
 from prefrl.rewards.graders.models import LabelModel, ScoreModel
-from prefrl.rewards.graders.python import PythonGrader
-from prefrl.rewards.graders.texts import StringCheck, TextSimilarity
-from prefrl.rewards.maths import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
+from prefrl.rewards.maths import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_numeric_reward,
+    numeric_reward,
+    reasoning_accuracy_reward,
+)
 from prefrl.rewards.reasoning_gym import PREFIX, ReasoningGym
 
 __all__ = ["GRADERS", "REWARD_FUNCTIONS", "reward_by_name"]

@@ -1,10 +1,12 @@
-"""Score completions with several rewards."""
+"""Run all rewards on a batch, and recognize whether a reward is the one that it was."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import inspect
+import json
 import logging
 import math
 import os
@@ -18,20 +20,43 @@ import torch
 from torch import nn
 
 from prefrl.errors import ConfigError, DataError, RewardError
+from prefrl.rewards.adapted import ComputeScore, is_compute_score
+from prefrl.rewards.base import Grader
 from prefrl.rewards.call import Call, EventLoopThread, Outcome, call_all, is_async, result_of
-from prefrl.rewards.check import checked_values, excerpt
-from prefrl.rewards.compute_score import ComputeScore, is_compute_score
-from prefrl.rewards.fingerprint import reward_fingerprint
-from prefrl.rewards.logged import RewardLog
+from prefrl.rewards.check import RewardLog, checked_values, excerpt
+from prefrl.rewards.guard import own_randomness
 from prefrl.rewards.model import ModelReward
-from prefrl.rewards.randomness import own_randomness
 
 if TYPE_CHECKING:
     from prefrl.rewards.base import RewardFunction, RewardSource
-    from prefrl.rewards.model_inputs import ProcessingClass
+    from prefrl.rewards.model import ProcessingClass
     from prefrl.types import Episode
 
-__all__ = ["RewardRunner", "RewardScores"]
+__all__ = ["reward_fingerprint", "RewardRunner", "RewardScores"]
+
+
+def reward_fingerprint(function: Callable[..., Any]) -> str:
+    """A hash of the source of a function or a class, or of the class of another callable; for a model, its name.
+
+    Parameters of graders that decide their values are part of it. What the function calls is not.
+    """
+    if isinstance(function, ModelReward):
+        return str(function.model.config.name_or_path)
+    while isinstance(function, functools.partial | ComputeScore):
+        function = function.func
+    if isinstance(function, Grader):
+        return _hashed(json.dumps([type(function).__name__, function.settings()], default=reward_fingerprint))
+    target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    try:
+        text = inspect.getsource(target)
+    except (OSError, TypeError):  # defined in a shell
+        text = f"{target.__module__}.{target.__qualname__}"
+    return _hashed(text)
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 logger = logging.getLogger(__name__)
 

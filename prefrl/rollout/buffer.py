@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from prefrl.data.batch_file import batch_of, parts_of
+from prefrl.data.collate import batch_of, parts_of
 from prefrl.errors import DataError
 from prefrl.metrics import Metric, from_json, merge, to_json
 from prefrl.types import TokenBatch

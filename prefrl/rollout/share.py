@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from prefrl import distributed
-from prefrl.data.dealing import cost_of_segments, deal
+from prefrl.data.samplers import cost_of_segments, deal
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:

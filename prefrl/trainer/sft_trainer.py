@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from prefrl.data.collate import sft_batch
 from prefrl.data.formats import column_names, has_columns
-from prefrl.data.packing import pack_dataset
+from prefrl.data.packing import pack_prepared
 from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.losses.reduce import row_items, token_weights
@@ -83,7 +83,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
         if is_packed:
             assert self.args.max_length is not None  # see SFTConfig.validate
-            return pack_dataset(dataset, max_length=self.args.max_length, strategy=self.args.packing_strategy)
+            return pack_prepared(dataset, max_length=self.args.max_length, strategy=self.args.packing_strategy)
         return dataset
 
     def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:

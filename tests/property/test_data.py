@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefrl.data.collate import flat_batch, sft_batch
-from prefrl.data.packing import pack_bfd, pack_dataset
+from prefrl.data.packing import pack_bfd, pack_prepared
 from prefrl.types import TokenBatch
 
 datasets.disable_progress_bars()
@@ -97,7 +97,7 @@ def test_bfd_places_every_sequence_once_in_few_enough_bins(lengths, capacity):
 @settings(max_examples=30, deadline=None)
 @given(sft_rows(), st.integers(9, 20))
 def test_bfd_packing_changes_no_row_of_the_batch(rows, max_length):
-    packed = pack_dataset(datasets.Dataset.from_list(rows), max_length=max_length)
+    packed = pack_prepared(datasets.Dataset.from_list(rows), max_length=max_length)
     assert all(len(row["input_ids"]) == sum(row["seq_lengths"]) <= max_length for row in packed)
     assert sorted(token for row in packed for token in row["input_ids"]) == list(range(sum(map(_length, rows))))
     assert sorted(row[1:] for row in rows_of(sft_batch(list(packed)))) == sorted(
@@ -112,7 +112,7 @@ def test_wrapped_packing_keeps_every_loss_that_has_a_token_before_it(rows, max_l
     expected = {token for token, flag in enumerate(flags) if flag and token % max_length}
     if not expected:
         return
-    packed = pack_dataset(datasets.Dataset.from_list(rows), max_length=max_length, strategy="wrapped")
+    packed = pack_prepared(datasets.Dataset.from_list(rows), max_length=max_length, strategy="wrapped")
     trained = [token for row in packed for token, flag in zip(row["input_ids"], row["trainable"], strict=True) if flag]
     assert trained == sorted(expected)
     assert all(row["seq_lengths"] == [len(row["input_ids"])] for row in packed)

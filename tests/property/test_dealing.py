@@ -9,8 +9,7 @@ import datasets
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefrl.data.dealing import deal, dealing_of, forward_cost
-from prefrl.data.samplers import StepBatchSampler
+from prefrl.data.samplers import StepBatchSampler, deal, dealing_of, forward_cost
 
 costs_of_rows = st.lists(st.integers(0, 9999), max_size=40)
 worlds = st.integers(1, 6)

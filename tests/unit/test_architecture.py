@@ -56,7 +56,7 @@ OPTIONAL = {
     "liger_kernel": ("prefrl/models/liger.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
-    "rapidfuzz": ("prefrl/rewards/graders/texts.py",),
+    "rapidfuzz": ("prefrl/rewards/graders/local.py",),
     "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
     "PIL": ("prefrl/data/image_example.py",),
     "matplotlib": ("prefrl/scripts/",),

@@ -25,7 +25,7 @@ from prefrl.models.attention.layout import Layout
 from prefrl.models.precision import of_products
 from prefrl.models.seeding import seeded
 from prefrl.rewards import call
-from prefrl.rewards.randomness import own_randomness
+from prefrl.rewards.guard import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import env
 from prefrl.scripts.arguments.model_config import get_kbit_device_map

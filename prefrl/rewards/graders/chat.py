@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from prefrl.errors import ConfigError, RewardError
 from prefrl.http import Http, HttpError, Refused
 from prefrl.printable import MASK, printable
-from prefrl.rewards.grader import check_name
+from prefrl.rewards.base import check_name
 
 __all__ = ["ChatModel", "Messages", "Replies"]
 

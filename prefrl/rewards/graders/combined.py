@@ -1,25 +1,134 @@
-"""Several graders as one reward."""
+"""A grader that combines several with a formula."""
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.options.suggest import nearest
-from prefrl.rewards.base import RewardFunction
-from prefrl.rewards.grader import Grader, check_threshold
-from prefrl.rewards.graders.formula import Formula
+from prefrl.rewards.base import Grader, RewardFunction, check_threshold
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.runner import RewardRunner, RewardScores
 
-__all__ = ["Combined"]
+__all__ = ["Formula", "Combined"]
 
-_Values = dict[str, list[float | None]]
+_Values: TypeAlias = Mapping[str, float]
+_Node: TypeAlias = Callable[[_Values], float]
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_FUNCTIONS: Mapping[str, Callable[[list[float]], float]] = {
+    "min": min,
+    "max": max,
+    "abs": lambda numbers: abs(numbers[0]),
+}
+_ALLOWED = "allowed are numbers, names of graders, + - * /, comparisons, min(), max(), abs() and parentheses"
+_LONGEST = 2000
+_MOST_NODES = 500
+
+
+class Formula:
+    """A formula such as `0.7 * correct + 0.3 * max(style, 0.2)`. A comparison is 1 if it holds, else 0.
+
+    Args:
+        text: The formula.
+        names: Names that it may use.
+    Raises:
+        ConfigError: It has something else in it, or is too long or too deep.
+    """
+
+    def __init__(self, text: str, names: Collection[str]) -> None:
+        self.text = text
+        if not isinstance(text, str) or len(text) > _LONGEST:
+            raise ConfigError(f"formula={text!r:.100}: must be a text of at most {_LONGEST} characters")
+        self._known = names
+        self.names: set[str] = set()  # that it uses
+        try:
+            tree = ast.parse(text.strip(), mode="eval")
+            if sum(1 for _ in ast.walk(tree)) > _MOST_NODES:  # a training's stack has less room than this one
+                raise ValueError(f"it has more than {_MOST_NODES} parts")
+            self._value = self._node(tree.body)
+        except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"formula={text!r}: cannot be read: {error}; {_ALLOWED}") from error
+
+    def value(self, values: _Values) -> float:
+        """The value for given values of the names.
+
+        Raises:
+            ZeroDivisionError: It divides by 0.
+        """
+        return self._value(values)
+
+    def _node(self, node: ast.expr) -> _Node:
+        match node:
+            case ast.Constant(value=int() | float() as value) if type(value) is not bool and math.isfinite(value):
+                number = float(value)
+                return lambda _: number
+            case ast.Name(id=name):
+                return self._name(name)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = self._node(operand)
+                return lambda values: -inner(values)
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self._node(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+                operation, first, second = _OPERATIONS[type(op)], self._node(left), self._node(right)
+                return lambda values: operation(first(values), second(values))
+            case ast.Compare(left=left, ops=ops, comparators=others) if {
+                type(op) for op in ops
+            } <= _COMPARISONS.keys():
+                return self._comparison([left, *others], ops)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS and args:
+                return self._call(name, args)
+        raise ConfigError(f"formula={self.text!r}: {ast.unparse(node)!r} is not allowed; {_ALLOWED}")
+
+    def _name(self, name: str) -> _Node:
+        if name not in self._known:
+            raise ConfigError(
+                f"formula={self.text!r}: {name!r} is not one of the graders. {nearest(name, self._known)}"
+            )
+        self.names.add(name)
+        return lambda values: values[name]
+
+    def _comparison(self, operands: list[ast.expr], ops: list[ast.cmpop]) -> _Node:
+        terms = [self._node(operand) for operand in operands]
+        compare = [_COMPARISONS[type(op)] for op in ops]
+
+        def holds(values: _Values) -> float:
+            numbers = [term(values) for term in terms]
+            return float(all(f(a, b) for f, a, b in zip(compare, numbers, numbers[1:], strict=False)))
+
+        return holds
+
+    def _call(self, name: str, arguments: list[ast.expr]) -> _Node:
+        if name == "abs" and len(arguments) != 1:
+            raise ConfigError(f"formula={self.text!r}: abs() has {len(arguments)} arguments: it takes one")
+        function, terms = _FUNCTIONS[name], [self._node(argument) for argument in arguments]
+        return lambda values: function([term(values) for term in terms])
+
+
+_Rewards = dict[str, list[float | None]]
 
 
 @dataclass(eq=False)
@@ -115,7 +224,7 @@ class Combined(Grader):
     ) -> list[float | None]:
         """Grade B completions."""
         count = len(completions)
-        values: _Values = {name: [0.0] * count for name in self.graders}
+        values: _Rewards = {name: [0.0] * count for name in self.graders}
         rows = list(range(count))  # that are still asked
         for runner in self._stages:
             scores = runner.score(
@@ -147,11 +256,11 @@ class Combined(Grader):
         for metric, mean in scores.metrics.items():
             log_metric(metric, mean)
 
-    def _is_open(self, asked: Mapping[str, Any], values: _Values, row: int) -> bool:
+    def _is_open(self, asked: Mapping[str, Any], values: _Rewards, row: int) -> bool:
         gates = {name: self._gates[name] for name in asked if name in self._gates}
         return all((value := values[name][row]) is None or value >= gate for name, gate in gates.items())
 
-    def _total(self, values: _Values, row: int) -> float | None:
+    def _total(self, values: _Rewards, row: int) -> float | None:
         known = {name: value for name, column in values.items() if (value := column[row]) is not None}
         if self._formula is None:
             return math.fsum(self._weights[name] * value for name, value in known.items()) if known else None

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prefrl.errors import ConfigError
-from prefrl.rewards.base import completion_text
-from prefrl.rewards.grader import Grader, check_threshold, passed
+from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.graders.chat import ChatModel, Messages
 from prefrl.rewards.graders.template import Template, fill_rows, prompt_text
 

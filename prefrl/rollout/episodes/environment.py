@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prefrl.data.tool_schemas import Schema, tool_schemas
+from prefrl.data.tools import Schema, tool_schemas
 from prefrl.errors import ConfigError
 from prefrl.printable import reason_of
 from prefrl.rollout.episodes.threads import Worker

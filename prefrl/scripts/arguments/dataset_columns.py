@@ -10,7 +10,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import opt, parse_json
 
 if TYPE_CHECKING:
-    from prefrl.data.reshape import RowShape
+    from prefrl.data.sources import RowShape
 
 __all__ = ["SHAPING", "ColumnArguments", "ColumnNames", "check_columns", "shape_of"]
 
@@ -90,7 +90,7 @@ def shape_of(options: Any) -> RowShape | None:
     columns = _names(options.columns, "columns")
     if not (columns.renamed or options.prompt_template or options.system_prompt or options.conversational):
         return None
-    from prefrl.data.reshape import RowShape  # needs datasets, which --help does not
+    from prefrl.data.sources import RowShape  # needs datasets, which --help does not
 
     return RowShape(
         renamed=columns.renamed,

@@ -163,7 +163,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig, *, seed: int = 42) -> Data
     """
     import datasets  # not needed for --help
 
-    from prefrl.data.mixture import mix_datasets
+    from prefrl.data.sources import mix_datasets
 
     if not mixture_config.datasets:
         raise ConfigError("datasets=[]: a mixture needs at least one dataset. Set datasets.")

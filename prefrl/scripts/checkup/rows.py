@@ -12,11 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from prefrl.data.chat import special_tokens
-from prefrl.data.ends import warn_of_unknown_end
+from prefrl.data.checks import (
+    ID_COLUMNS,
+    check_known_ids,
+    check_positions,
+    num_duplicates,
+    warn_of_shared_rows,
+    warn_of_unknown_end,
+)
 from prefrl.data.formats import column_names
-from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
-from prefrl.data.overlap import num_duplicates, warn_of_shared_rows
-from prefrl.data.positions import check_positions
 from prefrl.data.rows import list_lengths
 from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids

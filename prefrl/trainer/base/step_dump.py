@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
-from prefrl.data.batch_file import batch_of, parts_of
+from prefrl.data.collate import batch_of, parts_of
 from prefrl.run.identity import Identity, read_identity, write_identity
 from prefrl.types import IdleBatch, TokenBatch
 

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 import torch
 
 from prefrl import distributed
+from prefrl.data.checks import ID_COLUMNS, check_known_ids, check_positions, warn_of_shared_rows
 from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
-from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
-from prefrl.data.overlap import warn_of_shared_rows
-from prefrl.data.positions import check_positions
 from prefrl.metrics import Metric, merge
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights

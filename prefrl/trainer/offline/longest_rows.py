@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 
-from prefrl.data.dealing import dealing_of
+from prefrl.data.samplers import dealing_of
 from prefrl.errors import ConfigError
 
 __all__ = ["longest_rows"]

@@ -13,9 +13,8 @@ import torch
 from transformers import GenerationConfig
 
 from prefrl import distributed
-from prefrl.data.dealing import Dealing, dealing_of
-from prefrl.data.ends import warn_of_unknown_end
-from prefrl.data.samplers import EpochDataLoader, StepBatchSampler
+from prefrl.data.checks import warn_of_unknown_end
+from prefrl.data.samplers import Dealing, EpochDataLoader, StepBatchSampler, dealing_of
 from prefrl.data.stream import StreamLoader
 from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import end_token_ids

@@ -13,7 +13,7 @@ from prefrl.data.formats import Format, column_names
 from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
-from prefrl.rewards.fingerprint import reward_fingerprint
+from prefrl.rewards.runner import reward_fingerprint
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
 from prefrl.rollout.episodes.options import EpisodeLimits
@@ -24,7 +24,7 @@ from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prefrl.data.tool_schemas import Schema
+    from prefrl.data.tools import Schema
     from prefrl.generation.base import Generator
     from prefrl.trainer.online.config import OnlineConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from prefrl.data.ends import warn_of_unknown_end
+from prefrl.data.checks import warn_of_unknown_end
 from tests.assets import tiny_model
 from tests.contract.cases import make_trainer
 from tests.unit.data.templates import CHATML, chat_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefrl.data.examples import (
+from prefrl.data.chat_templates import (
     apply_chat_template,
     is_conversational,
     is_conversational_from_value,

@@ -9,10 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from prefrl.data.batch_file import batch_of, parts_of
-from prefrl.data.collate import preference_batch, reward_batch, sft_batch, unpaired_batch
+from prefrl.data.collate import batch_of, parts_of, preference_batch, reward_batch, sft_batch, unpaired_batch
 from prefrl.data.images import ImageReader, file_bytes, with_named_images
-from prefrl.data.packing import pack_dataset
+from prefrl.data.packing import pack_prepared
 from prefrl.data.preference import prepare_preference_dataset, prepare_reward_dataset, prepare_unpaired_dataset
 from prefrl.data.tokenize import prepare_prompt_dataset, prepare_sft_dataset
 from prefrl.errors import ConfigError, DataError
@@ -225,7 +224,7 @@ def test_an_sft_batch_has_the_images_of_its_rows(llava):
 def test_packed_rows_keep_the_images_of_each_sequence(llava):
     ones = [{"messages": [USER, RED], "images": [image(seed=1)]}, {"messages": [USER, BLUE], "images": []}]
     dataset = prepare_sft_dataset(rows(*ones, *ones), llava, **OPTIONS)
-    packed = pack_dataset(dataset, max_length=120)
+    packed = pack_prepared(dataset, max_length=120)
     assert len(packed) < 4
     apart, together = sft_batch(attached(llava, dataset)), sft_batch(attached(llava, packed))
     assert sorted(one is not None for one in together.images) == sorted(one is not None for one in apart.images)
@@ -234,7 +233,7 @@ def test_packed_rows_keep_the_images_of_each_sequence(llava):
             [row]
         ).response_ids.tolist().count(3) == (4 if one is not None else 0)
     with pytest.raises(ConfigError, match="packing_strategy='wrapped' may cut sequences anywhere"):
-        pack_dataset(dataset, max_length=120, strategy="wrapped")
+        pack_prepared(dataset, max_length=120, strategy="wrapped")
 
 
 def test_both_sides_of_a_pair_share_the_images_of_their_prompt(llava):

@@ -10,8 +10,8 @@ import pytest
 from datasets import Dataset
 
 from prefrl import DataError
-from prefrl.data import known_ids
-from prefrl.data.known_ids import ID_COLUMNS, check_known_ids
+from prefrl.data import checks
+from prefrl.data.checks import ID_COLUMNS, check_known_ids
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import make_trainer
 
@@ -28,7 +28,7 @@ def checked(rows: list[dict[str, Any]], *, stream: bool = False, columns: Any = 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_row_and_the_token_are_named(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_ids, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(checks, "_ROWS_AT_ONCE", 2)
     rows = [{"prompt_ids": [3], "chosen_ids": [NEWLINE - 1], "other": "x"} for _ in range(5)]
     assert checked(rows, stream=stream) == rows
     rows[3]["chosen_ids"] = [5, NEWLINE, 6]

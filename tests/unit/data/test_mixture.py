@@ -3,7 +3,7 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from prefrl.data.mixture import mix_datasets
+from prefrl.data.sources import mix_datasets
 from prefrl.errors import ConfigError, DataError
 
 OPTIONS = {"weights": None, "seed": 0, "stopping": "first_exhausted"}

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from prefrl.data import overlap
-from prefrl.data.known_ids import ID_COLUMNS
-from prefrl.data.overlap import warn_of_shared_rows
-from prefrl.data.positions import check_positions
+from prefrl.data import checks
+from prefrl.data.checks import ID_COLUMNS, check_positions, warn_of_shared_rows
 from prefrl.models.positions import PositionLimit
 from prefrl.options.length_bound import LengthBound
 from tests.contract.cases import dataset_of, make_trainer
@@ -30,7 +28,7 @@ def rows(*ids: list[int], **others: Any) -> Dataset:
 def test_shared_rows_are_counted_and_the_first_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlap, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(checks, "_ROWS_AT_ONCE", 2)
     training = rows([1, 2], [3], [4, 5, 6], [7])
     evaluation = rows([1], [2], [4, 5, 6], [1, 2, 3], [7], [7])
     (message,) = warnings_of(training, evaluation, caplog)

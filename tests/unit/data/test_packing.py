@@ -3,7 +3,7 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from prefrl.data.packing import pack_bfd, pack_dataset
+from prefrl.data.packing import pack_bfd, pack_prepared
 from prefrl.errors import ConfigError, DataError
 
 WINDOWS = (range(1000), range(1000, 1500))
@@ -36,7 +36,7 @@ def test_sequence_that_fits_no_bin_is_refused(lengths, part):
 
 
 def test_bfd_rows_hold_whole_sequences_and_their_lengths():
-    packed = pack_dataset(tokenized(2, 3, 4), max_length=6)
+    packed = pack_prepared(tokenized(2, 3, 4), max_length=6)
     assert packed[:] == {
         "input_ids": [[0, 1, 5, 6, 7, 8], [2, 3, 4]],
         "trainable": [[False, True, False, True, True, True], [False, True, True]],
@@ -45,12 +45,12 @@ def test_bfd_rows_hold_whole_sequences_and_their_lengths():
 
 
 def test_bfd_reads_the_rows_that_a_selection_left():
-    packed = pack_dataset(tokenized(2, 3, 4).select([2, 0]), max_length=6)
+    packed = pack_prepared(tokenized(2, 3, 4).select([2, 0]), max_length=6)
     assert packed["input_ids"][:] == [[5, 6, 7, 8, 0, 1]]
 
 
 def test_wrapped_cuts_everywhere_and_never_trains_on_a_start():
-    packed = pack_dataset(tokenized(2, 3, 4), max_length=4, strategy="wrapped")
+    packed = pack_prepared(tokenized(2, 3, 4), max_length=4, strategy="wrapped")
     assert packed[:] == {
         # The ninth token stands alone in its piece, so nothing predicts it.
         "input_ids": [[0, 1, 2, 3], [4, 5, 6, 7]],
@@ -62,30 +62,30 @@ def test_wrapped_cuts_everywhere_and_never_trains_on_a_start():
 def test_wrapped_without_any_loss_left_is_refused():
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "trainable": [False, False, True]}])
     with pytest.raises(DataError, match="leaves no token to train on"):
-        pack_dataset(rows, max_length=2, strategy="wrapped")
+        pack_prepared(rows, max_length=2, strategy="wrapped")
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
 def test_stream_is_packed_in_windows_of_1000_rows(strategy):
     rows = tokenized(*[2, 3, 4] * 500)
-    windows = [pack_dataset(rows.select(part), max_length=9, strategy=strategy) for part in WINDOWS]
-    packed = list(pack_dataset(rows.to_iterable_dataset(), max_length=9, strategy=strategy))
+    windows = [pack_prepared(rows.select(part), max_length=9, strategy=strategy) for part in WINDOWS]
+    packed = list(pack_prepared(rows.to_iterable_dataset(), max_length=9, strategy=strategy))
     assert packed == [row for window in windows for row in window]
 
 
 def test_window_of_a_stream_without_any_loss_is_left_out():
     dead = {"input_ids": [1, 2, 3, 4], "trainable": [False, False, True, False]}
     stream = datasets.IterableDataset.from_generator(lambda: iter([dead] * 1000 + [*tokenized(2)]))
-    assert list(pack_dataset(stream, max_length=2, strategy="wrapped")) == [
+    assert list(pack_prepared(stream, max_length=2, strategy="wrapped")) == [
         {"input_ids": [0, 1], "trainable": [False, True], "seq_lengths": [2]}
     ]
 
 
 def test_row_longer_than_the_limit_is_refused_by_bfd():
     with pytest.raises(DataError, match="sequence 1 has 4 tokens"):
-        pack_dataset(tokenized(2, 4), max_length=3)
+        pack_prepared(tokenized(2, 4), max_length=3)
 
 
 def test_limit_without_room_for_a_prediction_is_refused():
     with pytest.raises(ConfigError, match="max_length=1"):
-        pack_dataset(tokenized(2), max_length=1)
+        pack_prepared(tokenized(2), max_length=1)

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from prefrl.data.packing_columns import pack_dataset
+from prefrl.data.packing import pack_dataset
 from prefrl.errors import ConfigError, DataError
 
 ROWS = {"ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11], []], "odd": [[1, 0, 1, 0, 1], [0, 1], [0, 1, 0], [1], []]}

@@ -10,8 +10,7 @@ import pytest
 from datasets import Dataset
 
 from prefrl import DataError
-from prefrl.data.known_ids import ID_COLUMNS
-from prefrl.data.positions import check_positions
+from prefrl.data.checks import ID_COLUMNS, check_positions
 from prefrl.models.positions import PositionLimit
 from prefrl.options.length_bound import LengthBound
 from tests.assets import tiny_model, tiny_reward_model

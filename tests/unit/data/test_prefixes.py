@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from prefrl.data import prefixes
-from prefrl.data.prefixes import share_prefixes
+from prefrl.data import collate
+from prefrl.data.collate import share_prefixes
 
-SHORTEST = prefixes._SHORTEST_SHARED
+SHORTEST = collate._SHORTEST_SHARED
 LONG = list(range(100, 100 + SHORTEST))
 
 
@@ -79,11 +79,11 @@ def worth_a_segment(prompts):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_segments_end_where_the_definition_says(seed, monkeypatch):
-    monkeypatch.setattr(prefixes, "_SHORTEST_SHARED", 3)
+    monkeypatch.setattr(collate, "_SHORTEST_SHARED", 3)
     numbers = random.Random(seed)
     prompts = [[numbers.randrange(2) for _ in range(numbers.randrange(1, 12))] for _ in range(12)]
     forest = share_prefixes(prompts, [0] * 12)
     assert contexts(forest) == prompts
     assert all(parent < number for number, parent in enumerate(forest.parents))
-    ends = contexts(prefixes.Segments(forest.segments, forest.parents, list(range(len(forest.segments)))))
+    ends = contexts(collate.Segments(forest.segments, forest.parents, list(range(len(forest.segments)))))
     assert sorted(map(tuple, ends)) == sorted(worth_a_segment(prompts))

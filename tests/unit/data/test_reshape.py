@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from prefrl.data.reshape import RowShape
+from prefrl.data.sources import RowShape
 from prefrl.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2", "n": 7}, {"question": "2+2?", "answer": None, "n": 8}]

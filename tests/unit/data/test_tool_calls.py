@@ -8,8 +8,7 @@ import pytest
 
 from prefrl.data import tool_calls
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, tool_call_reader
-from prefrl.data.tool_formats import known_formats
-from prefrl.data.tool_schemas import tool_schemas
+from prefrl.data.tools import known_formats, tool_schemas
 from prefrl.errors import ConfigError
 from tests.unit.data import templates
 from tests.unit.data.tool_templates import DEEPSEEK_NEW, FORMATS, HARMONY, HERMES, deepseek, template, tool_template

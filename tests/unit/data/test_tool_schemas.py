@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from prefrl.data.tool_schemas import call_problem, tool_schema, tool_schemas
+from prefrl.data.tools import call_problem, tool_schema, tool_schemas
 from prefrl.errors import ConfigError
 
 

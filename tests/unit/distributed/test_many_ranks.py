@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prefrl import distributed
-from prefrl.data import dealing as dealing_module
-from prefrl.data.dealing import Dealing, deal
+from prefrl.data import samplers as dealing_module
 from prefrl.data.rows import map_rows
-from prefrl.data.samplers import GenerationBatchSampler, StepBatchSampler, positions_of_rank
+from prefrl.data.samplers import Dealing, GenerationBatchSampler, StepBatchSampler, deal, positions_of_rank
 from prefrl.distributed import shards
 from prefrl.distributed.processes import form_teams
 from prefrl.errors import DataError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from prefrl.data import prefixes
+from prefrl.data import collate
 from prefrl.data.collate import flat_batch
 from prefrl.models.flops import ModelCost, Products, floor_flops
 from prefrl.models.forward import token_logprobs
@@ -81,7 +81,7 @@ def group_of_episodes() -> Turns:
     draw = Drawn()
     turns = Turns([], [], [], [0, 0, 0, 1, 1])
     for episodes in ((0, 1, 2), (3, 4)):
-        prompt, alike = draw(12), draw(prefixes._SHORTEST_SHARED)
+        prompt, alike = draw(12), draw(collate._SHORTEST_SHARED)
         for row in episodes:
             history = prompt
             for turn in range(1 + row % 3):
@@ -157,7 +157,7 @@ def test_stripped_thinking_costs_a_spine_and_a_branch_for_each_turn():
 
 def test_episodes_of_a_group_share_what_they_begin_with():
     batch = EPISODES["group"].batch
-    shared = prefixes._SHORTEST_SHARED
+    shared = collate._SHORTEST_SHARED
     assert batch.num_rows == 5
     assert batch.group_index == (0, 0, 0, 1, 1)
     # Of the first group, the second and the third episode go on; of the second group, the second one does.

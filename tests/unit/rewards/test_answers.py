@@ -6,8 +6,8 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.rewards import RewardRunner, get_numeric_reward, numeric_reward
+from prefrl.rewards.maths import final_number, only_number
 from prefrl.rewards.named import reward_by_name
-from prefrl.rewards.numerals import final_number, only_number
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError, DataError, RewardError
-from prefrl.rewards import LocalSandbox, RewardRunner, batch, get_code_reward
+from prefrl.rewards import LocalSandbox, RewardRunner, base, get_code_reward
 from prefrl.rewards import code as code_module
 from prefrl.rewards.code import last_code_block
-from prefrl.rewards.sandbox import AssertionTest, InputOutputTest, SandboxError, Verdict
+from prefrl.sandbox import AssertionTest, InputOutputTest, SandboxError, Verdict
 from tests.patience import PATIENCE
 
 DOUBLE = "```python\nprint(2 * int(input()))\n```"
@@ -116,7 +116,7 @@ def test_tests_run_concurrently() -> None:
 @pytest.fixture
 def slow_sandbox(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     sandbox = Scripted()
-    for module in (batch, code_module):
+    for module in (base, code_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: sandbox.now))
     return sandbox
 

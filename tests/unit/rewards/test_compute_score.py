@@ -8,7 +8,7 @@ import pytest
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import RewardRunner
-from prefrl.rewards.fingerprint import reward_fingerprint
+from prefrl.rewards.runner import reward_fingerprint
 
 ROWS = {
     "data_source": ["sums", "words"],

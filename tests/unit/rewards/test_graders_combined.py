@@ -16,9 +16,9 @@ import yaml
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import Combined, PythonGrader, RewardRunner, StringCheck, numeric_reward
-from prefrl.rewards.fingerprint import reward_fingerprint
-from prefrl.rewards.graders.formula import Formula
+from prefrl.rewards.graders.combined import Formula
 from prefrl.rewards.named import reward_by_name
+from prefrl.rewards.runner import reward_fingerprint
 
 X = {"x": 0.5, "y": -2.0}
 

@@ -12,8 +12,8 @@ import pytest
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import LabelModel, PairwiseModel, RewardRunner, ScoreModel, get_judge_reward
-from prefrl.rewards.fingerprint import reward_fingerprint
 from prefrl.rewards.graders import chat
+from prefrl.rewards.runner import reward_fingerprint
 from tests.unit.rewards.endpoint import Endpoint, said
 
 KEY = "key-that-nobody-may-see-0123456789"

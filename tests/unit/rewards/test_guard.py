@@ -21,7 +21,7 @@ import torch
 
 from prefrl.errors import RewardError
 from prefrl.rewards import RewardRunner, RewardScores, guard
-from prefrl.rewards.randomness import own_randomness
+from prefrl.rewards.guard import own_randomness
 from tests.patience import PATIENCE, before_a_deadline, wait_until
 from tests.unit.rewards import hostile_worker
 

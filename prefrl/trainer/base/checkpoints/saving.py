@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from prefrl import distributed
-from prefrl.data.dealing import deal
+from prefrl.data.samplers import deal
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (

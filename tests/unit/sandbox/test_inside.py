@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefrl.rewards.sandbox import inside
+from prefrl.sandbox import inside
 
 
 @pytest.fixture(autouse=True)

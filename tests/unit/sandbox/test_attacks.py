@@ -10,14 +10,14 @@ import struct
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.rewards.sandbox import LocalSandbox, SandboxLimits, local
-from prefrl.rewards.sandbox.system_calls import number_of
-from tests.unit.rewards.test_sandbox import LIMITS, isolating, printed, program, working
+from prefrl.sandbox import LocalSandbox, SandboxLimits, local
+from prefrl.sandbox.walls import number_of
+from tests.unit.sandbox.test_local import LIMITS, isolating, printed, program, working
 
 # A filter that allows all system calls.
 OPEN = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
 
-# Prints what succeeds. `setup` tries other attacks, see `prefrl.rewards.sandbox.probe`.
+# Prints what succeeds. `setup` tries other attacks, see `prefrl.sandbox.walls`.
 ATTACKS = """
 import ctypes, os, socket
 libc = ctypes.CDLL(None)

@@ -1,6 +1,6 @@
 """Sandboxes for code that a model wrote."""
 
-from prefrl.rewards.sandbox.base import (
+from prefrl.sandbox.base import (
     LANGUAGES,
     AssertionTest,
     InputOutputTest,
@@ -9,8 +9,8 @@ from prefrl.rewards.sandbox.base import (
     SandboxLimits,
     Verdict,
 )
-from prefrl.rewards.sandbox.local import Isolation, LocalSandbox
-from prefrl.rewards.sandbox.remote import RemoteSandbox
+from prefrl.sandbox.local import Isolation, LocalSandbox
+from prefrl.sandbox.remote import RemoteSandbox
 
 __all__ = [
     "LANGUAGES",

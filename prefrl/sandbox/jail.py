@@ -1,6 +1,6 @@
 """Shut a command in. It is run as a script, outside of the sandbox: `jail.py CONFIG`, with the standard library alone.
 
-CONFIG is the JSON of `prefrl.rewards.sandbox.local`. With `"how": "namespaces"`, the command gets user, mount,
+CONFIG is the JSON of `prefrl.sandbox.local`. With `"how": "namespaces"`, the command gets user, mount,
 process, network, IPC and host name namespaces of its own, no capabilities, and a root file system in memory that holds
 nothing but `binds`, read-only, and an empty /tmp. With "process" it gets another user id, if this one is root's, and
 its descendants are killed when it ends. With "bwrap" it is bubblewrap, which replaces this process.

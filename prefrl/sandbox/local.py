@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.rewards.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
-from prefrl.rewards.sandbox.probe import problem_of
-from prefrl.rewards.sandbox.processes import Jailed, Output, run
-from prefrl.rewards.sandbox.system_calls import number_of, seccomp_filter
+from prefrl.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
+from prefrl.sandbox.processes import Jailed, Output, run
+from prefrl.sandbox.walls import number_of, problem_of, seccomp_filter
 
 __all__ = ["Isolation", "LocalSandbox"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError, RewardError
-from prefrl.rewards.sandbox import AssertionTest, InputOutputTest, RemoteSandbox, SandboxLimits, Verdict, remote
+from prefrl.sandbox import AssertionTest, InputOutputTest, RemoteSandbox, SandboxLimits, Verdict, remote
 
 TEST = InputOutputTest("1", "2")
 Answer = tuple[int, Any]
