@@ -243,7 +243,7 @@ def _optimizers() -> Iterator[list[str]]:
     places = {"torch": "torch.optim", "bitsandbytes": "bitsandbytes.optim", "pytorch_optimizer": "pytorch_optimizer"}
     decays = {"L2": "L2", "decoupled": "decoupled", "none": "refused"}
     works_under = load("prefrl.trainer.base.optimizers.by_name.works_under")
-    for name, row in load("prefrl.trainer.base.optimizers.table.OPTIMIZERS").items():
+    for name, row in load("prefrl.options.optimizers.OPTIMIZERS").items():
         decay = "L2, or decoupled" if "decoupled_weight_decay" in row.keys else decays[row.decay]
         works = ["yes" if value else "refused" for value in works_under(name).values()]
         class_name = "Muon` and `torch.optim.AdamW" if name == "muon" else row.class_name

@@ -29,7 +29,7 @@ Lines = dict[str, set[tuple[str, int]]]
 def lines_that_name_cuda() -> Lines:
     """module:function -> files and numbers of lines, also of the first line of what is done on the condition of one.
 
-    Types and tables of the options of other libraries do not count.
+    Types, examples of rules and tables of the options of other libraries do not count.
     """
     found: Lines = defaultdict(set)
     for path in sorted(ROOT.rglob("*.py")):
@@ -42,7 +42,8 @@ def lines_that_name_cuda() -> Lines:
 
 def _search(node: ast.AST, found: Lines, path: str, scope: str) -> None:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Subscript) and isinstance(child.value, ast.Name) and child.value.id == "Literal":
+        name = child.value if isinstance(child, ast.Subscript) else child.func if isinstance(child, ast.Call) else None
+        if isinstance(name, ast.Name) and name.id in ("Literal", "example"):
             continue
         if isinstance(child, ast.expr) and _names_cuda(child):
             found[scope].add((path, child.lineno))

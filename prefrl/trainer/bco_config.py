@@ -8,9 +8,10 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from prefrl.options.fields import opt
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions
+from prefrl.options.offline_rules import DENSITY_RATIOS_RULES
+from prefrl.options.rules import apply
+from prefrl.trainer.base.options.reference import PRECOMPUTED_REFERENCE_RULES, REFERENCE_RULES, OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
-from prefrl.trainer.offline.rules import check_density_ratios
 
 __all__ = ["BCOConfig"]
 
@@ -34,5 +35,4 @@ class BCOConfig(SampleOptions, OfflineReferenceOptions, OfflineConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        self.validate_reference()
-        check_density_ratios(self)
+        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, DENSITY_RATIOS_RULES)

@@ -9,10 +9,10 @@ from annotated_types import Ge, Gt
 
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.options.fields import opt
+from prefrl.options.offline_rules import SHAPE_RULES, check_loss_options
 from prefrl.options.preference import LabelSmoothing
+from prefrl.options.rules import apply
 from prefrl.trainer.offline.config import OfflineConfig, SampleOptions
-from prefrl.trainer.offline.loss_options import check_loss_options
-from prefrl.trainer.offline.rules import check_shape
 
 __all__ = ["CPOConfig"]
 
@@ -45,4 +45,4 @@ class CPOConfig(SampleOptions, OfflineConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         check_loss_options(self, CPO_LOSSES, [self.loss_type])
-        check_shape(self)
+        apply(self, SHAPE_RULES)

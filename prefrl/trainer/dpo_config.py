@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.options.fields import opt
+from prefrl.options.offline_rules import DIVERGENCE_RULES, PAIR_LOSS_RULES, check_loss_options
 from prefrl.options.preference import Divergence, LabelSmoothing
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions
+from prefrl.options.rules import apply
+from prefrl.trainer.base.options.reference import PRECOMPUTED_REFERENCE_RULES, REFERENCE_RULES, OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
-from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses
-from prefrl.trainer.offline.rules import check_divergence
 
 __all__ = ["DPOConfig"]
 
@@ -51,10 +52,14 @@ class DPOConfig(OfflineReferenceOptions, OfflineConfig):
         """The names of the losses with their weights."""
         return list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
 
+    @property
+    def pair_losses(self) -> Mapping[str, PairLoss[Any]]:
+        """The losses that there are to choose from."""
+        return PAIR_LOSSES
+
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        self.validate_reference()
-        check_pair_losses(self, PAIR_LOSSES)
+        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, PAIR_LOSS_RULES)
         check_loss_options(self, PAIR_LOSSES, self.loss_type)
-        check_divergence(self)
+        apply(self, DIVERGENCE_RULES)

@@ -8,9 +8,10 @@ from typing import Any, Literal, Self
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.flat_names import flat_names
+from prefrl.options.policy_rules import GROUP_RULES, name_scale
+from prefrl.options.rules import apply
 from prefrl.trainer.grpo_presets import PRESETS, combined
 from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
-from prefrl.trainer.online.policy_rules import check_group, name_scale
 
 __all__ = ["GRPOConfig"]
 
@@ -46,7 +47,7 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        check_group(self)
+        apply(self, GROUP_RULES)
 
     @property
     def estimator(self) -> str:

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from prefrl.options.fields import opt
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions
+from prefrl.options.offline_rules import LABELS_RULES
+from prefrl.options.rules import apply
+from prefrl.trainer.base.options.reference import PRECOMPUTED_REFERENCE_RULES, REFERENCE_RULES, OfflineReferenceOptions
 from prefrl.trainer.offline.config import OfflineConfig
-from prefrl.trainer.offline.rules import check_labels
 
 __all__ = ["KTOConfig"]
 
@@ -30,5 +31,4 @@ class KTOConfig(OfflineReferenceOptions, OfflineConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        self.validate_reference()
-        check_labels(self)
+        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, LABELS_RULES)

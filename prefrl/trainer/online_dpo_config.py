@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from annotated_types import Gt
 
 from prefrl.options.fields import opt
+from prefrl.options.policy_rules import PAIRS_RULES
+from prefrl.options.rules import apply
 from prefrl.options.types import NumSamples
-from prefrl.trainer.base.options.reference import ReferenceOptions
+from prefrl.trainer.base.options.reference import REFERENCE_RULES, ReferenceOptions
 from prefrl.trainer.online.config import OnlineConfig
-from prefrl.trainer.online.policy_rules import check_pairs
 
 __all__ = ["OnlineDPOConfig"]
 
@@ -45,6 +46,6 @@ class OnlineDPOConfig(ReferenceOptions, OnlineConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        check_pairs(self)
+        apply(self, PAIRS_RULES)
         super().validate()
-        self.validate_reference()
+        apply(self, REFERENCE_RULES)

@@ -10,10 +10,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.options.fields import opt
 from prefrl.options.kwargs import ParamsOf, kwargs
 from prefrl.options.params import Params
+from prefrl.options.policy_rules import CRITIC_RULES
+from prefrl.options.rules import apply
 from prefrl.options.types import NumSamples
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
-from prefrl.trainer.online.policy_rules import check_ppo
 
 __all__ = ["CriticOptimizer", "PPOConfig"]
 
@@ -76,7 +77,7 @@ class PPOConfig(PolicyGradientConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        check_ppo(self)
+        apply(self, CRITIC_RULES)
 
     @property
     def set_on_gradients(self) -> list[str]:

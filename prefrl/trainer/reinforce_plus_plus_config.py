@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
+from prefrl.options.policy_rules import REINFORCE_PLUS_PLUS_RULES
+from prefrl.options.rules import apply
 from prefrl.options.types import NumSamples
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
-from prefrl.trainer.online.policy_rules import check_reinforce_plus_plus
 
 __all__ = ["ReinforcePlusPlusConfig"]
 
@@ -40,7 +41,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        check_reinforce_plus_plus(self)
+        apply(self, REINFORCE_PLUS_PLUS_RULES)
         super().validate()
 
     @property

@@ -7,7 +7,9 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Gt
 
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import opt
+from prefrl.options.offline_rules import TRUNCATION_SIDE_RULES
+from prefrl.options.rules import apply
 from prefrl.trainer.offline.config import OfflineConfig
 
 __all__ = ["RewardConfig"]
@@ -28,10 +30,4 @@ class RewardConfig(OfflineConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        check_no_effect(
-            name="truncation_mode",
-            value=self.truncation_mode,
-            unset="keep_start",
-            because="a part of a response has no label: pairs above max_length cannot be used",
-            remedy="Raise max_length, or leave such pairs out with invalid_rows='drop'.",
-        )
+        apply(self, TRUNCATION_SIDE_RULES)

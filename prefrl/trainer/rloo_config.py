@@ -9,10 +9,11 @@ from annotated_types import Ge
 
 from prefrl.options.fields import opt
 from prefrl.options.policy import ImportanceLevel, LossType
+from prefrl.options.policy_rules import RLOO_RULES
+from prefrl.options.rules import apply
 from prefrl.options.types import NumSamples
 from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 from prefrl.trainer.online.policy_options import KLEstimate
-from prefrl.trainer.online.policy_rules import check_rloo
 
 __all__ = ["RLOOConfig"]
 
@@ -38,7 +39,7 @@ class RLOOConfig(PolicyGradientConfig):
 
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
-        check_rloo(self)
+        apply(self, RLOO_RULES)
         super().validate()
 
     @property

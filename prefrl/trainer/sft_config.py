@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from prefrl.options.fields import mapping_of, opt
 from prefrl.options.length_bound import LengthBound
+from prefrl.options.offline_rules import PACKING_RULES
+from prefrl.options.rules import apply
 from prefrl.trainer.offline.config import OfflineConfig
-from prefrl.trainer.offline.rules import check_packing
 
 __all__ = ["SFTConfig"]
 
@@ -53,7 +54,7 @@ class SFTConfig(OfflineConfig):
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        check_packing(self)
+        apply(self, PACKING_RULES)
 
     @property
     def skips_preparation(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.optimizers.table import OPTIMIZERS
+from prefrl.options.optimizers import OPTIMIZERS
 from tests.contract.cases import dataset_of, make_trainer, model_of, weights_of
 
 # Rates at which the tiny model learns in a few steps.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,58 +17,79 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import parse_json
 from prefrl.options.flat_names import fill_place, flat_names
+from prefrl.options.generation_rules import (
+    AT_K_RULES,
+    GENERATION_MODE_RULES,
+    GENERATION_SIZE_RULES,
+    NUMBERS_RULES,
+    PROMPTS_RULES,
+    GenerationRules,
+)
 from prefrl.options.kwargs import KwargsOption
+from prefrl.options.offline_rules import (
+    DENSITY_RATIOS_RULES,
+    DIVERGENCE_RULES,
+    LABELS_RULES,
+    PACKING_RULES,
+    PAIR_LOSS_RULES,
+    SHAPE_RULES,
+    TRUNCATION_SIDE_RULES,
+    WORKERS_RULES,
+    check_loss_options,
+)
+from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_not_refused, check_rates
 from prefrl.options.params import Params
-from prefrl.options.suggest import check_known
-from prefrl.options.types import check_value
-from prefrl.registry import load
-from prefrl.trainer.base.optimizers.table import check_named, check_not_refused, check_rates
-from prefrl.trainer.base.options.autopilot import AutopilotOptions, check_autopilot, name_best_metric
-from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
-from prefrl.trainer.base.options.evaluation import check_evaluation
-from prefrl.trainer.base.options.ignored import check_ignored_options
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions, ReferenceOptions
-from prefrl.trainer.base.options.rules import (
-    HUGGINGFACE,
-    check_common,
-    check_compilation,
-    check_device,
-    check_intervals,
-    check_liger_device,
-    check_schedule,
-    check_update,
-    check_warmup_evaluations,
-)
-from prefrl.trainer.base.options.schedule_rules import check_plateau, check_schedule_of_metric, check_warmup
-from prefrl.trainer.base.options.size import check_rate, derive_sizes, take_automatic
-from prefrl.trainer.grpo_presets import PRESETS, combined
-from prefrl.trainer.offline.loss_options import check_loss_options, check_pair_losses
-from prefrl.trainer.offline.rules import (
-    check_density_ratios,
-    check_divergence,
-    check_labels,
-    check_packing,
-    check_shape,
-    check_workers,
-)
-from prefrl.trainer.online.flat_names import OnlineNames, PolicyGradientNames
-from prefrl.trainer.online.local_options import LocalOptions
-from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
-from prefrl.trainer.online.policy_rules import (
-    check_group,
-    check_kl,
-    check_level,
-    check_pairs,
-    check_ppo,
-    check_ratio,
-    check_reinforce_plus_plus,
-    check_rloo,
+from prefrl.options.policy_rules import (
+    CRITIC_RULES,
+    GROUP_RULES,
+    HYPERPARAMETERS_RULES,
+    KL_RULES,
+    LEVEL_RULES,
+    PAIRS_RULES,
+    RATIO_RULES,
+    REINFORCE_PLUS_PLUS_RULES,
+    RLOO_RULES,
+    PolicyGradientRules,
     kl_part,
     name_scale,
 )
-from prefrl.trainer.online.rules import GenerationRules
-from prefrl.trainer.online.truncation_options import TruncationOptions
-from prefrl.trainer.online.vllm_options import VLLMOptions
+from prefrl.options.rules import Rule, apply
+from prefrl.options.run_rules import (
+    COMMON_RULES,
+    COMPILATION_RULES,
+    HUGGINGFACE,
+    IGNORED_PARTS_RULES,
+    IGNORED_RULES,
+    LIGER_RULES,
+    check_device,
+    check_intervals,
+    check_paths,
+)
+from prefrl.options.schedule_rules import (
+    METRIC_SCHEDULE_RULES,
+    PLATEAU_RULES,
+    SCHEDULE_RULES,
+    WARMUP_EVALUATIONS_RULES,
+    WARMUP_RULES,
+)
+from prefrl.options.suggest import check_known
+from prefrl.options.types import check_value
+from prefrl.registry import load
+from prefrl.trainer.base.options.autopilot import AUTOPILOT_RULES, AutopilotOptions, name_best_metric
+from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
+from prefrl.trainer.base.options.evaluation import EVALUATION_RULES
+from prefrl.trainer.base.options.reference import (
+    PRECOMPUTED_REFERENCE_RULES,
+    REFERENCE_RULES,
+    OfflineReferenceOptions,
+    ReferenceOptions,
+)
+from prefrl.trainer.base.options.size import RATE_RULES, derive_sizes, take_automatic
+from prefrl.trainer.grpo_presets import PRESETS, combined
+from prefrl.trainer.online.flat_names import OnlineNames, PolicyGradientNames
+from prefrl.trainer.online.local_options import LOCAL_RULES, LocalOptions
+from prefrl.trainer.online.truncation_options import TRUNCATION_RULES, TruncationOptions
+from prefrl.trainer.online.vllm_options import NO_SERVER_RULES, SERVER_RULES, VLLMOptions
 
 __all__ = ["check_pairs_of_options"]
 
@@ -76,26 +97,21 @@ FLAT_NAMES = {**flat_names(OnlineNames), **flat_names(PolicyGradientNames)}
 _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 _KINDS: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
-_Check = Callable[[Any], None]
-_COMMON: tuple[_Check, ...] = (
-    *(check_common, check_device, check_liger_device, check_compilation, check_checkpoints, check_ignored_options),
-    *(check_schedule, check_schedule_of_metric, check_warmup, check_update, check_named, check_rates),
-)
 # The rules of one algorithm; those before all others, and those after.
-_FIRST: dict[str, _Check] = {
-    "grpo": name_scale,
-    "rloo": check_rloo,
-    "reinforce_plus_plus": check_reinforce_plus_plus,
-    "online_dpo": check_pairs,
+_FIRST: dict[str, tuple[Rule, ...]] = {
+    "rloo": RLOO_RULES,
+    "reinforce_plus_plus": REINFORCE_PLUS_PLUS_RULES,
+    "online_dpo": PAIRS_RULES,
 }
-_LAST: dict[str, _Check] = {
-    "sft": check_packing,
-    "dpo": check_divergence,
-    "kto": check_labels,
-    "bco": check_density_ratios,
-    "cpo": check_shape,
-    "grpo": check_group,
-    "ppo": check_ppo,
+_LAST: dict[str, tuple[Rule, ...]] = {
+    "sft": PACKING_RULES,
+    "dpo": DIVERGENCE_RULES,
+    "kto": LABELS_RULES,
+    "bco": DENSITY_RATIOS_RULES,
+    "cpo": SHAPE_RULES,
+    "reward": TRUNCATION_SIDE_RULES,
+    "grpo": GROUP_RULES,
+    "ppo": CRITIC_RULES,
 }
 
 
@@ -106,6 +122,7 @@ _HYPERPARAMETERS = {
     "kl_params": "kl_kwargs",
     "advantage_params": "advantage_kwargs",
     "selection_params": "selection_kwargs",
+    "at_k_params": "pass_at_k_kwargs",
     "shaping_params": "reward_shaping_kwargs",
     "plateau_params": "reduce_on_plateau_kwargs",
     "critic_params": "critic_optim_kwargs",
@@ -156,6 +173,13 @@ class _Derived:
     def needs_greedy(self) -> bool:
         """See `PolicyGradientConfig.needs_greedy`."""
         return self.estimator in self.rules["of_greedy"]
+
+    @property
+    def levels(self) -> Sequence[str]:
+        """See `PolicyLossOptions.levels`."""
+        options: Any = self
+        levels: Sequence[str] = self.rules["levels"][options.loss_type]
+        return levels
 
     @property
     def reduction(self) -> str:
@@ -214,30 +238,36 @@ def check_pairs_of_options(
     check_not_refused(str(config.optim))
     for name, (what, *known) in rules["known"].items():
         check_known(name, str(getattr(config, name)), known, what)
-    _FIRST.get(algorithm, _nothing)(config)
+    if algorithm == "grpo":
+        name_scale(config)
+    apply(config, _FIRST.get(algorithm, ()))
     config.kwargs = {row["name"]: _kwargs_option(row, params) for row in rules["kwargs"]}
     for option in config.kwargs.values():
         if option.switch is None or hasattr(config, option.switch):
             option.check(config)
     names = ("model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config", "chat_template_kwargs")
     parse_json(config, *(name for name in names if hasattr(config, name)))
-    for check in _COMMON:
-        check(config)
-    if config.reduces_on_plateau:
-        check_plateau(config)
-    check_rate(config, config.automatic)
-    check_evaluation(config)
-    check_autopilot(config)
+    _check_common(config)
     if hasattr(config, "num_generations"):
         _check_online(config)
     else:
         _check_offline(config, params)
-    _LAST.get(algorithm, _nothing)(config)
+    apply(config, _LAST.get(algorithm, ()))
     return config
 
 
-def _nothing(config: Any) -> None:
-    """The rule of algorithms that have none."""
+def _check_common(config: Any) -> None:
+    check_paths(config)
+    apply(config, COMMON_RULES)
+    check_device(config)
+    apply(config, LIGER_RULES, COMPILATION_RULES)
+    check_checkpoints(config)
+    apply(config, IGNORED_RULES, IGNORED_PARTS_RULES, SCHEDULE_RULES, METRIC_SCHEDULE_RULES, WARMUP_RULES)
+    apply(config, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
+    check_rates(config)
+    if config.reduces_on_plateau:
+        apply(config, PLATEAU_RULES)
+    apply(config, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES)
 
 
 def _check_sizes(config: Any) -> None:
@@ -253,7 +283,7 @@ def _check_sizes(config: Any) -> None:
         config.activation_checkpointing = config.gradient_checkpointing
     if config.include_num_input_tokens_seen is False:
         config.include_num_input_tokens_seen = "no"
-    check_warmup_evaluations(config)
+    apply(config, WARMUP_EVALUATIONS_RULES)
     if config.warmup_evaluations:
         config.warmup_steps = config.warmup_evaluations * config.eval_steps
     config.sought = derive_sizes(config, config.automatic) if config.knows_sizes else frozenset()
@@ -261,27 +291,20 @@ def _check_sizes(config: Any) -> None:
 
 def _check_online(config: Any) -> None:
     if config.knows_sizes:
-        config.validate_generation_size()
-        config.validate_generation_mode()
-    config.validate_prompts()
-    config.validate_numbers()
-    config.validate_local(use_vllm=config.use_vllm)
-    config.validate_vllm()
+        apply(config, GENERATION_SIZE_RULES, GENERATION_MODE_RULES)
+    apply(config, PROMPTS_RULES, NUMBERS_RULES, AT_K_RULES, LOCAL_RULES)
+    apply(config, SERVER_RULES if config.use_vllm else NO_SERVER_RULES)
     if hasattr(config, "sync_ref_model"):
-        config.validate_reference()
+        apply(config, REFERENCE_RULES)
     if hasattr(config, "importance_sampling_level"):
-        check_level(config, config.rules["levels"][config.loss_type])
-        check_kl(config)
-        config.validate_truncation()
-        check_ratio(config, of_tokens=config.of_tokens)
-        config.validate_hyperparameters()
+        apply(config, LEVEL_RULES, KL_RULES, TRUNCATION_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)
 
 
 def _check_offline(config: Any, params: Sequence[type[Params]]) -> None:
-    check_workers(config)
+    apply(config, WORKERS_RULES)
     if hasattr(config, "sync_ref_model"):
-        config.validate_reference()
-    losses = {
+        apply(config, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES)
+    losses = config.pair_losses = {
         name: SimpleNamespace(**{**row, "params": params[row["params"]]})
         for name, row in config.rules["pairs"].items()
     }
@@ -289,7 +312,7 @@ def _check_offline(config: Any, params: Sequence[type[Params]]) -> None:
         return
     chosen = config.loss_type if isinstance(config.loss_type, list) else [config.loss_type]
     if hasattr(config, "use_weighting"):
-        check_pair_losses(config, losses)
+        apply(config, PAIR_LOSS_RULES)
     check_loss_options(config, losses, chosen)
 
 

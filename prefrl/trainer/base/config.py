@@ -22,18 +22,30 @@ from prefrl.options.flat_names import fill_places, set_aside, without_flat_value
 from prefrl.options.foreign import advice
 from prefrl.options.kwargs import kwargs_options
 from prefrl.options.length_bound import LengthBound
+from prefrl.options.rules import apply
+from prefrl.options.run_rules import (
+    COMMON_RULES,
+    HUGGINGFACE,
+    IGNORED_PARTS_RULES,
+    IGNORED_RULES,
+    LIGER_RULES,
+    check_intervals,
+    check_paths,
+)
 from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
 from prefrl.trainer.base.optimizers.by_name import check_installed
-from prefrl.trainer.base.options.autopilot import AutopilotOptions, check_autopilot, name_best_metric
+from prefrl.trainer.base.options.autopilot import (
+    AUTOPILOT_RULES,
+    AutopilotOptions,
+    name_best_metric,
+)
 from prefrl.trainer.base.options.checkpoint import CheckpointOptions, check_checkpoints
-from prefrl.trainer.base.options.evaluation import EvaluationOptions, check_evaluation
-from prefrl.trainer.base.options.ignored import check_ignored_options, check_ignored_parts
+from prefrl.trainer.base.options.evaluation import EVALUATION_RULES, EvaluationOptions
 from prefrl.trainer.base.options.optimizer import OptimizerOptions, check_optimizer, named_for_huggingface
 from prefrl.trainer.base.options.precision import PrecisionOptions, check_precision
-from prefrl.trainer.base.options.rules import HUGGINGFACE, check_common, check_intervals, check_liger_device
 from prefrl.trainer.base.options.schedule import ScheduleOptions
-from prefrl.trainer.base.options.size import SizeOptions, check_rate, derive_sizes, take_automatic
+from prefrl.trainer.base.options.size import RATE_RULES, SizeOptions, derive_sizes, take_automatic
 from prefrl.trainer.base.options.tokenizer import TokenizerOptions
 from prefrl.trainer.base.profiling import ProfileOptions, check_profile
 
@@ -356,24 +368,22 @@ class BaseConfig(
                 "trust_remote_code": True,
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
-        check_common(self)
+        check_paths(self)
+        apply(self, COMMON_RULES)
         self._check_trackers()
         check_precision(self, fp8=self.fp8)
         self._validate_liger()
         check_checkpoints(self)
-        check_ignored_options(self)
-        check_ignored_parts(self)
+        apply(self, IGNORED_RULES, IGNORED_PARTS_RULES)
         self.validate_schedule()
         check_optimizer(self)
-        check_rate(self, self.automatic)
-        check_evaluation(self)
-        check_autopilot(self)
+        apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES)
         check_profile(self)
 
     def _validate_liger(self) -> None:
         if not self.use_liger_kernel:
             return
-        check_liger_device(self)
+        apply(self, LIGER_RULES)
         require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
         # HuggingFace passes them to Liger, too.
         self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))

@@ -11,9 +11,9 @@ from transformers import Trainer
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.options.optimizers import OPTIMIZERS
 from prefrl.trainer.base.optimizers.by_name import added_arguments, named_optimizer, works_under
 from prefrl.trainer.base.optimizers.muon import MuonWithAdamW, hidden_matrices
-from prefrl.trainer.base.optimizers.table import OPTIMIZERS
 from prefrl.trainer.base.scheduler import WatchPlateau, own_scheduler
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from annotated_types import Ge, Le
 
 from prefrl.options.fields import opt, parse_json
 from prefrl.options.length_bound import LengthBound
+from prefrl.options.offline_rules import WORKERS_RULES
+from prefrl.options.rules import apply
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
-from prefrl.trainer.offline.rules import check_workers
 
 __all__ = ["OfflineConfig", "SampleOptions"]
 
@@ -37,7 +38,7 @@ class OfflineConfig(BaseConfig):
         """See `BaseConfig.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
-        check_workers(self)
+        apply(self, WORKERS_RULES)
 
     @property
     def length_bound(self) -> LengthBound:

@@ -11,19 +11,28 @@ from annotated_types import Ge, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.options.fields import opt, parse_json
+from prefrl.options.generation_rules import (
+    AT_K_RULES,
+    GENERATION_MODE_RULES,
+    GENERATION_SIZE_RULES,
+    LEAST_TEMPERATURE,
+    NUMBERS_RULES,
+    PROMPTS_RULES,
+    GenerationRules,
+)
 from prefrl.options.length_bound import LengthBound
+from prefrl.options.rules import apply
 from prefrl.options.types import BatchSize, Length, NumSamples, Seconds
 from prefrl.trainer.base.config import BaseConfig, TruncationMode
 from prefrl.trainer.online.episode_options import EpisodeOptions
 from prefrl.trainer.online.evaluation_options import SampledEvaluationOptions
 from prefrl.trainer.online.flat_names import OnlineNames
-from prefrl.trainer.online.local_options import LocalOptions
+from prefrl.trainer.online.local_options import LOCAL_RULES, LocalOptions
 from prefrl.trainer.online.rollout_options import (
     PromptOptions,
     ShapingOptions,
 )
-from prefrl.trainer.online.rules import LEAST_TEMPERATURE, GenerationRules
-from prefrl.trainer.online.vllm_options import VLLMOptions
+from prefrl.trainer.online.vllm_options import NO_SERVER_RULES, SERVER_RULES, VLLMOptions
 
 if TYPE_CHECKING:
     from prefrl.models.positions import PositionLimit
@@ -181,13 +190,10 @@ class OnlineConfig(
         """See `BaseConfig.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
-        self.validate_generation_size()
-        self.validate_prompts()
-        self.validate_numbers()
-        self.validate_evaluation(num_samples=self.samples_per_evaluated_prompt)
-        self.validate_local(use_vllm=self.use_vllm)
-        self.validate_vllm()
-        self.validate_generation_mode()
+        apply(self, GENERATION_SIZE_RULES, PROMPTS_RULES, NUMBERS_RULES, AT_K_RULES, LOCAL_RULES)
+        self.check_sampler(use_vllm=self.use_vllm)
+        apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
+        apply(self, GENERATION_MODE_RULES)
 
     @property
     def scoring_temperature(self) -> float:

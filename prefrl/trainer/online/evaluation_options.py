@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
@@ -55,21 +54,3 @@ class SampledEvaluationOptions:
 
     eval_sampling_params = ParamsOf("eval_sampling_kwargs", EvalSamplingParams)
     at_k_params = ParamsOf("pass_at_k_kwargs", AtKParams)
-
-    def validate_evaluation(self, *, num_samples: int) -> None:
-        """Reject sizes k that have no meaning for so many samples of a prompt, and settings without any size.
-
-        Raises:
-            ConfigError: Names the option, the key, its value and what to do.
-        """
-        params = self.at_k_params
-        if params.k is None and params != AtKParams():
-            raise ConfigError(
-                f"pass_at_k_kwargs={self.pass_at_k_kwargs!r} has no effect because it has no k. Add one: k=[1, 8]."
-            )
-        wrong = [k for k in params.k or () if not 1 <= k <= num_samples]
-        if wrong:
-            raise ConfigError(
-                f"pass_at_k_kwargs: k={wrong[0]}: must be from 1 to {num_samples}, the samples of each prompt in "
-                f"evaluations. Set num_generations_eval={max(wrong[0], 1)}, or lower k."
-            )

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import opt
+from prefrl.options.rules import example, unset, when
 
-__all__ = ["LocalOptions"]
+__all__ = ["LOCAL_RULES", "LocalOptions"]
 
 
 @dataclass
@@ -28,24 +29,31 @@ class LocalOptions:
         decides=False,
     )
 
-    def validate_local(self, *, use_vllm: bool) -> None:
-        """Reject options that have no effect, and a device that cannot sample.
+    def check_sampler(self, *, use_vllm: bool) -> None:
+        """Reject a device that cannot sample.
 
         Raises:
-            ConfigError: Names the field, its value and what to do.
+            ConfigError: Says what to do.
         """
-        if use_vllm:
-            because = "use_vllm=True: a server samples"
-            for name, unset in (("ds3_gather_for_generation", True), ("cache_implementation", None)):
-                value = getattr(self, name)
-                check_no_effect(name=name, value=value, unset=unset, because=because, remedy="Remove it.")
-        elif cast("Any", self).device.type == "mps":
+        if not use_vllm and cast("Any", self).device.type == "mps":
             raise ConfigError(
                 "use_vllm=False on MPS: tokens are sampled with numbers in float64, which MPS does not have. Set "
                 "use_cpu=True."
             )
-        if self.cache_implementation == "offloaded" and cast("Any", self).device.type == "cpu":
-            raise ConfigError(
-                "cache_implementation='offloaded' has no effect on the CPU, where the cache is in host memory anyway. "
-                "Remove it."
-            )
+
+
+LOCAL_RULES = (
+    *unset(
+        {"ds3_gather_for_generation": False, "cache_implementation": "dynamic"},
+        if_=lambda o: o.use_vllm,
+        because="use_vllm=True: a server samples",
+        remedy="Remove it.",
+        example=example("grpo", use_vllm=True),
+    ),
+    when(
+        lambda o: o.cache_implementation == "offloaded" and o.device.type == "cpu",
+        "cache_implementation='offloaded' has no effect on the CPU, where the cache is in host memory anyway. Remove "
+        "it.",
+        example("grpo", cache_implementation="offloaded"),
+    ),
+)

@@ -10,15 +10,16 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.advantage import AdvantageParams
 from prefrl.options.fields import opt
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
+from prefrl.options.policy_rules import HYPERPARAMETERS_RULES, KL_RULES, LEVEL_RULES, RATIO_RULES, PolicyGradientRules
+from prefrl.options.rules import apply
+from prefrl.trainer.base.options.reference import REFERENCE_RULES
 from prefrl.trainer.online.balance_options import BalanceOptions
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.episode_options import CreditOptions
 from prefrl.trainer.online.flat_names import PolicyGradientNames
-from prefrl.trainer.online.policy_gradient_rules import PolicyGradientRules
 from prefrl.trainer.online.policy_options import EntropyOptions, KLOptions, PolicyLossOptions
-from prefrl.trainer.online.policy_rules import check_ratio
 from prefrl.trainer.online.rollout_options import SelectionOptions
-from prefrl.trainer.online.truncation_options import TruncationOptions
+from prefrl.trainer.online.truncation_options import TRUNCATION_RULES, TruncationOptions
 
 if TYPE_CHECKING:
     from prefrl.options.policy import Reduction
@@ -70,11 +71,7 @@ class PolicyGradientConfig(
     def validate(self) -> None:
         """See `BaseConfig.validate`."""
         super().validate()
-        self.validate_policy_loss()
-        self.validate_kl()
-        self.validate_truncation()
-        check_ratio(self, of_tokens=self.of_tokens)
-        self.validate_hyperparameters()
+        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TRUNCATION_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)
 
     @property
     def of_tokens(self) -> bool:

@@ -21,8 +21,8 @@ from prefrl.options.policy import (
     SampledKLParams,
     SequenceKLParams,
 )
+from prefrl.options.policy_rules import kl_part
 from prefrl.trainer.base.options.reference import ReferenceOptions
-from prefrl.trainer.online.policy_rules import check_kl, check_level, kl_part
 
 __all__ = ["EntropyOptions", "KLEstimate", "KLOptions", "PolicyLossOptions"]
 
@@ -69,13 +69,10 @@ class PolicyLossOptions:
 
     loss_params = ParamsOf("loss_kwargs", PolicyLossParams)
 
-    def validate_policy_loss(self) -> None:
-        """Reject a level of the ratio that the chosen loss does not support.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        check_level(self, POLICY_LOSSES[self.loss_type].levels)
+    @property
+    def levels(self) -> tuple[ImportanceLevel, ...]:
+        """The levels of the ratio that the chosen loss supports."""
+        return POLICY_LOSSES[self.loss_type].levels
 
     def warn_of_lengths(self) -> None:
         """Warn if the ratio of a sequence counts once for each of its tokens."""
@@ -139,12 +136,3 @@ class KLOptions(ReferenceOptions):
     def kl_part(self) -> str | None:
         """The estimator of the KL term; None: there is no term."""
         return kl_part(self)
-
-    def validate_kl(self) -> None:
-        """Reject options of a KL term that is off, and those that the estimator does not support.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        self.validate_reference()
-        check_kl(self)

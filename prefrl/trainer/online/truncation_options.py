@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
+from prefrl.options.rules import example, when
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation
 
-__all__ = ["TruncationOptions", "cuts_of"]
+__all__ = ["TRUNCATION_RULES", "TruncationOptions", "cuts_of"]
 
 _NEUTRAL = {"top_p": (1.0,), "top_k": (None, 0), "min_p": (None, 0), "repetition_penalty": (1.0,)}
 
@@ -41,14 +41,12 @@ class TruncationOptions:
         cuts = cuts_of(self)
         return Truncation(**cuts) if cuts and self.truncated_logprobs == "exact" else None
 
-    def validate_truncation(self) -> None:
-        """Reject a choice between two distributions that are the same.
 
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        if self.truncated_logprobs != "exact" and not cuts_of(self):
-            raise ConfigError(
-                f"truncated_logprobs={self.truncated_logprobs!r} has no effect because sampling is not truncated. "
-                "Remove it, or set top_k, top_p, min_p or repetition_penalty."
-            )
+TRUNCATION_RULES = (
+    when(
+        lambda o: o.truncated_logprobs != "exact" and not cuts_of(o),
+        "truncated_logprobs={truncated_logprobs!r} has no effect because sampling is not truncated. Remove it, or set "
+        "top_k, top_p, min_p or repetition_penalty.",
+        example("grpo", truncated_logprobs="softmax"),
+    ),
+)

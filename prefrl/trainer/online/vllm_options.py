@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, check_unset, opt
+from prefrl.options.fields import opt
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
+from prefrl.options.rules import example, unset, when
 from prefrl.options.types import Seconds
 from prefrl.trainer.online.truncation_options import cuts_of
 
-__all__ = ["CorrectionParams", "VLLMOptions", "VLLMParams"]
-
-_REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
+__all__ = ["NO_SERVER_RULES", "SERVER_RULES", "CorrectionParams", "VLLMOptions", "VLLMParams"]
 
 
 @dataclass(frozen=True)
@@ -129,106 +127,8 @@ class VLLMOptions:
     def corrects_sampling(self) -> bool:
         """The effective value of `vllm_importance_sampling_correction`."""
         if self.vllm_importance_sampling_correction is None:
-            return self.use_vllm and not self._unscored
+            return self.use_vllm and not _unscored(self)
         return self.vllm_importance_sampling_correction
-
-    def validate_vllm(self) -> None:
-        """Reject options that cannot be combined.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        if not self.use_vllm:
-            names = [field.name for field in fields(VLLMOptions) if field.name != "use_vllm"]
-            check_unset(self, *names, because="use_vllm=False", remedy="Set use_vllm=True.")
-            return
-        self._validate_servers()
-        self._validate_weight_sync()
-        self._validate_correction()
-        if len(self._guides) > 1:
-            raise ConfigError(
-                f"{' and '.join(self._guides)} are set: completions can follow only one of them. Remove the others."
-            )
-        if self.generation_mode != "async":
-            because = f"generation_mode={self.generation_mode!r}"
-            check_unset(self, "max_staleness", because=because, remedy="Set generation_mode='async'.")
-
-    def _validate_servers(self) -> None:
-        if self.vllm_server_base_url is not None:
-            names = ("vllm_server_host", "vllm_server_port")
-            check_unset(self, *names, because="vllm_server_base_url is set", remedy="Remove one of them.")
-        elif not self.vllm_server_host:
-            raise ConfigError(
-                "vllm_server_host='': must be a host name or an address. Leave it out for this machine, or set "
-                "vllm_server_base_url."
-            )
-        for url in self.server_urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(f"vllm_server_base_url={url!r}: must be like http://host:8000")
-        if len(set(self.server_urls)) < len(self.server_urls):
-            raise ConfigError(f"vllm_server_base_url={self.server_urls}: contains a server twice. Remove one.")
-
-    def _validate_weight_sync(self) -> None:
-        if self.weight_sync in ("nccl", "gloo"):
-            check_no_effect(
-                name="vllm_kwargs: sync_folder",
-                value=self.vllm_params.sync_folder,
-                unset=None,
-                because=f"weight_sync={self.weight_sync!r} writes no files",
-                remedy="Remove it, or set weight_sync='shm' or 'adapter'.",
-            )
-        if self.weight_sync in ("shm", "adapter") and self.shared_folder is None:
-            raise ConfigError(
-                f"weight_sync={self.weight_sync!r} with servers on other hosts ({', '.join(self.server_urls)}): set "
-                "sync_folder of vllm_kwargs to a folder that they can also access, or use weight_sync='nccl'."
-            )
-        is_on_cpu = cast("Any", self).device.type == "cpu"
-        if self.weight_sync == "nccl" and is_on_cpu:
-            raise ConfigError("weight_sync='nccl' needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.")
-
-    @property
-    def _guides(self) -> dict[str, Any]:
-        """What constrains completions, by the name of its option."""
-        guides = {
-            "vllm_guided_decoding_regex": self.vllm_guided_decoding_regex,
-            "guided_json": self.vllm_params.guided_json,
-            "guided_grammar": self.vllm_params.guided_grammar,
-        }
-        return {name: guide for name, guide in guides.items() if guide is not None}
-
-    @property
-    def _unscored(self) -> list[str]:
-        """The options that make the sampler's distribution differ from the one that the trainer scores."""
-        options: Any = self  # a config also has SamplingOptions
-        cuts = cuts_of(options) if options.scoring_truncation is None else {}
-        return [f"{name}={value!r}" for name, value in (cuts | self._guides).items()]
-
-    def _validate_correction(self) -> None:
-        unscored = self._unscored
-        if self.vllm_importance_sampling_correction and unscored:
-            raise ConfigError(
-                f"vllm_importance_sampling_correction=True with {', '.join(unscored)}: they change the sampler's "
-                "distribution but not the one that the trainer scores, so the ratio would be biased. Leave the "
-                f"correction None, or {_REMEDY}."
-            )
-        if not self.corrects_sampling:
-            if self.generation_mode == "async":
-                reason = ", ".join(unscored) or "vllm_importance_sampling_correction=False"
-                raise ConfigError(
-                    f"generation_mode='async' with {reason}: samples of older weights need the correction. Leave "
-                    f"vllm_importance_sampling_correction None and {_REMEDY}, or use generation_mode='overlap'."
-                )
-            remedy = f"Leave vllm_importance_sampling_correction None, and {_REMEDY}."
-            names = ("vllm_importance_sampling_mode",)
-            check_unset(self, *names, because="sampling is not corrected", remedy=remedy)
-            return
-        bounds = (self.correction_params.clip_min, self.correction_params.clip_max)
-        if self.vllm_importance_sampling_mode.endswith("_mask") and bounds == (None, None):
-            raise ConfigError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} without clip_min and clip_max "
-                "in vllm_importance_sampling_kwargs: nothing would be masked. Set one of them."
-            )
 
 
 def _is_loopback(host: str) -> bool:
@@ -238,3 +138,157 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _guides(o: Any) -> dict[str, Any]:
+    """What constrains completions, by the name of its option."""
+    guides = {
+        "vllm_guided_decoding_regex": o.vllm_guided_decoding_regex,
+        "guided_json": o.vllm_params.guided_json,
+        "guided_grammar": o.vllm_params.guided_grammar,
+    }
+    return {name: guide for name, guide in guides.items() if guide is not None}
+
+
+def _unscored(o: Any) -> str:
+    """The options that make the sampler's distribution differ from the one that the trainer scores, as text."""
+    cuts = cuts_of(o) if o.scoring_truncation is None else {}
+    return ", ".join(f"{name}={value!r}" for name, value in (cuts | _guides(o)).items())
+
+
+def _wrong_url(o: Any) -> str | None:
+    """A URL without http or https, or without a host."""
+    parts = {url: urlsplit(url) for url in o.server_urls}
+    wrong = (url for url, part in parts.items() if part.scheme not in ("http", "https") or not part.hostname)
+    return next(wrong, None)
+
+
+def _writes_no_files(o: Any) -> bool:
+    return o.weight_sync in ("nccl", "gloo")
+
+
+def _lacks_nccl(o: Any) -> bool:
+    return o.weight_sync == "nccl" and str(o.device.type) == "cpu"
+
+
+def _masks_nothing(o: Any) -> bool:
+    if not o.corrects_sampling or not o.vllm_importance_sampling_mode.endswith("_mask"):
+        return False
+    return (o.correction_params.clip_min, o.correction_params.clip_max) == (None, None)
+
+
+_REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
+# Without use_vllm.
+NO_SERVER_RULES = unset(
+    {
+        "vllm_server_base_url": ["http://a:1"],
+        "vllm_server_host": "a",
+        "vllm_server_port": 1,
+        "vllm_server_timeout": 1.0,
+        "vllm_guided_decoding_regex": "a",
+        "vllm_kwargs": {},
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_kwargs": {},
+        "weight_sync": "gloo",
+        "generation_mode": "overlap",
+        "max_staleness": 2,
+    },
+    if_=lambda o: not o.use_vllm,
+    because="use_vllm=False",
+    remedy="Set use_vllm=True.",
+    example=example("grpo"),
+)
+# With use_vllm.
+SERVER_RULES = (
+    *unset(
+        {"vllm_server_host": "a", "vllm_server_port": 1},
+        if_=lambda o: o.vllm_server_base_url is not None,
+        because="vllm_server_base_url is set",
+        remedy="Remove one of them.",
+        example=example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1"]),
+    ),
+    when(
+        lambda o: o.vllm_server_base_url is None and not o.vllm_server_host,
+        "vllm_server_host='': must be a host name or an address. Leave it out for this machine, or set "
+        "vllm_server_base_url.",
+        example("grpo", use_vllm=True, vllm_server_host=""),
+    ),
+    when(
+        _wrong_url,
+        "vllm_server_base_url={found!r}: must be like http://host:8000",
+        example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
+    ),
+    when(
+        lambda o: len(set(o.server_urls)) < len(o.server_urls),
+        "vllm_server_base_url={server_urls}: contains a server twice. Remove one.",
+        example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1", "http://a:1/"]),
+    ),
+    when(
+        lambda o: _writes_no_files(o) and o.vllm_params.sync_folder is not None,
+        "vllm_kwargs: sync_folder={vllm_params.sync_folder!r} has no effect because weight_sync={weight_sync!r} "
+        "writes no files. Remove it, or set weight_sync='shm' or 'adapter'.",
+        example("grpo", use_vllm=True, weight_sync="gloo", vllm_kwargs={"sync_folder": "/x"}),
+    ),
+    when(
+        lambda o: o.weight_sync in ("shm", "adapter") and o.shared_folder is None,
+        "weight_sync={weight_sync!r} with servers on other hosts ({hosts}): set sync_folder of vllm_kwargs to a "
+        "folder that they can also access, or use weight_sync='nccl'.",
+        example("grpo", use_vllm=True, weight_sync="shm", vllm_server_host="node5"),
+        hosts=lambda o: ", ".join(o.server_urls),
+    ),
+    when(
+        _lacks_nccl,
+        "weight_sync='nccl' needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.",
+        example("grpo", use_vllm=True, weight_sync="nccl"),
+    ),
+    when(
+        lambda o: _unscored(o) if o.vllm_importance_sampling_correction else None,
+        "vllm_importance_sampling_correction=True with {found}: they change the sampler's distribution but not the "
+        f"one that the trainer scores, so the ratio would be biased. Leave the correction None, or {_REMEDY}.",
+        example(
+            "grpo",
+            use_vllm=True,
+            vllm_importance_sampling_correction=True,
+            truncated_logprobs="softmax",
+            top_k=50,
+        ),
+    ),
+    when(
+        lambda o: o.generation_mode == "async" and not o.corrects_sampling,
+        "generation_mode='async' with {reason}: samples of older weights need the correction. Leave "
+        f"vllm_importance_sampling_correction None and {_REMEDY}, or use generation_mode='overlap'.",
+        example("grpo", use_vllm=True, generation_mode="async", vllm_importance_sampling_correction=False),
+        reason=lambda o: _unscored(o) or "vllm_importance_sampling_correction=False",
+    ),
+    *unset(
+        {"vllm_importance_sampling_mode": "token_mask"},
+        if_=lambda o: not o.corrects_sampling,
+        because="sampling is not corrected",
+        remedy=f"Leave vllm_importance_sampling_correction None, and {_REMEDY}.",
+        example=example("grpo", use_vllm=True, vllm_importance_sampling_correction=False),
+    ),
+    when(
+        _masks_nothing,
+        "vllm_importance_sampling_mode={vllm_importance_sampling_mode!r} without clip_min and clip_max in "
+        "vllm_importance_sampling_kwargs: nothing would be masked. Set one of them.",
+        example("grpo", use_vllm=True, vllm_importance_sampling_kwargs={"clip_max": None}),
+    ),
+    when(
+        lambda o: " and ".join(_guides(o)) if len(_guides(o)) > 1 else None,
+        "{found} are set: completions can follow only one of them. Remove the others.",
+        example(
+            "grpo",
+            use_vllm=True,
+            vllm_guided_decoding_regex="a",
+            vllm_kwargs={"guided_grammar": "b"},
+        ),
+    ),
+    *unset(
+        {"max_staleness": 2},
+        if_=lambda o: o.generation_mode != "async",
+        because="generation_mode={generation_mode!r}",
+        remedy="Set generation_mode='async'.",
+        example=example("grpo", use_vllm=True),
+    ),
+)

@@ -11,9 +11,9 @@ from transformers.training_args import OptimizerNames
 
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
+from prefrl.options.optimizers import OPTIMIZERS, REFUSED
 from prefrl.trainer.base.optimized import OptimizedTrainer
 from prefrl.trainer.base.optimizers.by_name import works_under
-from prefrl.trainer.base.optimizers.table import OPTIMIZERS, REFUSED
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:

@@ -11,8 +11,9 @@ from transformers.optimization import Adafactor
 
 from prefrl.errors import ConfigError
 from prefrl.optional import MissingPackageError, is_installed, require
+from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, OPTIMIZERS, NamedOptimizer, given_arguments
+from prefrl.options.rules import apply
 from prefrl.trainer.base.optimizers.muon import MuonWithAdamW
-from prefrl.trainer.base.optimizers.table import OPTIMIZERS, NamedOptimizer, check_named, given_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -63,7 +64,7 @@ def named_optimizer(args: TrainingArguments) -> tuple[OptimizerClass, dict[str, 
     name = str(args.optim)
     row = OPTIMIZERS[name]
     given = given_arguments(args.optim_args)
-    check_named(args)
+    apply(args, NAMED_OPTIMIZER_RULES)
     of_options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     read = {key: of_options[key] for key in row.reads}
     return _load(row, name), {"lr": args.learning_rate, **read, **row.defaults, **given, **row.fixed}

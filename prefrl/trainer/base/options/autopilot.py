@@ -8,17 +8,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, opt, plain_value
+from prefrl.options.fields import opt, plain_value
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
+from prefrl.options.rules import Example, Rule, example, unset, when
 
 __all__ = [
+    "AUTOPILOT_RULES",
     "AutopilotOptions",
     "EarlyStoppingParams",
     "GrowthParams",
     "SoupParams",
     "SpikeParams",
-    "check_autopilot",
+    "name_best_metric",
 ]
 
 _WATCHED = ("loss", "grad_norm", "kl")
@@ -172,80 +174,123 @@ def name_best_metric(config: Any) -> None:
         config.metric_for_best_model = config.best_metric
 
 
-def _check_soup(config: Any) -> None:
-    """Reject settings of which it is certain that fewer than two checkpoints can be averaged."""
-    name = f"model_soup={config.model_soup!r}"
-    if config.save_total_limit == 1:
-        raise ConfigError(
-            f"{name} with save_total_limit=1: there is one checkpoint, and nothing to average. Set save_total_limit "
-            "to None or at least 2."
-        )
-    saves, evaluates = str(plain_value(config.save_strategy)), str(plain_value(config.eval_strategy))
-    if saves not in (evaluates, "best"):
-        raise ConfigError(
-            f"{name} with save_strategy={saves!r} and eval_strategy={evaluates!r}: each checkpoint needs an "
-            "evaluation. Set both to the same value."
-        )
-    ratio = _interval(config, "save") / _interval(config, "eval")
-    if saves == evaluates and abs(ratio - round(ratio)) > 1e-6:
-        raise ConfigError(
-            f"{name} with {saves} between checkpoints and evaluations whose ratio is {ratio:g}: each checkpoint needs "
-            "an evaluation. Make save_steps a multiple of eval_steps, or save_epochs of eval_epochs."
-        )
+def _evaluates(o: Any) -> bool:
+    return str(plain_value(o.eval_strategy)) != "no"
 
 
-def _check_metric_of_average(config: Any) -> None:
-    """Reject choosing checkpoints by the moving average: they hold the weights that are trained."""
-    metric = str(config.metric_for_best_model)
-    for name, chooses in (
-        ("load_best_model_at_end", config.load_best_model_at_end),
-        ("model_soup", config.model_soup),
-    ):
-        if config.ema_decay is not None and chooses and metric.removeprefix("eval_").startswith("ema_"):
-            raise ConfigError(
-                f"{name}={chooses!r} with metric_for_best_model={metric!r}: checkpoints are chosen by the trained "
-                f"weights, not by their average. Set metric_for_best_model={metric.replace('ema_', '')!r}."
-            )
+def _interval(o: Any, what: str) -> float:
+    is_epochs = plain_value(getattr(o, f"{what}_strategy")) == "epoch"
+    return float(getattr(o, f"{what}_epochs" if is_epochs else f"{what}_steps") or 1)
 
 
-def _interval(config: Any, what: str) -> float:
-    is_epochs = plain_value(getattr(config, f"{what}_strategy")) == "epoch"
-    return float(getattr(config, f"{what}_epochs" if is_epochs else f"{what}_steps") or 1)
+def _checkpoints_per_evaluation(o: Any) -> float:
+    return _interval(o, "save") / _interval(o, "eval")
 
 
-def check_autopilot(config: Any) -> None:
-    """Reject parts that lack what they need, and combinations that cannot work.
+def _lacks_evaluations_of_soup(o: Any) -> bool:
+    """Whether checkpoints are saved at the intervals of evaluations, but not at each that an evaluation needs."""
+    saves, ratio = plain_value(o.save_strategy), _checkpoints_per_evaluation(o)
+    return saves == plain_value(o.eval_strategy) and abs(ratio - round(ratio)) > 1e-6
 
-    Raises:
-        ConfigError: Names the option, its value and what to do.
-    """
-    evaluates, saves = config.eval_strategy != "no", config.save_strategy != "no"
-    for name in ("early_stopping_patience", "model_soup"):
-        if getattr(config, name) is not None and not evaluates:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} with eval_strategy='no': it compares evaluations. Set "
-                "eval_strategy and eval_steps, and give the trainer an eval_dataset."
-            )
-    for name, unset in (("model_soup", None), ("on_spike", "ignore")):
-        if not saves:
-            because, remedy = "save_strategy='no': it needs checkpoints", "Set save_strategy."
-            check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
-    if config.model_soup is not None:
-        _check_soup(config)
-    if config.on_spike == "rollback" and config.save_only_model:
-        raise ConfigError(
-            "on_spike='rollback' with save_only_model=True: training cannot continue from a model alone. Set "
-            "save_only_model=False."
-        )
-    if config._grows and config.growth_params.eval_split == "validation" and not evaluates:
-        raise ConfigError(
-            "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. "
-            "Set eval_strategy, or eval_split='training'."
-        )
-    _check_metric_of_average(config)
-    optim = str(plain_value(config.optim))
-    if config.ema_decay is not None and optim.startswith("schedule_free"):
-        raise ConfigError(
-            f"ema_decay={config.ema_decay} with optim={optim!r}: this optimizer averages the weights "
-            "itself. Leave ema_decay None, or choose another optimizer."
-        )
+
+def _metric_of_average(o: Any) -> str | None:
+    """The metric that checkpoints are chosen by, if it is one of the moving average."""
+    metric = str(o.metric_for_best_model)
+    return metric if o.ema_decay is not None and metric.removeprefix("eval_").startswith("ema_") else None
+
+
+def _compares(name: str, example: Example) -> Rule:
+    return when(
+        lambda o: getattr(o, name) is not None and not _evaluates(o),
+        f"{name}={{{name}!r}} with eval_strategy='no': it compares evaluations. Set eval_strategy and eval_steps, and "
+        "give the trainer an eval_dataset.",
+        example,
+    )
+
+
+def _chooses(name: str, example: Example) -> Rule:
+    """Checkpoints are not chosen by the moving average: they hold the weights that are trained."""
+    return when(
+        lambda o: _metric_of_average(o) if getattr(o, name) else None,
+        f"{name}={{{name}!r}} with metric_for_best_model={{found!r}}: checkpoints are chosen by the trained weights, "
+        "not by their average. Set metric_for_best_model={other!r}.",
+        example,
+        other=lambda o: str(_metric_of_average(o)).replace("ema_", ""),
+    )
+
+
+AUTOPILOT_RULES = (
+    _compares("early_stopping_patience", example("sft", early_stopping_patience=2)),
+    _compares("model_soup", example("sft", model_soup="uniform")),
+    *unset(
+        {"model_soup": "uniform", "on_spike": "rollback"},
+        if_=lambda o: o.save_strategy == "no",
+        because="save_strategy='no': it needs checkpoints",
+        remedy="Set save_strategy.",
+        example=example("sft", save_strategy="no", eval_strategy="epoch"),
+    ),
+    when(
+        lambda o: o.model_soup is not None and o.save_total_limit == 1,
+        "model_soup={model_soup!r} with save_total_limit=1: there is one checkpoint, and nothing to average. Set "
+        "save_total_limit to None or at least 2.",
+        example("sft", model_soup="uniform", eval_strategy="epoch", save_total_limit=1),
+    ),
+    when(
+        lambda o: (
+            o.model_soup is not None and plain_value(o.save_strategy) not in (plain_value(o.eval_strategy), "best")
+        ),
+        "model_soup={model_soup!r} with save_strategy={save_strategy!r} and eval_strategy={eval_strategy!r}: each "
+        "checkpoint needs an evaluation. Set both to the same value.",
+        example("sft", model_soup="uniform", eval_strategy="epoch"),
+    ),
+    when(
+        lambda o: o.model_soup is not None and _lacks_evaluations_of_soup(o),
+        "model_soup={model_soup!r} with {save_strategy} between checkpoints and evaluations whose ratio is {ratio:g}: "
+        "each checkpoint needs an evaluation. Make save_steps a multiple of eval_steps, or save_epochs of "
+        "eval_epochs.",
+        example("sft", model_soup="uniform", eval_strategy="steps", eval_steps=2, save_steps=3),
+        ratio=_checkpoints_per_evaluation,
+    ),
+    when(
+        lambda o: o.on_spike == "rollback" and o.save_only_model,
+        "on_spike='rollback' with save_only_model=True: training cannot continue from a model alone. Set "
+        "save_only_model=False.",
+        example("sft", on_spike="rollback", save_only_model=True),
+    ),
+    when(
+        lambda o: (
+            o.increase_batch_size_on_plateau > 0 and o.growth_params.eval_split == "validation" and not _evaluates(o)
+        ),
+        "increase_batch_size_kwargs: eval_split='validation' with eval_strategy='no': there are no evaluations. Set "
+        "eval_strategy, or eval_split='training'.",
+        example("sft", increase_batch_size_on_plateau=1, increase_batch_size_kwargs={"eval_split": "validation"}),
+    ),
+    _chooses(
+        "load_best_model_at_end",
+        example(
+            "sft",
+            load_best_model_at_end=True,
+            eval_strategy="steps",
+            eval_steps=500,
+            ema_decay=0.9,
+            metric_for_best_model="eval_ema_loss",
+        ),
+    ),
+    _chooses(
+        "model_soup",
+        example(
+            "sft",
+            model_soup="uniform",
+            eval_strategy="steps",
+            eval_steps=500,
+            ema_decay=0.9,
+            metric_for_best_model="ema_loss",
+        ),
+    ),
+    when(
+        lambda o: o.ema_decay is not None and str(plain_value(o.optim)).startswith("schedule_free"),
+        "ema_decay={ema_decay} with optim={optim!r}: this optimizer averages the weights itself. Leave ema_decay "
+        "None, or choose another optimizer.",
+        example("sft", ema_decay=0.9, optim="schedule_free_adamw"),
+    ),
+)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import opt
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
+from prefrl.options.rules import apply, example, when
 from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
 
@@ -79,25 +79,44 @@ class CheckpointOptions:
         return self.upload_to is not None
 
 
+CHECKPOINTS_RULES = (
+    when(
+        lambda o: o.save_only_model and not o.checkpoint_params.save_optimizer,
+        "checkpoint_kwargs: save_optimizer=False has no effect because save_only_model=True saves no training state "
+        "at all. Remove one of them.",
+        example("sft", save_only_model=True, checkpoint_kwargs={"save_optimizer": False}),
+    ),
+    when(
+        lambda o: o.on_spike == "rollback" and not o.checkpoint_params.save_optimizer,
+        "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to a checkpoint "
+        "without the optimizer's state. Change one of them.",
+        example("sft", on_spike="rollback", checkpoint_kwargs={"save_optimizer": False}),
+    ),
+)
+# With upload_to.
+UPLOADS_RULES = (
+    when(
+        lambda o: o.save_strategy == "no",
+        "upload_to={place!r} has no effect because save_strategy='no': there are no checkpoints. Set "
+        "save_strategy='steps', or leave upload_to out.",
+        example("sft", upload_to="copies", save_strategy="no"),
+        place=lambda o: without_secrets(o.upload_to),
+    ),
+    when(
+        lambda o: Path(o.upload_to.removeprefix("file://")).resolve() == Path(o.output_dir).resolve(),
+        "upload_to={upload_to!r} is output_dir itself. Name another folder.",
+        example("sft", upload_to="runs", output_dir="runs"),
+    ),
+)
+
+
 def check_checkpoints(config: Any) -> None:
     """Reject options of checkpoints that cannot be combined.
 
     Raises:
         ConfigError: Names the field, its value and what to do.
     """
-    if config.save_only_model:
-        check_no_effect(
-            name="checkpoint_kwargs: save_optimizer",
-            value=config.checkpoint_params.save_optimizer,
-            unset=True,
-            because="save_only_model=True saves no training state at all",
-            remedy="Remove one of them.",
-        )
-    if config.on_spike == "rollback" and not config.checkpoint_params.save_optimizer:
-        raise ConfigError(
-            "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to a "
-            "checkpoint without the optimizer's state. Change one of them."
-        )
+    apply(config, CHECKPOINTS_RULES)
     if config.upload_to is None:
         return
     if isinstance(config.upload_to, os.PathLike):
@@ -105,10 +124,4 @@ def check_checkpoints(config: Any) -> None:
     from prefrl.run.place import check_url  # needs fsspec, which the other checks do not
 
     check_url("upload_to", config.upload_to)
-    if config.save_strategy == "no":
-        raise ConfigError(
-            f"upload_to={without_secrets(config.upload_to)!r} has no effect because save_strategy='no': there are no "
-            "checkpoints. Set save_strategy='steps', or leave upload_to out."
-        )
-    if Path(config.upload_to.removeprefix("file://")).resolve() == Path(config.output_dir).resolve():
-        raise ConfigError(f"upload_to={config.upload_to!r} is output_dir itself. Name another folder.")
+    apply(config, UPLOADS_RULES)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import check_unset, opt, plain_value
+from prefrl.options.fields import opt, plain_value
+from prefrl.options.rules import Example, Rule, example, unset, when
 
-__all__ = ["EvaluationOptions", "check_evaluation"]
+__all__ = ["EVALUATION_RULES", "EvaluationOptions"]
 
 _Epochs = Annotated[float, Gt(0)]
 
@@ -42,20 +42,28 @@ class EvaluationOptions:
     )
 
 
-def check_evaluation(config: Any) -> None:
-    """Reject intervals of epochs that have no effect, or that leave the best model without a checkpoint.
+def _interval(what: str, example: Example) -> tuple[Rule, ...]:
+    return unset(
+        {f"{what}_epochs": 2.0},
+        if_=lambda o: plain_value(getattr(o, f"{what}_strategy")) != "epoch",
+        because=f"{what}_strategy={{{what}_strategy!r}}",
+        remedy=f"Set {what}_strategy='epoch'.",
+        example=example,
+    )
 
-    Raises:
-        ConfigError: Names the option, its value and what to do.
-    """
-    for what in ("eval", "save"):
-        strategy = plain_value(getattr(config, f"{what}_strategy"))
-        if strategy != "epoch":
-            because = f"{what}_strategy={strategy!r}"
-            check_unset(config, f"{what}_epochs", because=because, remedy=f"Set {what}_strategy='epoch'.")
-    ratio = config.save_epochs / config.eval_epochs
-    if config.load_best_model_at_end and config.save_strategy == "epoch" and abs(ratio - round(ratio)) > 1e-6:
-        raise ConfigError(
-            f"load_best_model_at_end=True with save_epochs={config.save_epochs} and eval_epochs={config.eval_epochs}: "
-            "each checkpoint needs an evaluation. Make save_epochs a multiple of eval_epochs."
-        )
+
+def _lacks_evaluations(o: Any) -> bool:
+    ratio = o.save_epochs / o.eval_epochs
+    return bool(o.load_best_model_at_end) and o.save_strategy == "epoch" and abs(ratio - round(ratio)) > 1e-6
+
+
+EVALUATION_RULES = (
+    *_interval("eval", example("sft")),
+    *_interval("save", example("sft")),
+    when(
+        _lacks_evaluations,
+        "load_best_model_at_end=True with save_epochs={save_epochs} and eval_epochs={eval_epochs}: each checkpoint "
+        "needs an evaluation. Make save_epochs a multiple of eval_epochs.",
+        example("sft", load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch", save_epochs=1.5),
+    ),
+)

@@ -13,10 +13,17 @@ from transformers.training_args import OptimizerNames
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
+from prefrl.options.optimizers import (
+    NAMED_OPTIMIZER_RULES,
+    OPTIMIZERS,
+    REFUSED,
+    UPDATE_RULES,
+    check_not_refused,
+    check_rates,
+)
+from prefrl.options.rules import apply
 from prefrl.options.suggest import check_known
 from prefrl.trainer.base.optimizers.by_name import added_keys, check_made
-from prefrl.trainer.base.optimizers.table import OPTIMIZERS, REFUSED, check_named, check_not_refused, check_rates
-from prefrl.trainer.base.options.rules import check_update
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -89,8 +96,7 @@ def check_optimizer(config: Any) -> None:
         ImportError: The package of the optimizer is not installed.
     """
     name = str(getattr(config.optim, "value", config.optim))
-    check_update(config)
-    check_named(config)
+    apply(config, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
     check_rates(config)
     if name not in OPTIMIZERS:
         _check_ignored(config, name)

@@ -12,8 +12,9 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.optional import MissingPackageError, is_installed
 from prefrl.options.fields import opt
+from prefrl.options.rules import apply
+from prefrl.options.run_rules import COMPILATION_RULES, check_device
 from prefrl.options.suggest import nearest
-from prefrl.trainer.base.options.rules import check_compilation, check_device
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -93,4 +94,4 @@ def _check_compilation(config: TrainingArguments) -> None:
             f"torch_compile_backend={config.torch_compile_backend!r}: unknown. "
             f"{nearest(str(config.torch_compile_backend), known)}"
         )
-    check_compilation(config)
+    apply(config, COMPILATION_RULES)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, opt
+from prefrl.options.fields import opt
+from prefrl.options.rules import example, unset, when
 
-__all__ = ["OfflineReferenceOptions", "ReferenceOptions"]
+__all__ = ["PRECOMPUTED_REFERENCE_RULES", "REFERENCE_RULES", "OfflineReferenceOptions", "ReferenceOptions"]
 
 
 @dataclass
@@ -23,24 +23,6 @@ class ReferenceOptions:
         0.6, "Each update of the reference sets it to alpha * policy + (1 - alpha) * reference."
     )
     ref_model_sync_steps: Annotated[int, Ge(1)] = opt(512, "Optimizer steps between updates of the reference.")
-
-    def validate_reference(self) -> None:
-        """Reject options that apply only to a moving reference, if there is none or it does not move.
-
-        Raises:
-            ConfigError: Names the field, its value and what to do.
-        """
-        if not self.sync_ref_model:
-            for name, unset in (("ref_model_mixup_alpha", 0.6), ("ref_model_sync_steps", 512)):
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=unset,
-                    because="sync_ref_model=False",
-                    remedy="Set sync_ref_model=True.",
-                )
-        elif self.beta == 0:
-            raise ConfigError("sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.")
 
 
 @dataclass
@@ -62,19 +44,33 @@ class OfflineReferenceOptions(ReferenceOptions):
         decides=False,
     )
 
-    def validate_reference(self) -> None:
-        """See `ReferenceOptions.validate_reference`."""
-        super().validate_reference()
-        if not self.precompute_ref_log_probs:
-            check_no_effect(
-                name="precompute_ref_batch_size",
-                value=self.precompute_ref_batch_size,
-                unset=None,
-                because="precompute_ref_log_probs=False",
-                remedy="Set precompute_ref_log_probs=True.",
-            )
-        elif self.sync_ref_model:
-            raise ConfigError(
-                "precompute_ref_log_probs=True with sync_ref_model=True: values computed before training cannot "
-                "follow a reference that moves. Set one of them to False."
-            )
+
+REFERENCE_RULES = (
+    *unset(
+        {"ref_model_mixup_alpha": 0.3, "ref_model_sync_steps": 3},
+        if_=lambda o: not o.sync_ref_model,
+        because="sync_ref_model=False",
+        remedy="Set sync_ref_model=True.",
+        example=example("grpo"),
+    ),
+    when(
+        lambda o: o.sync_ref_model and o.beta == 0,
+        "sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.",
+        example("grpo", sync_ref_model=True, beta=0.0),
+    ),
+)
+PRECOMPUTED_REFERENCE_RULES = (
+    *unset(
+        {"precompute_ref_batch_size": 3},
+        if_=lambda o: not o.precompute_ref_log_probs,
+        because="precompute_ref_log_probs=False",
+        remedy="Set precompute_ref_log_probs=True.",
+        example=example("dpo"),
+    ),
+    when(
+        lambda o: o.precompute_ref_log_probs and o.sync_ref_model,
+        "precompute_ref_log_probs=True with sync_ref_model=True: values computed before training cannot follow a "
+        "reference that moves. Set one of them to False.",
+        example("dpo", precompute_ref_log_probs=True, sync_ref_model=True),
+    ),
+)

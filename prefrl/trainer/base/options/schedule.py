@@ -14,7 +14,17 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of, opt, plain_value
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
+from prefrl.options.rules import apply
 from prefrl.options.schedule import WeightDecayParams, WsdParams
+from prefrl.options.schedule_rules import (
+    METRIC_SCHEDULE_RULES,
+    PLATEAU_RULES,
+    SCHEDULE_RULES,
+    WARMUP_EVALUATIONS_RULES,
+    WARMUP_RULES,
+    own_options,
+    takes_warmup,
+)
 from prefrl.options.suggest import check_known
 from prefrl.trainer.base.optimizers.schedules import (
     SCHEDULES,
@@ -24,14 +34,6 @@ from prefrl.trainer.base.optimizers.schedules import (
     of_huggingface,
     weight_decay_factor,
     with_warmup,
-)
-from prefrl.trainer.base.options.rules import check_schedule, check_warmup_evaluations
-from prefrl.trainer.base.options.schedule_rules import (
-    check_plateau,
-    check_schedule_of_metric,
-    check_warmup,
-    own_options,
-    takes_warmup,
 )
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ class ScheduleOptions(TrainingArguments):
             self._count_evaluations()
 
     def _count_evaluations(self) -> None:
-        check_warmup_evaluations(self)
+        apply(self, WARMUP_EVALUATIONS_RULES)
         self.warmup_steps = self.warmup_evaluations * self.eval_steps
 
     @property
@@ -162,7 +164,7 @@ class ScheduleOptions(TrainingArguments):
     @property
     def takes_warmup(self) -> bool:
         """Whether the schedule reads `warmup_steps`."""
-        return takes_warmup(self._schedule_name)
+        return takes_warmup(self)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """HuggingFace's method: the steps of the warm-up in a schedule of this length."""
@@ -213,14 +215,14 @@ class ScheduleOptions(TrainingArguments):
         Raises:
             ConfigError: Names the option, its value and what to do.
         """
-        check_schedule(self)
+        apply(self, SCHEDULE_RULES)
         if self._schedule_name not in SCHEDULES:
             self._check_arguments()
         if self.has_own_schedule:
             self._check_own()
-        check_warmup(self)
+        apply(self, WARMUP_RULES)
         if self.reduces_on_plateau:
-            check_plateau(self)
+            apply(self, PLATEAU_RULES)
 
     def _check_arguments(self) -> None:
         """Check the arguments of a schedule of transformers."""
@@ -239,7 +241,7 @@ class ScheduleOptions(TrainingArguments):
     def _check_own(self) -> None:
         """Check what only prefrl's scheduler can do."""
         optim = str(plain_value(self.optim))
-        check_schedule_of_metric(self)
+        apply(self, METRIC_SCHEDULE_RULES)
         if "layerwise" in optim:
             raise ConfigError(
                 f"optim={optim!r} updates in the backward pass and supports only schedules of transformers. Leave "

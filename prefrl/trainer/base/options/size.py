@@ -9,19 +9,21 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import default_of, mapping_of, opt, plain_value
+from prefrl.options.fields import default_of, mapping_of, opt
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
+from prefrl.options.optimizers import optimizer_of
 from prefrl.options.params import Params
+from prefrl.options.rules import example, when
+from prefrl.options.run_rules import HUGGINGFACE
 from prefrl.options.types import BatchSize, check_value
-from prefrl.trainer.base.options.rules import HUGGINGFACE
 
 __all__ = [
     "AUTO",
     "AUTOMATIC",
+    "RATE_RULES",
     "AutoSizeParams",
     "SizeOptions",
     "automatic_rate",
-    "check_rate",
     "derive_sizes",
     "largest_divisor",
     "num_ranks",
@@ -161,23 +163,19 @@ def _derived(config: Any, effective: int, automatic: frozenset[str]) -> set[str]
     return {_ROWS, _STEPS}
 
 
-def check_rate(config: Any, automatic: frozenset[str]) -> None:
-    """Reject the automatic learning rate where the trainers' defaults mean nothing.
+def _is_not_like_adam(o: Any) -> bool:
+    name = optimizer_of(o)
+    return not any(word in name for word in _LIKE_ADAM) or any(word in name for word in _UNLIKE_ADAM)
 
-    Args:
-        config: Options.
-        automatic: The names of the options that are "auto".
 
-    Raises:
-        ConfigError: The steps of the optimizer have another size than those of Adam.
-    """
-    name = str(plain_value(config.optim))
-    is_like = any(word in name for word in _LIKE_ADAM) and not any(word in name for word in _UNLIKE_ADAM)
-    if "learning_rate" in automatic and not is_like:
-        raise ConfigError(
-            f"learning_rate='auto' with optim={name!r}: it is a rate for Adam, but the steps of this optimizer have "
-            "another size. Set a number."
-        )
+RATE_RULES = (
+    when(
+        lambda o: "learning_rate" in o.automatic and _is_not_like_adam(o),
+        "learning_rate='auto' with optim={optim!r}: it is a rate for Adam, but the steps of this optimizer have "
+        "another size. Set a number.",
+        example("sft", learning_rate="auto", optim="sgd"),
+    ),
+)
 
 
 def automatic_rate(config: Any, *, has_adapter: bool) -> float:

@@ -7,30 +7,35 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_unset, mapping_of, plain_value
+from prefrl.options.fields import mapping_of, plain_value
+from prefrl.options.rules import Example, Rule, apply, example, unset, when
 from prefrl.options.suggest import nearest
 from prefrl.options.types import check_value
 
 __all__ = [
+    "UPDATE_RULES",
+    "NAMED_OPTIMIZER_RULES",
     "OPTIMIZERS",
     "REFUSED",
     "NamedOptimizer",
-    "check_decay",
-    "check_named",
     "check_not_refused",
     "check_rates",
+    "decay_rule",
     "given_arguments",
+    "optimizer_of",
 ]
 
 # These take the model, or make an optimizer for each weight: there are no parameter groups.
 _WITHOUT_GROUPS = ("lomo", "layerwise")
+# The optimizers that read optim_target_modules have one of these in their names.
+_LAYERWISE = ("galore", "apollo")
 _RATE = Annotated[float, Ge(0)]
 
 
@@ -160,59 +165,19 @@ def check_not_refused(name: str) -> None:
         raise ConfigError(f"optim={name!r}: {REFUSED[name]}")
 
 
-def check_named(config: Any) -> None:
-    """Reject options of HuggingFace that an optimizer of `OPTIMIZERS` does not read, and keys that it does not have.
-
-    Raises:
-        ConfigError: Names the option and what to do.
-    """
-    name = str(plain_value(config.optim))
-    if name not in OPTIMIZERS:
-        return
-    row = OPTIMIZERS[name]
-    of_options = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
-    unread = [option for key, options in of_options.items() if key not in row.reads for option in options]
-    check_unset(config, *unread, because=f"optim={name!r} does not read it", remedy="Leave it out; see optim_args.")
-    check_decay(name, "weight_decay", config.weight_decay)
-    for key, value in given_arguments(config.optim_args).items():
-        if key not in row.keys:
-            remedy = nearest(key, row.keys) if row.keys else "It has none."
-            raise ConfigError(f"optim_args: {key}={value!r} is not an argument of optim={name!r}. {remedy}")
-
-
-def check_decay(name: str, option: str, value: float | None) -> None:
-    """Reject a weight decay that an optimizer does not have, or that would not be a term of the gradient.
-
-    Raises:
-        ConfigError: Says what to set instead.
-    """
-    row = OPTIMIZERS.get(name)
-    if row is None or row.decay != "none" or not value:
-        return
-    what, remedy = "has no decay", "Set regularization_type='l2' and regularization_lambda"
-    if row.package == "bitsandbytes":
-        what, remedy = "would decouple it, as AdamW does", f"{remedy}, or optim={_WITH_DECAY[name]!r}"
-    raise ConfigError(f"{option}={value}: {row.package}'s optim={name!r} {what}. {remedy}.")
-
-
 def check_rates(config: Any) -> None:
     """Reject learning rates of parameters that cannot be read, or that the optimizer cannot have.
 
     Raises:
         ConfigError: Names the expression, its rate and what to do.
     """
-    name, rates = str(plain_value(config.optim)), mapping_of(config, "learning_rates")
-    for pattern, rate in rates.items():
+    for pattern, rate in mapping_of(config, "learning_rates").items():
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"learning_rates: {pattern!r} is not a valid regular expression: {error}") from error
         check_value(f"learning_rates[{pattern!r}]", rate, _RATE)
-    if rates and any(word in name for word in _WITHOUT_GROUPS):
-        raise ConfigError(
-            f"learning_rates={rates!r} with optim={name!r}, which has one rate for all weights. Choose another "
-            "optimizer, or leave learning_rates None."
-        )
+    apply(config, RATES_RULES)
 
 
 def given_arguments(text: str | None) -> dict[str, Any]:
@@ -236,3 +201,109 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Name):
         return {"true": True, "false": False, "none": None}.get(node.id.lower(), node.id)
     return ast.literal_eval(node)
+
+
+def optimizer_of(o: Any) -> str:
+    """The name of the optimizer."""
+    return str(plain_value(o.optim))
+
+
+def _does_not_read(o: Any, key: str) -> bool:
+    name = optimizer_of(o)
+    return name in OPTIMIZERS and key not in OPTIMIZERS[name].reads
+
+
+def _unknown_argument(o: Any) -> str | None:
+    """A key of `optim_args` that an optimizer of `OPTIMIZERS` does not have."""
+    row = OPTIMIZERS.get(optimizer_of(o))
+    return None if row is None else next((key for key in given_arguments(o.optim_args) if key not in row.keys), None)
+
+
+def _nearest_argument(o: Any) -> str:
+    keys = OPTIMIZERS[optimizer_of(o)].keys
+    return nearest(str(_unknown_argument(o)), keys) if keys else "It has none."
+
+
+def _without_decay(o: Any) -> str | None:
+    """What is said of an optimizer that has no weight decay, or whose decay would not be a term of the gradient."""
+    name = optimizer_of(o)
+    row = OPTIMIZERS.get(name)
+    if row is None or row.decay != "none":
+        return None
+    what, remedy = "has no decay", "Set regularization_type='l2' and regularization_lambda"
+    if row.package == "bitsandbytes":
+        what, remedy = "would decouple it, as AdamW does", f"{remedy}, or optim={_WITH_DECAY[name]!r}"
+    return f"{row.package}'s optim={name!r} {what}. {remedy}."
+
+
+def decay_rule(option: str, decay: Callable[[Any], float | None], example: Example) -> Rule:
+    """A weight decay needs an optimizer that has one.
+
+    Args:
+        option: How the message calls the weight decay.
+        decay: Its value.
+        example: See `Rule`.
+    """
+    return when(
+        lambda o: _without_decay(o) if decay(o) else None, f"{option}={{decay}}: {{found}}", example, decay=decay
+    )
+
+
+def _fixed(option: str, reason: str) -> Rule:
+    return when(
+        lambda o: option in (o.allow_resume_changes or ()),
+        f"allow_resume_changes: {option} cannot change, because {reason}. Start a new training from the checkpoint's "
+        "weights.",
+        example("sft", allow_resume_changes=[option]),
+    )
+
+
+UPDATE_RULES = (
+    *unset(
+        {"optim_target_modules": ["q_proj"]},
+        if_=lambda o: not any(word in optimizer_of(o) for word in _LAYERWISE),
+        because="optim={optim!r} treats all weights in the same way",
+        remedy="Leave it None; freeze leaves weights out.",
+        example=example("sft"),
+    ),
+    when(
+        lambda o: (o.regularization_type is not None) != (o.regularization_lambda > 0),
+        "regularization_type={regularization_type!r} with regularization_lambda={regularization_lambda}: neither has "
+        "an effect without the other. Set both, or neither.",
+        example("sft", regularization_type="l1"),
+    ),
+    _fixed("learning_rates", "its expressions determine the order of the optimizer's state in checkpoints"),
+    _fixed("optim_args", "checkpoints hold these arguments together with the optimizer's state"),
+)
+NAMED_OPTIMIZER_RULES = (
+    *unset(
+        {"adam_beta1": 0.5, "adam_beta2": 0.5},
+        if_=lambda o: _does_not_read(o, "betas"),
+        because="optim={optim!r} does not read it",
+        remedy="Leave it out; see optim_args.",
+        example=example("sft", optim="adadelta"),
+    ),
+    *unset(
+        {"adam_epsilon": 1e-6},
+        if_=lambda o: _does_not_read(o, "eps"),
+        because="optim={optim!r} does not read it",
+        remedy="Leave it out; see optim_args.",
+        example=example("sft", optim="adadelta"),
+    ),
+    decay_rule("weight_decay", lambda o: o.weight_decay, example("sft", optim="rprop", weight_decay=0.1)),
+    when(
+        _unknown_argument,
+        "optim_args: {found}={given!r} is not an argument of optim={optim!r}. {remedy}",
+        example("sft", optim="adam", optim_args="momentum=1"),
+        given=lambda o: given_arguments(o.optim_args)[str(_unknown_argument(o))],
+        remedy=_nearest_argument,
+    ),
+)
+RATES_RULES = (
+    when(
+        lambda o: mapping_of(o, "learning_rates") and any(word in optimizer_of(o) for word in _WITHOUT_GROUPS),
+        "learning_rates={learning_rates!r} with optim={optim!r}, which has one rate for all weights. Choose another "
+        "optimizer, or leave learning_rates None.",
+        example("sft", optim="lomo", learning_rates={"a": 1.0}),
+    ),
+)

@@ -1,0 +1,279 @@
+"""How many completions are sampled at once, and which options exclude each other because of when they are sampled.
+
+Plain values alone: the command checks them before torch is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from prefrl.options.rules import Example, Rule, example, unset, when
+
+__all__ = [
+    "AT_K_RULES",
+    "GENERATION_MODE_RULES",
+    "GENERATION_SIZE_RULES",
+    "LEAST_TEMPERATURE",
+    "NUMBERS_RULES",
+    "PROMPTS_RULES",
+    "GenerationRules",
+]
+
+LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
+
+
+@dataclass
+class GenerationRules:
+    """The arithmetic of generation batches, and checks of the options that it connects; a base of online configs."""
+
+    @property
+    def _all(self) -> Any:
+        """This config, with the options that other groups declare."""
+        return self
+
+    @property
+    def needs_whole_batch(self) -> dict[str, str]:
+        """Options with which training on a group has to wait for the whole batch, and the remedy for each."""
+        given = {
+            "reward_shaping_kwargs: normalize": self._all.shaping_params.normalize,
+            "dynamic_sampling": self._all.dynamic_sampling,
+            "curriculum": self._all.curriculum,
+        }
+        return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """The effective value of `steps_per_generation`: at least that of an optimizer step."""
+        steps, accumulation = self._all.steps_per_generation, int(self._all.gradient_accumulation_steps)
+        if self._all.generation_batch_size is not None:
+            steps = self._all.generation_batch_size // int(self._all.rows_per_micro_batch * self._all.world_size)
+        return accumulation if steps is None or accumulation % steps == 0 else int(steps)
+
+    @property
+    def updates_per_generation(self) -> int:
+        """Optimizer steps in one pass over a generation batch."""
+        return self.micro_batches_per_generation // int(self._all.gradient_accumulation_steps)
+
+    @property
+    def samples_per_evaluated_prompt(self) -> int:
+        """The effective value of `num_generations_eval`."""
+        return int(self._all.num_generations_eval or self._all.num_generations)
+
+    @property
+    def completions_per_rank(self) -> int:
+        """Completions of a generation batch on one process."""
+        return int(self._all.rows_per_micro_batch) * self.micro_batches_per_generation
+
+    @property
+    def completions_of_generation(self) -> int:
+        """Completions of a generation batch, over all processes."""
+        return self.completions_per_rank * int(self._all.world_size)
+
+    @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch."""
+        return self.updates_per_generation * int(self._all.num_iterations)
+
+    @property
+    def generations_ahead(self) -> int:
+        """Generation batches that may be requested in advance, in addition to the one that training needs."""
+        is_async = self._all.generation_mode == "async"
+        return int(self._all.max_staleness) // self.steps_of_a_generation if is_async else 0
+
+
+def _steps_that_fit(o: Any) -> str:
+    """The nearest values of `steps_per_generation` that are multiples of `gradient_accumulation_steps`."""
+    accumulation = int(o.gradient_accumulation_steps)
+    fewer = o.micro_batches_per_generation // accumulation * accumulation
+    return f"{fewer} or {fewer + accumulation}" if fewer else f"{accumulation}"
+
+
+def _nearest_completions(o: Any) -> int:
+    """The number of completions of a generation batch nearest to that of the options that groups fit into."""
+    step = lcm(int(o.world_size), int(o.num_generations))
+    return max(1, round(int(o.completions_of_generation) / step)) * step
+
+
+def _completions_of_step(o: Any) -> int:
+    return int(o.rows_per_micro_batch * o.world_size)
+
+
+def _needs_whole_batch(o: Any) -> tuple[str, str] | None:
+    """An option with which training has to wait for the whole batch, and the remedy, in generation mode overlap."""
+    return next(iter(o.needs_whole_batch.items()), None) if o.generation_mode == "overlap" else None
+
+
+def _chooses_prompts(name: str, example: Example) -> Rule:
+    return when(
+        lambda o: o.generation_mode == "async" and getattr(o, name),
+        f"{name}={{{name}!r}} with generation_mode='async': prompts are requested before the rewards of the previous "
+        "ones are known. Use generation_mode='sync'.",
+        example,
+    )
+
+
+def _from_dataset(name: str, value: Any, *, unset: Any) -> Rule:
+    return when(
+        lambda o: getattr(o, name) != unset,
+        f"{name}={{{name}!r}} has no effect because prompts are tokenized once at the start and come in full "
+        f"generation batches. Leave it {unset}.",
+        example("grpo", **{name: value}),
+    )
+
+
+def _meaningless_k(o: Any) -> int | None:
+    """A size k that has no meaning for the number of samples of a prompt."""
+    return next((k for k in o.at_k_params.k or () if not 1 <= k <= o.samples_per_evaluated_prompt), None)
+
+
+PROMPTS_RULES = (
+    when(
+        lambda o: o.train_sampling_strategy != "random",
+        "train_sampling_strategy={train_sampling_strategy!r} has no effect because shuffle_dataset decides the order "
+        "of prompts. Set shuffle_dataset=False for the dataset's own order.",
+        example("grpo", train_sampling_strategy="sequential"),
+    ),
+    _from_dataset("dataloader_num_workers", 2, unset=0),
+    _from_dataset("dataloader_drop_last", True, unset=False),
+    _from_dataset("dataloader_persistent_workers", True, unset=False),
+    _from_dataset("dataloader_multiprocessing_context", "spawn", unset=None),
+    when(
+        lambda o: o.filter_overlong_prompts and o.max_prompt_length is None,
+        "filter_overlong_prompts=True with max_prompt_length=None: nothing is dropped. Set max_prompt_length.",
+        example("grpo", filter_overlong_prompts=True, max_prompt_length=None),
+    ),
+    *unset(
+        {"num_completions_to_print": 3, "log_unique_prompts": True},
+        if_=lambda o: not o.log_completions,
+        because="log_completions=False",
+        remedy="Set log_completions=True.",
+        example=example("grpo"),
+    ),
+)
+NUMBERS_RULES = (
+    when(
+        lambda o: o.temperature_eval and o.temperature_eval < LEAST_TEMPERATURE,
+        "temperature_eval={temperature_eval!r}: must be 0, which is greedy decoding, or at least {least}",
+        example("grpo", temperature_eval=0.0001),
+        least=lambda o: LEAST_TEMPERATURE,
+    ),
+    when(
+        lambda o: o.reward_weights and not any(o.reward_weights),
+        "reward_weights={reward_weights!r}: all rewards count 0, so there is nothing to learn. Give one of them a "
+        "weight; those with weight 0 are only logged.",
+        example("grpo", reward_weights=[0.0]),
+    ),
+)
+GENERATION_SIZE_RULES = (
+    when(
+        lambda o: o.sought == {"per_device_train_batch_size"},
+        "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
+        "generation batch has. Set effective_batch_size.",
+        example("grpo", per_device_train_batch_size="auto"),
+    ),
+    *unset(
+        {"steps_per_generation": 2},
+        if_=lambda o: {"per_device_train_batch_size", "gradient_accumulation_steps"} <= o.automatic,
+        because="micro-batches, which it counts, are cut by trial",
+        remedy="Set generation_batch_size.",
+        example=example(
+            "grpo",
+            per_device_train_batch_size="auto",
+            gradient_accumulation_steps="auto",
+            effective_batch_size=8,
+        ),
+    ),
+    when(
+        lambda o: o.generation_batch_size is not None and o.steps_per_generation is not None,
+        "generation_batch_size={generation_batch_size} and steps_per_generation={steps_per_generation}: set only one "
+        "of them; the other is derived from it",
+        example("grpo", generation_batch_size=16, steps_per_generation=2),
+    ),
+    when(
+        lambda o: o.generation_batch_size is not None and o.generation_batch_size % _completions_of_step(o),
+        "generation_batch_size={generation_batch_size}: must be a multiple of {multiple} = {rows_per_micro_batch} "
+        "completions of a micro-batch * {world_size} processes",
+        example("grpo", generation_batch_size=12),
+        multiple=_completions_of_step,
+    ),
+    when(
+        lambda o: o.micro_batches_per_generation % o.gradient_accumulation_steps,
+        "steps_per_generation={micro_batches_per_generation}: must be a multiple of "
+        "gradient_accumulation_steps={gradient_accumulation_steps}, or divide it, so that an optimizer step learns "
+        "from one generation. Set {fitting}.",
+        example("grpo", steps_per_generation=3, gradient_accumulation_steps=2),
+        fitting=_steps_that_fit,
+    ),
+    when(
+        lambda o: o.completions_of_generation % o.num_generations,
+        "per_device_train_batch_size {per_device_train_batch_size} * steps_per_generation "
+        "{micro_batches_per_generation} * {world_size} processes = {completions_of_generation} completions: must be a "
+        "multiple of num_generations={num_generations}. The nearest that works is {nearest}, which is "
+        "{nearest_per_process} on each process.",
+        example("grpo", num_generations=3),
+        nearest=_nearest_completions,
+        nearest_per_process=lambda o: _nearest_completions(o) // int(o.world_size),
+    ),
+)
+GENERATION_MODE_RULES = (
+    when(
+        lambda o: o.increase_batch_size_on_plateau and o.generation_mode != "sync",
+        "increase_batch_size_on_plateau={increase_batch_size_on_plateau} with generation_mode={generation_mode!r}: "
+        "completions are requested before it is known how many the next step needs. Use generation_mode='sync'.",
+        example("grpo", increase_batch_size_on_plateau=2, generation_mode="overlap", use_vllm=True),
+    ),
+    when(
+        lambda o: o.ema_decay is not None and o.generation_mode == "async",
+        "ema_decay={ema_decay} with generation_mode='async': completions for training that are being sampled during "
+        "an evaluation would come from the average. Use generation_mode='sync' or 'overlap'.",
+        example("grpo", ema_decay=0.9, generation_mode="async", use_vllm=True),
+    ),
+    when(
+        lambda o: o.generation_mode == "overlap" and o.steps_of_a_generation > 1,
+        "generation_mode='overlap' with {steps_of_a_generation} optimizer steps for each generation: the first would "
+        "be taken while completions of the others are still being sampled. Set num_iterations=1 and "
+        "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'.",
+        example("grpo", generation_mode="overlap", num_iterations=2, use_vllm=True),
+    ),
+    when(
+        lambda o: o.generation_mode == "overlap" and o.completions_per_rank % o.num_generations,
+        "generation_mode='overlap' with {completions_per_rank} completions on each process and "
+        "num_generations={num_generations}: a group is trained on as it arrives, so each process needs the same "
+        "number of groups. Make per_device_train_batch_size * steps_per_generation a multiple of num_generations, or "
+        "use generation_mode='sync'.",
+        example("grpo", processes=2, generation_mode="overlap", per_device_train_batch_size=4, use_vllm=True),
+    ),
+    when(
+        _needs_whole_batch,
+        "generation_mode='overlap' with {found[0]}: the update from a group then depends on the whole batch, but "
+        "training on groups starts before it is complete. {found[1]}",
+        example("grpo", generation_mode="overlap", dynamic_sampling=True, use_vllm=True),
+    ),
+    _chooses_prompts(
+        "dynamic_sampling", example("grpo", dynamic_sampling=True, generation_mode="async", use_vllm=True)
+    ),
+    _chooses_prompts("curriculum", example("grpo", curriculum="band", generation_mode="async", use_vllm=True)),
+    when(
+        lambda o: o.generation_mode == "async" and o.max_staleness < o.steps_of_a_generation,
+        "max_staleness={max_staleness}: must be at least {steps_of_a_generation}, the optimizer steps of one "
+        "generation, or nothing can be generated ahead.",
+        example("grpo", generation_mode="async", max_staleness=1, num_iterations=2, use_vllm=True),
+    ),
+)
+AT_K_RULES = (
+    when(
+        lambda o: o.at_k_params.k is None and not o.at_k_params.is_default,
+        "pass_at_k_kwargs={pass_at_k_kwargs!r} has no effect because it has no k. Add one: k=[1, 8].",
+        example("grpo", pass_at_k_kwargs={"threshold": 0.5}),
+    ),
+    when(
+        lambda o: _meaningless_k(o) is not None,
+        "pass_at_k_kwargs: k={wrong}: must be from 1 to {samples_per_evaluated_prompt}, the samples of each prompt in "
+        "evaluations. Set num_generations_eval={enough}, or lower k.",
+        example("grpo", pass_at_k_kwargs={"k": [64]}),
+        wrong=_meaningless_k,
+        enough=lambda o: max(_meaningless_k(o) or 0, 1),
+    ),
+)

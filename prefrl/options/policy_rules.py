@@ -1,0 +1,346 @@
+"""Which options of policy-gradient losses and their advantages exclude each other, and those of one algorithm.
+
+Plain values alone: the command checks them before torch is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefrl.options.generation_rules import GenerationRules
+from prefrl.options.optimizers import decay_rule, optimizer_of
+from prefrl.options.rules import Example, Rule, example, unset, when
+from prefrl.options.schedule_rules import takes_warmup
+
+__all__ = [
+    "CRITIC_RULES",
+    "GROUP_RULES",
+    "HYPERPARAMETERS_RULES",
+    "KL_RULES",
+    "LEVEL_RULES",
+    "PAIRS_RULES",
+    "RATIO_RULES",
+    "REINFORCE_PLUS_PLUS_RULES",
+    "RLOO_RULES",
+    "PolicyGradientRules",
+    "kl_part",
+    "name_scale",
+]
+
+
+def kl_part(config: Any) -> str | None:
+    """The estimator of the KL term; None: there is no term."""
+    return str(config.kl_estimator) if config.beta > 0 else None
+
+
+def name_scale(config: Any) -> None:
+    """Give `scale_rewards` the name of its value: True means "group", False "none"."""
+    if isinstance(config.scale_rewards, bool):
+        config.scale_rewards = "group" if config.scale_rewards else "none"
+
+
+class PolicyGradientRules(GenerationRules):
+    """What the options that advantages and losses connect say together; a base of policy-gradient configs.
+
+    These configs also know `estimator`, `of_tokens` (whether it gives each token its own advantage), `needs_greedy`,
+    `levels` (of the ratio, that the loss supports), `reduction` (how the loss is averaged), and the hyperparameters:
+    `loss_params`, `entropy_params`, `kl_params`, `advantage_params`, `selection_params` and `shaping_params`.
+    """
+
+    @property
+    def needs_whole_batch(self) -> dict[str, str]:
+        """See `GenerationRules.needs_whole_batch`."""
+        options, needs = self._all, super().needs_whole_batch
+        if options.normalize_advantages:
+            needs["normalize_advantages=True"] = "Set it to False."
+        if options.top_entropy_quantile < 1:
+            needs[f"top_entropy_quantile={options.top_entropy_quantile}"] = "Set it to 1."
+        if options.loss_type in ("clip_cov", "kl_cov"):
+            needs[f"loss_type={options.loss_type!r}"] = "Use another loss."
+        if self.bonus_has_own_count:
+            bonus = f"entropy_coef={options.entropy_coef}" if options.entropy_coef else "use_adaptive_entropy=True"
+            if options.reduction != "token":
+                needs[f"{bonus} and loss_type={options.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
+            else:
+                needs[f"{bonus} and a selection of tokens"] = "Remove one of them."
+        if _scales_by_batch(options):
+            needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
+        if _normalizes_each_reward(options):
+            needs["multi_objective_aggregation='normalize_then_sum'"] = (
+                "Use multi_objective_aggregation='sum_then_normalize'."
+            )
+        if options.estimator == "gpg":
+            needs["advantage_estimator='gpg'"] = "Use another estimator."
+        resamples = options.rollout_selection in ("pow", "max_min", "max_random")
+        given = {
+            "rollout_selection": options.rollout_selection if resamples else None,
+            "loss_kwargs: positive_nll_coef": options.loss_params.positive_nll_coef,
+            "reward_balance": options.reward_balance,
+        }
+        return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return bool(self._all.entropy_coef > 0 or self._all.use_adaptive_entropy)
+
+    @property
+    def bonus_has_own_count(self) -> bool:
+        """Whether the bonus is a mean over something else than the items that the loss is divided by."""
+        options = self._all
+        selects = options.top_entropy_quantile < 1 or options.loss_params.min_filter_prefix_tokens is not None
+        return self.has_bonus and (selects or options.reduction != "token")
+
+
+def _scales_by_batch(o: Any) -> bool:
+    return "scale_rewards" in o.advantage_params.names() and o.advantage_params.scale_rewards == "batch"
+
+
+def _normalizes_each_reward(o: Any) -> bool:
+    params = o.advantage_params
+    has_choice = "multi_objective_aggregation" in params.names()
+    return has_choice and params.multi_objective_aggregation == "normalize_then_sum"
+
+
+def _corrects_bias_of_reward(o: Any) -> bool:
+    params = o.kl_params if o.kl_in == "reward" and o.beta > 0 else None
+    return params is not None and "bias_correction" in params.names() and params.bias_correction
+
+
+def _changes_totals(o: Any) -> bool:
+    return o.kl_in == "reward" or not o.shaping_params.is_default
+
+
+def _selects_all(o: Any) -> bool:
+    params = None if o.rollout_selection is None else o.selection_params
+    if params is None or "num_selected" not in params.names():
+        return False
+    return bool((params.num_selected or o.num_generations) >= o.num_generations)
+
+
+def _has_returns(o: Any) -> bool:
+    return o.turn_credit == "return" and not o.of_tokens
+
+
+def _on_totals(o: Any) -> str | None:
+    """An option that applies to the total rewards of completions, as text; None: none is set."""
+    given = {
+        "reward_shaping_kwargs": not o.shaping_params.is_default,
+        f"reward_balance={o.reward_balance!r}": o.reward_balance is not None,
+        "normalize_advantages=True": o.normalize_advantages,
+        "scale_rewards='batch'": _scales_by_batch(o),
+        "multi_objective_aggregation='normalize_then_sum'": _normalizes_each_reward(o),
+    }
+    return next((name for name, is_set in given.items() if is_set), None)
+
+
+def _needs_two(why: str, example: Example, *estimators: str) -> Rule:
+    """Groups need a second completion, with these estimators; with all, if none is named."""
+    return when(
+        lambda o: o.num_generations < 2 and (not estimators or o.advantage_estimator in estimators),
+        f"num_generations={{num_generations}}: {why}. Set num_generations>=2.",
+        example,
+    )
+
+
+LEVEL_RULES = (
+    when(
+        lambda o: o.importance_sampling_level not in o.levels,
+        "importance_sampling_level={importance_sampling_level!r} with loss_type={loss_type!r}: this loss supports "
+        "{supported}.",
+        example("grpo", loss_type="gmpo", importance_sampling_level="sequence"),
+        supported=lambda o: " and ".join(map(repr, sorted(o.levels))),
+    ),
+)
+KL_RULES = (
+    *unset(
+        {"kl_estimator": "k1", "kl_in": "reward"},
+        if_=lambda o: o.beta == 0,
+        because="beta=0.0: there is no KL term",
+        remedy="Set beta > 0.",
+        example=example("grpo", beta=0.0),
+    ),
+    when(
+        lambda o: o.kl_estimator == "full" and o.sync_ref_model,
+        "kl_estimator='full' with sync_ref_model=True: it keeps hidden states of the reference, which become outdated "
+        "when the reference moves. Use another estimator, or leave sync_ref_model False.",
+        example("grpo", kl_estimator="full", sync_ref_model=True),
+    ),
+    when(
+        lambda o: o.kl_in == "reward" and o.kl_estimator not in ("k1", "abs", "k2", "k3"),
+        "kl_estimator={kl_estimator!r} with kl_in='reward': a reward has no gradient, so only its value counts. Use "
+        "'k1' (unbiased), 'k2', 'k3' or 'abs'.",
+        example("grpo", kl_in="reward", kl_estimator="full"),
+    ),
+)
+RATIO_RULES = (
+    when(
+        lambda o: (
+            o.of_tokens
+            and (o.importance_sampling_level in ("sequence", "sequence_sum") or o.loss_type in ("gmpo", "vespo"))
+        ),
+        "importance_sampling_level={importance_sampling_level!r}, loss_type={loss_type!r} with token-level advantages "
+        "({estimator}): a ratio of whole sequences gives every token's gradient the mean of their advantages. Use "
+        "level 'token' or 'sequence_token', and another loss.",
+        example("reinforce_plus_plus", importance_sampling_level="sequence"),
+    ),
+)
+HYPERPARAMETERS_RULES = (
+    when(
+        lambda o: o.use_adaptive_entropy and not o.entropy_params.min <= o.entropy_coef <= o.entropy_params.max,
+        "entropy_coef={entropy_coef}: must be from min {entropy_params.min} to max {entropy_params.max} of "
+        "entropy_kwargs",
+        example("grpo", use_adaptive_entropy=True, entropy_coef=2.0),
+    ),
+    when(
+        _corrects_bias_of_reward,
+        "kl_kwargs: bias_correction=True has no effect because kl_in='reward': the ratio of the policy loss already "
+        "weights the whole reward. Leave it False.",
+        example("grpo", kl_in="reward", kl_kwargs={"bias_correction": True}),
+    ),
+    when(
+        lambda o: o.kl_estimator == "sequence" and o.reduction == "sequence_mean",
+        "kl_estimator='sequence' with loss_type={loss_type!r}: it weights sequences by 1 / length, but the KL of a "
+        "sequence is a sum over its tokens. Use a loss that sums or averages over all tokens.",
+        example("grpo", kl_estimator="sequence", loss_type="grpo"),
+    ),
+    when(
+        lambda o: o.reward_balance is not None and o.of_tokens,
+        "reward_balance={reward_balance!r} with token-level advantages ({estimator}): only advantages of completions "
+        "are computed for each reward. Use GRPO or RLOO.",
+        example("reinforce_plus_plus", reward_balance="nash"),
+    ),
+    when(
+        lambda o: o.reward_balance is not None and (_changes_totals(o) or o.needs_greedy),
+        "reward_balance={reward_balance!r} weights the advantages of each reward, but kl_in='reward', "
+        "reward_shaping_kwargs and a greedy baseline apply to the total reward. Remove them.",
+        example("grpo", reward_balance="nash", advantage_estimator="remax"),
+    ),
+    when(
+        lambda o: o.reward_balance not in (None, "fixed") and min(o.reward_weights or [1.0]) < 0,
+        "reward_weights={reward_weights}: reward_balance={reward_balance!r} needs weights >= 0. Change the sign of "
+        "the reward, or use 'fixed'.",
+        example("grpo", reward_balance="nash", reward_weights=[1.0, -1.0]),
+    ),
+    when(
+        lambda o: _normalizes_each_reward(o) and _changes_totals(o),
+        "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but kl_in='reward' and "
+        "reward_shaping_kwargs change the total. Use 'sum_then_normalize', or remove these.",
+        example(
+            "grpo",
+            advantage_kwargs={"multi_objective_aggregation": "normalize_then_sum"},
+            reward_shaping_kwargs={"normalize": True},
+        ),
+    ),
+    when(
+        lambda o: _normalizes_each_reward(o) and o.reward_balance is not None,
+        "multi_objective_aggregation='normalize_then_sum' with reward_balance={reward_balance!r}: both determine how "
+        "rewards are combined. Remove one of them.",
+        example(
+            "grpo",
+            advantage_kwargs={"multi_objective_aggregation": "normalize_then_sum"},
+            reward_balance="nash",
+        ),
+    ),
+    when(
+        _selects_all,
+        "selection_kwargs: num_selected={selection_params.num_selected}: must be below "
+        "num_generations={num_generations} with rollout_selection={rollout_selection!r}",
+        example("grpo", rollout_selection="best"),
+    ),
+    *unset(
+        {"turn_discount": 0.5},
+        if_=lambda o: not _has_returns(o),
+        because="it discounts only with turn_credit='return' and advantages of completions",
+        remedy="Set turn_credit='return'; for advantages of tokens set gamma in advantage_kwargs.",
+        example=example("reinforce_plus_plus", turn_credit="return"),
+    ),
+    when(
+        lambda o: _has_returns(o) and o.estimator not in ("grpo", "rloo"),
+        "turn_credit='return' with advantage_estimator={estimator!r}: returns are compared with the mean of the other "
+        "episodes, as only 'grpo', 'rloo' and estimators of tokens allow. Use one of these.",
+        example("grpo", turn_credit="return", advantage_estimator="opo"),
+    ),
+    when(
+        lambda o: _on_totals(o) if _has_returns(o) else None,
+        "turn_credit='return' with {found}: that applies to the total reward, but each turn has its own. Remove one "
+        "of the two.",
+        example("grpo", turn_credit="return", normalize_advantages=True),
+    ),
+)
+GROUP_RULES = (
+    when(
+        lambda o: o.num_generations < 2 and o.advantage_estimator != "remax",
+        "num_generations={num_generations}: group advantages need at least 2 completions of a prompt. Set "
+        "num_generations>=2.",
+        example("grpo", num_generations=1),
+    ),
+    when(
+        lambda o: o.advantage_estimator == "remax" and o.generation_mode != "sync",
+        "generation_mode={generation_mode!r} with advantage_estimator='remax': its greedy completions are requested "
+        "together with the others. Use generation_mode='sync'.",
+        example("grpo", advantage_estimator="remax", generation_mode="overlap", use_vllm=True),
+    ),
+)
+RLOO_RULES = (
+    _needs_two("a completion is compared with the others of its prompt", example("rloo", num_generations=1)),
+)
+REINFORCE_PLUS_PLUS_RULES = (
+    _needs_two(
+        "advantage_estimator='reinforce_plus_plus_baseline' compares the completions of a prompt",
+        example("reinforce_plus_plus", advantage_estimator="reinforce_plus_plus_baseline"),
+        "reinforce_plus_plus_baseline",
+    ),
+)
+CRITIC_RULES = (
+    *unset(
+        {"detach_trunk": True},
+        if_=lambda o: o.critic == "model",
+        because="critic='model' shares nothing with the policy",
+        remedy="Use critic='head'.",
+        example=example("ppo", critic="model"),
+    ),
+    when(
+        lambda o: 0 < o.max_steps <= o.critic_warmup,
+        "critic_warmup={critic_warmup}: must be below max_steps={max_steps}, or the policy never learns",
+        example("ppo", critic_warmup=5, max_steps=5),
+    ),
+    decay_rule(
+        "critic_optim_kwargs: weight_decay",
+        lambda o: o.critic_params.weight_decay,
+        example("ppo", critic_optim_kwargs={"weight_decay": 0.1}, optim="rprop"),
+    ),
+    when(
+        lambda o: o.critic_params.max_grad_norm is not None and o.max_grad_norm == 0,
+        "critic_optim_kwargs: max_grad_norm has no effect because max_grad_norm=0 turns clipping off. Set "
+        "max_grad_norm to a norm that the policy's gradients do not reach, such as 1e9.",
+        example("ppo", critic_optim_kwargs={"max_grad_norm": 1.0}, max_grad_norm=0.0),
+    ),
+    when(
+        lambda o: o.critic_params.warmup_steps is not None and not takes_warmup(o),
+        "critic_optim_kwargs: warmup_steps={critic_params.warmup_steps} has no effect because "
+        "lr_scheduler_type={lr_scheduler_type!r} does not read it. Choose another schedule, such as "
+        "'constant_with_warmup'.",
+        example("ppo", critic_optim_kwargs={"warmup_steps": 2}, lr_scheduler_type="constant"),
+    ),
+    when(
+        lambda o: o.critic_warmup and optimizer_of(o) == "asgd",
+        "critic_warmup={critic_warmup} with optim='asgd', which also shrinks weights without gradients, such as the "
+        "policy's. Set critic_warmup=0, or choose another optimizer.",
+        example("ppo", critic_warmup=2, optim="asgd"),
+    ),
+)
+PAIRS_RULES = (
+    when(
+        lambda o: o.use_vllm and o.generation_mode == "async",
+        "generation_mode='async': online DPO does not correct for samples of older weights. Use 'sync' or 'overlap'.",
+        example("online_dpo", use_vllm=True, generation_mode="async"),
+    ),
+    _needs_two("a pair needs at least 2 completions of a prompt", example("online_dpo", num_generations=1)),
+    when(
+        lambda o: o.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction=True has no effect because pairs are trained on like those of a dataset. "
+        "Leave it None.",
+        example("online_dpo", use_vllm=True, vllm_importance_sampling_correction=True),
+    ),
+)

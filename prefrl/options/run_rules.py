@@ -1,0 +1,325 @@
+"""What the options must be that all trainers share, and HuggingFace's options that would have no effect here.
+
+Plain values alone: the command checks them before torch is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import plain_value
+from prefrl.options.references import check_references
+from prefrl.options.rules import Rule, apply, example, unset, when
+from prefrl.options.types import LARGEST_INTEGER, BatchSize, check_value
+
+__all__ = [
+    "COMMON_RULES",
+    "COMPILATION_RULES",
+    "CPU_RULES",
+    "HUGGINGFACE",
+    "IGNORED_RULES",
+    "IGNORED_PARTS_RULES",
+    "LIGER_RULES",
+    "STEPS_RULES",
+    "check_device",
+    "check_intervals",
+    "check_paths",
+]
+
+_LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
+# HuggingFace's options whose annotations say less, or other than what they take: bounds that it does not check, and
+# None for what is optional in TRL.
+HUGGINGFACE: dict[str, Any] = {
+    "resume_from_checkpoint": str | bool | None,
+    "fsdp": bool | str | list[str] | None,
+    "debug": str | list[str] | None,
+    "bf16": bool | None,
+    "fp16": bool | None,
+    "remove_unused_columns": bool | None,
+    "log_level": _LogLevel,
+    "log_level_replica": _LogLevel,
+    "num_train_epochs": Annotated[float, Ge(1e-6), Le(10**9)],
+    "max_steps": Annotated[int, Ge(-1)],
+    "per_device_train_batch_size": BatchSize,
+    "per_device_eval_batch_size": BatchSize,
+    "gradient_accumulation_steps": Annotated[int, Ge(1), Le(10**5)],
+    "learning_rate": Annotated[float, Ge(0)],
+    "weight_decay": Annotated[float, Ge(0), Le(1000)],
+    "max_grad_norm": Annotated[float, Ge(0), Le(math.inf)],
+    "adam_beta1": Annotated[float, Ge(0), Lt(1)],
+    "adam_beta2": Annotated[float, Ge(0), Lt(1)],
+    "adam_epsilon": Annotated[float, Ge(0), Le(1)],
+    "warmup_steps": Annotated[float, Ge(0), Le(10**9)],
+    "seed": Annotated[int, Ge(0), Lt(2**32)],
+    "data_seed": Annotated[int, Ge(0), Lt(2**32)] | None,
+    "dataloader_num_workers": Annotated[int, Ge(0), Le(256)],
+    "dataloader_prefetch_factor": Annotated[int, Ge(1), Le(10**6)] | None,
+    "eval_delay": Annotated[float, Ge(0), Le(LARGEST_INTEGER)],
+    "save_total_limit": Annotated[int, Ge(1)] | None,
+    "ddp_timeout": Annotated[int, Ge(1), Le(10**9)],
+    "torch_empty_cache_steps": Annotated[int, Ge(1)] | None,
+}
+# What intervals must be with logging_strategy="steps" and so on. People write large numbers for "never".
+_INTERVAL = Annotated[float, Gt(0), Le(LARGEST_INTEGER)]
+# Files and folders, on this machine or another, and what names folders of trackers.
+_PATHS = (
+    *("output_dir", "resume_from_checkpoint", "upload_to", "chat_template_path"),
+    *("hub_model_id", "run_name", "project"),
+)
+# Of torch.compile: they replay recorded kernels on fixed memory, which rows of other lengths do not fit into.
+_RECORDING = ("reduce-overhead", "max-autotune")
+# Of HuggingFace's options: what they are where they have no effect, and why.
+_PRECISION = "evaluation runs in the precision of training"
+_NO_LOGITS = "evaluation computes metrics as it goes and keeps no logits or labels"
+_OWN_BATCHES = "prefrl, not accelerate, lays out and distributes batches"
+_OWN_COLUMNS = "the data layer chooses the columns"
+_SEED = "the order of rows depends on the seed alone"
+
+
+def check_intervals(config: Any) -> None:
+    """Check the numbers of steps, before HuggingFace's __post_init__ and ours calculate with them.
+
+    Raises:
+        ConfigError: One is out of bounds.
+    """
+    for what in ("logging", "eval", "save"):
+        interval = getattr(config, f"{what}_steps")
+        if plain_value(getattr(config, f"{what}_strategy")) == "steps" and interval is not None:
+            check_value(f"{what}_steps", interval, _INTERVAL)
+    apply(config, STEPS_RULES)
+
+
+def check_paths(config: Any) -> None:
+    """Reject paths with references.
+
+    Raises:
+        ConfigError: Names the option and its value.
+    """
+    check_references({name: getattr(config, name) for name in _PATHS if hasattr(config, name)})
+
+
+def check_device(config: Any) -> None:
+    """Reject what has no effect on the CPU, and trials on a device whose memory is not measured.
+
+    Raises:
+        ConfigError: Names the option and what to do.
+    """
+    if config.sought and config.device.type not in ("cpu", "cuda", "unknown"):  # unknown: the command's early checks
+        raise ConfigError(
+            f"{min(config.sought)}='auto' on {config.device.type.upper()}: sizes are found by trial on CUDA devices "
+            "and CPUs only. Set a number."
+        )
+    apply(config, CPU_RULES)
+
+
+def _lacks_gpu(o: Any) -> bool:
+    return o.device.type in ("cpu", "mps")
+
+
+def _ignored(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
+    """An option of HuggingFace that has no effect here; its default depends on the release, so `unset` says it."""
+    return when(
+        lambda o: getattr(o, name) != unset,
+        f"{name}={{{name}!r}} has no effect because {because}. {remedy}",
+        example("sft", **{name: value}),
+    )
+
+
+def _ignored_part(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
+    """A part of `accelerator_config` that has no effect here."""
+
+    def given(o: Any) -> Any:
+        parts = o.accelerator_config  # a mapping until HuggingFace's __post_init__
+        return parts.get(name, unset) if isinstance(parts, dict) else getattr(parts, name, unset)
+
+    return when(
+        lambda o: given(o) != unset,
+        f"accelerator_config.{name}={{given!r}} has no effect because {because}. {remedy}",
+        example("sft", accelerator_config={name: value}),
+        given=given,
+    )
+
+
+STEPS_RULES = (
+    when(
+        lambda o: o.max_steps < 1 and o.max_steps != -1,
+        "max_steps={max_steps}: must be at least 1, or -1, which trains for num_train_epochs. To train nothing, do "
+        "not call train().",
+        example("sft", max_steps=0),
+    ),
+)
+COMMON_RULES = (
+    when(
+        lambda o: o.remove_unused_columns,
+        "remove_unused_columns=True: must be False, because the data layer chooses the columns",
+        example("sft", remove_unused_columns=True),
+    ),
+    when(
+        lambda o: o.train_sampling_strategy not in ("random", "sequential"),
+        "train_sampling_strategy={train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches are not "
+        "padded, so grouping by length has no use; max_tokens_per_micro_batch balances tokens.",
+        example("sft", train_sampling_strategy="group_by_length"),
+    ),
+    when(
+        lambda o: o.log_flops and o.torch_compile,
+        "log_flops=True with torch_compile=True: operations inside compiled code are not counted. Set one of them to "
+        "False.",
+        example("sft", log_flops=True, torch_compile=True),
+    ),
+    when(
+        lambda o: o.auto_find_batch_size,
+        "auto_find_batch_size=True is not supported: it finds out what fits by running out of memory. Set "
+        "max_tokens_per_micro_batch='auto'.",
+        example("sft", auto_find_batch_size=True),
+    ),
+    when(
+        lambda o: o.neftune_noise_alpha is not None,
+        "neftune_noise_alpha={neftune_noise_alpha} is not supported: its noise is scaled by the length of a padded "
+        "row, and there are none here. Leave it None.",
+        example("sft", neftune_noise_alpha=5.0),
+    ),
+    *unset(
+        {"nan_patience": 2},
+        if_=lambda o: o.on_nan == "stop",
+        because="on_nan='stop': the first step ends training",
+        remedy="Set on_nan='skip'.",
+        example=example("sft"),
+    ),
+    *unset(
+        {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+        if_=lambda o: not o.activation_checkpointing,
+        because="activation_checkpointing=False",
+        remedy="Set activation_checkpointing=True.",
+        example=example("sft"),
+    ),
+    *unset(
+        {"liger_kernel_config": {"rope": True}},
+        if_=lambda o: not o.use_liger_kernel,
+        because="use_liger_kernel=False",
+        remedy="Set use_liger_kernel=True.",
+        example=example("sft"),
+    ),
+)
+CPU_RULES = (
+    when(
+        lambda o: o.fp16 and o.device.type == "cpu",
+        "fp16=True on the CPU: float16 is for GPUs, and has no effect here. Set bf16=True, or neither.",
+        example("sft", fp16=True),
+    ),
+    *unset(
+        {"activation_offloading": True},
+        if_=lambda o: o.device.type == "cpu",
+        because="this run is on the CPU, where activations are already in host memory",
+        remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
+        example=example("sft"),
+    ),
+)
+LIGER_RULES = (
+    when(
+        lambda o: o.use_liger_kernel and _lacks_gpu(o),
+        "use_liger_kernel=True: Liger's kernels are Triton programs for GPUs, and this run is on the {where}. Leave "
+        "it False, or run on a GPU.",
+        example("sft", use_liger_kernel=True),
+        where=lambda o: o.device.type.upper(),
+    ),
+)
+COMPILATION_RULES = (
+    when(
+        lambda o: o.torch_compile_mode in _RECORDING,
+        "torch_compile_mode={torch_compile_mode!r}: records CUDA graphs, each for fixed lengths of rows, but the "
+        "lengths differ in every step. Leave it out, or set 'max-autotune-no-cudagraphs'.",
+        example("sft", torch_compile_mode="reduce-overhead"),
+    ),
+)
+IGNORED_RULES = (
+    _ignored(
+        "average_tokens_across_devices",
+        False,
+        unset=True,
+        because="losses are always divided by the count over all devices",
+        remedy="Leave it True.",
+    ),
+    _ignored(
+        "label_smoothing_factor",
+        0.1,
+        unset=0.0,
+        because="the losses here are computed from token log-probs",
+        remedy="Leave it at 0.",
+    ),
+    _ignored(
+        "include_num_input_tokens_seen",
+        "all",
+        unset="no",
+        because="the metric num_tokens counts every token that was processed",
+        remedy="Read num_tokens.",
+    ),
+    _ignored(
+        "bf16_full_eval",
+        True,
+        unset=False,
+        because=_PRECISION,
+        remedy="Set bf16=True, or load the model with a dtype of bfloat16.",
+    ),
+    _ignored(
+        "fp16_full_eval",
+        True,
+        unset=False,
+        because=_PRECISION,
+        remedy="Set fp16=True, or load the model with a dtype of float16.",
+    ),
+    _ignored(
+        "prediction_loss_only",
+        True,
+        unset=False,
+        because=_NO_LOGITS,
+        remedy="Leave it False: evaluate() returns only metrics.",
+    ),
+    _ignored(
+        "eval_accumulation_steps",
+        2,
+        unset=None,
+        because=_NO_LOGITS,
+        remedy="Leave it None; per_device_eval_batch_size decides the memory of evaluation.",
+    ),
+    _ignored("eval_do_concat_batches", False, unset=True, because=_NO_LOGITS, remedy="Leave it True."),
+    _ignored(
+        "eval_use_gather_object",
+        True,
+        unset=False,
+        because=_NO_LOGITS,
+        remedy="Leave it False; metrics are over all processes.",
+    ),
+    _ignored(
+        "include_for_metrics",
+        ["loss"],
+        unset=[],
+        because=_NO_LOGITS,
+        remedy="Leave it empty; a TrainerCallback reads the metrics.",
+    ),
+    _ignored("batch_eval_metrics", True, unset=False, because=_NO_LOGITS, remedy="Leave it False."),
+    _ignored("label_names", ["labels"], unset=None, because=_OWN_COLUMNS, remedy="Leave it None."),
+    _ignored(
+        "length_column_name",
+        "n",
+        unset="length",
+        because=_OWN_COLUMNS,
+        remedy="Leave it out; rows are not grouped by length.",
+    ),
+    _ignored("dataloader_in_order", False, unset=True, because=_SEED, remedy="Leave it True."),
+)
+IGNORED_PARTS_RULES = (
+    _ignored_part("split_batches", True, unset=False, because=_OWN_BATCHES, remedy="Set per_device_train_batch_size."),
+    _ignored_part("dispatch_batches", True, unset=None, because=_OWN_BATCHES, remedy="Leave it out."),
+    _ignored_part(
+        "even_batches",
+        False,
+        unset=True,
+        because=_OWN_BATCHES,
+        remedy="Leave it out; dataloader_drop_last skips uneven steps.",
+    ),
+    _ignored_part("use_seedable_sampler", False, unset=True, because=_SEED, remedy="Set data_seed."),
+)

@@ -1,0 +1,120 @@
+"""Each row of each table of rules: its example breaks it and no row before it, in the config and in the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import re
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefrl.options
+from prefrl.errors import ConfigError
+from prefrl.options.rules import Rule, apply, example, unset, when
+from prefrl.registry import REGISTRY
+from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.schema.parser import SchemaParser
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The tables of rules between options, by module and name, and those of hyperparameters, by their class."""
+    for module in pkgutil.walk_packages(prefrl.options.__path__, "prefrl.options."):
+        importlib.import_module(module.name)
+    for algorithm in REGISTRY.values():
+        algorithm.load_config()
+    found: dict[int, tuple[str, tuple[Rule, ...]]] = {}
+    for name, module in sorted(sys.modules.items()):
+        for variable, table in vars(module).items() if name.startswith("prefrl.") else ():
+            if isinstance(table, tuple) and table and all(isinstance(row, Rule) for row in table):
+                found.setdefault(id(table), (variable, table))
+    return dict(found.values())
+
+
+TABLES = tables()
+parser = cache(SchemaParser)
+
+
+@cache
+def config(algorithm: str, processes: int) -> type:
+    """The config of an algorithm on some processes."""
+    config_class = REGISTRY[algorithm].load_config()
+    return config_class if processes == 1 else type("Config", (config_class,), {"world_size": processes})
+
+
+def broken(check: Callable[[], Any]) -> tuple[Rule, str]:
+    """The row that refuses options, and its message."""
+    with pytest.raises(ConfigError) as refused:
+        check()
+    frame = refused.tb
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame.tb_frame.f_locals["self"], str(refused.value)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_example_of_a_row_breaks_this_row_first_in_config_and_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for row in TABLES[name]:
+        options = {"output_dir": str(tmp_path), **row.example.options, "use_cpu": True}
+        found, said = broken(partial(config(row.example.algorithm, row.example.processes), **options))
+        assert found is row, (row.example, said)
+        monkeypatch.setenv("WORLD_SIZE", str(row.example.processes))
+        check = parser(row.example.algorithm).check
+        assert broken(partial(check, Given(options, places={}, takes_rewards=False))) == (row, said), row.example
+        monkeypatch.delenv("WORLD_SIZE")
+
+
+@pytest.mark.parametrize("algorithm", REGISTRY)
+def test_the_defaults_break_no_row(algorithm: str, tmp_path: Path) -> None:
+    REGISTRY[algorithm].load_config()(output_dir=str(tmp_path), use_cpu=True)
+    parser(algorithm).check(Given({}, places={}, takes_rewards=False))
+
+
+def test_all_tables_are_found() -> None:
+    assert sum(map(len, TABLES.values())) > 150
+    assert {"COMMON_RULES", "PACKING_RULES", "SERVER_RULES"} <= TABLES.keys()
+
+
+RULES = (
+    *unset(
+        {"a": 1, "b": 2}, if_=lambda o: o.off, because="off={off!r} {{}}", remedy="Set on.", example=example("sft")
+    ),
+    when(lambda o: [o.a] if o.a > 1 else None, "a={found[0]!r}, {twice:.1f}", example("sft"), twice=lambda o: 2 * o.a),
+)
+
+
+@dataclasses.dataclass
+class Options:
+    off: str = ""
+    a: int = 0
+    b: Any = 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(), None),
+        (Options("yes"), None),
+        (Options(a=1, b=3), None),
+        (Options("yes", a=1, b=3), "a=1 has no effect because off='yes' {}. Set on."),
+        (Options("{b}", b="{off}"), "b='{off}' has no effect because off='{b}' {}. Set on."),
+        (Options(a=2), "a=2, 4.0"),
+    ],
+)
+def test_the_first_row_that_is_broken_says_what_the_options_are(options: Options, message: str | None) -> None:
+    if message is None:
+        apply(options, RULES)
+    else:
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            apply(options, RULES)
+
+
+def test_the_example_of_an_option_without_effect_sets_it() -> None:
+    assert [row.example for row in RULES[:2]] == [example("sft", a=1), example("sft", b=2)]
