@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from prefrl.oracle.tables import EPSILON_HIGH, HYPERPARAMETERS, TABLES
+from prefrl.scripts.oracle.tables import EPSILON_HIGH, HYPERPARAMETERS, TABLES
 
 PAGES = [Path(__file__).parent / name for name in ("oracle.md", "losses.md")]
 MARKERS = re.compile(r"(<!-- oracle: (\w+) -->\n).*?(<!-- end of oracle -->)", re.S)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 __all__ = ["Forest"]
 
@@ -27,83 +26,68 @@ class Forest:
     # P entries: the prompt that a prompt continues, a smaller number than its own; -1: none. (): no prompt has one.
     prompt_parent: tuple[int, ...] = ()
 
+    # What follows from these, found at construction.
+    num_rows: int = field(init=False)  # B
+    num_responses: int = field(init=False)  # R
+    num_prompts: int = field(init=False)  # P
+    num_tokens: int = field(init=False)  # N, response tokens
+    num_forward_tokens: int = field(init=False)  # in a forward pass with shared prompts
+    responses: list[range] = field(init=False)  # B entries: the responses of each row, in order
+    row_lengths: tuple[int, ...] = field(init=False)  # B entries: response tokens of each row
+    prompt_stops: list[int] = field(init=False)  # P entries: tokens up to its end, those that it continues included
+    # R entries: the prompts that each response follows: a root, then each time a prompt that continues the last.
+    contexts: list[tuple[int, ...]] = field(init=False)
+    context_lengths: list[int] = field(init=False)  # R entries: tokens before each response
+    shares_prompts: bool = field(init=False)  # whether a prompt comes before several responses
+
     def __post_init__(self) -> None:
-        """Fill in the responses' rows and the prompts' parents, unless they were given."""
-        if not self.response_row:
-            object.__setattr__(self, "response_row", tuple(range(self.num_responses)))
-        if not self.prompt_parent:
-            object.__setattr__(self, "prompt_parent", (-1,) * self.num_prompts)
-
-    @property
-    def num_rows(self) -> int:
-        """B."""
-        return len(self.group_index)
-
-    @property
-    def num_responses(self) -> int:
-        """R."""
-        return len(self.response_lengths)
-
-    @property
-    def num_prompts(self) -> int:
-        """P."""
-        return len(self.prompt_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """N, the number of response tokens."""
-        return sum(self.response_lengths)
-
-    @property
-    def num_forward_tokens(self) -> int:
-        """Number of tokens in a forward pass with shared prompts."""
-        return sum(self.prompt_lengths) + self.num_tokens
-
-    def responses(self, row: int) -> range:
-        """The responses of a row, in order."""
-        return self._responses[row]
-
-    def context(self, response: int) -> tuple[int, ...]:
-        """The prompts that a response follows, in order: a root, then each time a prompt that continues the last."""
-        return self._paths[self.prompt_index[response]]
-
-    def context_length(self, response: int) -> int:
-        """Number of tokens before a response."""
-        return self.prompt_stops[self.prompt_index[response]]
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether a prompt comes before several responses."""
-        return sum(map(self.context_length, range(self.num_responses))) > sum(self.prompt_lengths)
+        """Fill in the responses' rows and the prompts' parents, unless they were given, and what follows from them."""
+        num_rows, num_responses, num_prompts = map(len, (self.group_index, self.response_lengths, self.prompt_lengths))
+        response_row = self.response_row or tuple(range(num_responses))
+        prompt_parent = self.prompt_parent or (-1,) * num_prompts
+        paths: list[tuple[int, ...]] = []
+        stops: list[int] = []
+        for prompt, (length, parent) in enumerate(zip(self.prompt_lengths, prompt_parent, strict=True)):
+            paths.append((prompt,) if parent < 0 else (*paths[parent], prompt))
+            stops.append(length if parent < 0 else stops[parent] + length)
+        ends, row_lengths = [0] * num_rows, [0] * num_rows
+        for response, (row, length) in enumerate(zip(response_row, self.response_lengths, strict=True)):
+            ends[row] = response + 1
+            row_lengths[row] += length
+        context_lengths = [stops[prompt] for prompt in self.prompt_index]
+        num_tokens, num_prompt_tokens = sum(row_lengths), sum(self.prompt_lengths)
+        vars(self).update(  # the class is frozen
+            response_row=response_row,
+            prompt_parent=prompt_parent,
+            num_rows=num_rows,
+            num_responses=num_responses,
+            num_prompts=num_prompts,
+            num_tokens=num_tokens,
+            num_forward_tokens=num_prompt_tokens + num_tokens,
+            responses=[range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)],
+            row_lengths=tuple(row_lengths),
+            prompt_stops=stops,
+            contexts=[paths[prompt] for prompt in self.prompt_index],
+            context_lengths=context_lengths,
+            shares_prompts=sum(context_lengths) > num_prompt_tokens,
+        )
 
     def used_prompts(self, rows: Sequence[int]) -> list[int]:
         """The prompts of some rows, each once, in order of first use and after those that they continue."""
-        return list(dict.fromkeys(p for row in rows for i in self.responses(row) for p in self.context(i)))
+        return list(dict.fromkeys(p for row in rows for i in self.responses[row] for p in self.contexts[i]))
 
     def segments(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """The prompts, each once, and responses of some rows: the number of tokens before each, and its own."""
         prompts = [
             (self.prompt_stops[p] - self.prompt_lengths[p], self.prompt_lengths[p]) for p in self.used_prompts(rows)
         ]
-        responses = [response for row in rows for response in self.responses(row)]
-        return [*prompts, *((self.context_length(i), self.response_lengths[i]) for i in responses)]
+        responses = [response for row in rows for response in self.responses[row]]
+        return [*prompts, *((self.context_lengths[i], self.response_lengths[i]) for i in responses)]
 
     def forward_tokens(self, rows: Sequence[int]) -> int:
         """Number of tokens of some rows in a forward pass with shared prompts."""
-        return sum(length for _, length in self.segments(rows))
-
-    @cached_property
-    def row_lengths(self) -> tuple[int, ...]:
-        """B entries: number of response tokens of each row."""
-        return tuple(sum(self.response_lengths[i] for i in responses) for responses in self._responses)
-
-    @cached_property
-    def prompt_stops(self) -> list[int]:
-        """P entries: number of tokens up to the end of each prompt, those that it continues included."""
-        stops: list[int] = []
-        for length, parent in zip(self.prompt_lengths, self.prompt_parent, strict=True):
-            stops.append(length if parent < 0 else stops[parent] + length)
-        return stops
+        prompts = sum(self.prompt_lengths[prompt] for prompt in self.used_prompts(rows))
+        return prompts + sum(self.row_lengths[row] for row in rows)
 
     def cut(self, token_budget: int, *, whole_groups: bool) -> list[list[int]]:
         """The rows of each part of `TokenBatch.split`.
@@ -127,22 +111,6 @@ class Forest:
                 bins.append((cost, rows))
         return [sorted(rows) for _, rows in bins]
 
-    @cached_property
-    def _responses(self) -> list[range]:
-        """The responses of each row."""
-        stops = [0] * self.num_rows
-        for response, row in enumerate(self.response_row):
-            stops[row] = response + 1
-        return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
-
-    @cached_property
-    def _paths(self) -> list[tuple[int, ...]]:
-        """Each prompt with those that it continues, root first."""
-        paths: list[tuple[int, ...]] = []
-        for prompt, parent in enumerate(self.prompt_parent):
-            paths.append((prompt,) if parent < 0 else (*paths[parent], prompt))
-        return paths
-
     def _families(self) -> list[int]:
         """A number for each row; rows that share a prompt, directly or through other rows, have the same."""
         leaders = list(range(self.num_prompts))
@@ -152,7 +120,7 @@ class Forest:
                 prompt = leaders[prompt]
             return prompt
 
-        roots = [[self.context(i)[0] for i in responses] for responses in self._responses]
+        roots = [[self.contexts[i][0] for i in responses] for responses in self.responses]
         for first, *others in roots:
             for other in others:
                 leaders[leader(other)] = leader(first)

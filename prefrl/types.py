@@ -172,32 +172,26 @@ class TokenBatch(Forest):
     # P entries: the images of each root prompt and of what continues it; None: it has none. (): no prompt has any.
     images: tuple[Images | None, ...] = ()
 
+    # What follows from these, found at construction.
+    device: torch.device = field(init=False)
+    num_trainable: int = field(init=False)  # M, tokens that have a loss
+    has_images: bool = field(init=False)  # whether some prompt has images
+
     def __post_init__(self) -> None:
-        """Count the trainable tokens, unless the counts were given."""
+        """Count the trainable tokens, unless the counts were given, and find out what follows from the fields."""
         super().__post_init__()
+        facts = vars(self)  # the class is frozen
+        facts["device"] = self.response_ids.device
         if len(self.trainable_counts) != self.num_rows:
             counts = torch.zeros(self.num_rows, dtype=torch.long, device=self.device)
             counts.index_add_(0, self.row_index, self.trainable.long())
-            object.__setattr__(self, "trainable_counts", tuple(counts.tolist()))
-
-    @property
-    def num_trainable(self) -> int:
-        """M, the number of tokens that have a loss."""
-        return sum(self.trainable_counts)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether some prompt has images."""
-        return any(images is not None for images in self.images)
+            facts["trainable_counts"] = tuple(counts.tolist())
+        facts["num_trainable"] = sum(self.trainable_counts)
+        facts["has_images"] = any(images is not None for images in self.images)
 
     def images_of(self, response: int) -> Images | None:
         """The images before and in a response."""
-        return self.images[self.context(response)[0]] if self.images else None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors live."""
-        return self.response_ids.device
+        return self.images[self.contexts[response][0]] if self.images else None
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -213,12 +207,15 @@ class TokenBatch(Forest):
             return torch.arange(self.num_tokens, device=self.device)
         return torch.nonzero_static(self.trainable, size=self.num_trainable).squeeze(1)
 
+    def given(self) -> dict[str, Any]:
+        """The fields that a batch is made of, by name, without those that follow from others."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+
     @classmethod
     def of(cls, batch: TokenBatch, **more: Any) -> Self:
         """The same rows in this stage: the fields that both stages have, and those in `more`."""
         names = {f.name for f in dataclasses.fields(cls)}
-        shared = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name in names}
-        return cls(**{**shared, **more})
+        return cls(**{**{name: value for name, value in batch.given().items() if name in names}, **more})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields replaced."""
@@ -228,23 +225,12 @@ class TokenBatch(Forest):
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with all tensors on `device`."""
-        moved = {name: t.to(device, non_blocking=True) for name, t in self.tensors().items()}
-        return self.replace(**moved, trainable_counts=self.trainable_counts)
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor fields that are set, by name."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-    def per_token(self) -> dict[str, Tensor]:
-        """The `[N]` tensors that are set, by name."""
-        return {name: tensor for name, tensor in self.tensors().items() if name != "prompt_ids"}
-
-    def per_row(self) -> dict[str, tuple[Any, ...]]:
-        """The tuples with one entry per row, by name, except those that describe the layout."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        layout = {"images", *(f.name for f in dataclasses.fields(Forest))} - {"group_index"}
-        return {name: value for name, value in values.items() if isinstance(value, tuple) and name not in layout}
+        """The tensor fields that are set, by name. All but the prompts' ids have an entry for each response token."""
+        return {name: value for name, value in self.given().items() if isinstance(value, torch.Tensor)}
 
     def on_device(self, values: Sequence[float]) -> Tensor:
         """Host numbers as a tensor on the batch's device, without waiting for the device."""
@@ -261,18 +247,23 @@ class TokenBatch(Forest):
             raise IndexError(f"rows {bad} are outside 0..{self.num_rows - 1}")
         prompts = self.used_prompts(rows)
         position = {-1: -1, **{prompt: i for i, prompt in enumerate(prompts)}}
-        responses = [response for row in rows for response in self.responses(row)]
-        return self.replace(
-            prompt_ids=_take_segments(self.prompt_ids, self.prompt_lengths, prompts),
-            prompt_lengths=tuple(self.prompt_lengths[prompt] for prompt in prompts),
-            prompt_parent=tuple(position[self.prompt_parent[prompt]] for prompt in prompts),
-            images=tuple(self.images[prompt] for prompt in prompts) if self.images else (),
-            prompt_index=tuple(position[self.prompt_index[response]] for response in responses),
-            response_lengths=tuple(self.response_lengths[response] for response in responses),
-            response_row=tuple(i for i, row in enumerate(rows) for _ in self.responses(row)),
-            **{name: tuple(values[row] for row in rows) for name, values in self.per_row().items()},
-            **{n: _take_segments(t, self.response_lengths, responses) for n, t in self.per_token().items()},
-        )
+        responses = [response for row in rows for response in self.responses[row]]
+        layout: dict[str, Any] = {
+            "prompt_ids": _take_segments(self.prompt_ids, self.prompt_lengths, prompts),
+            "prompt_lengths": tuple(self.prompt_lengths[prompt] for prompt in prompts),
+            "prompt_parent": tuple(position[self.prompt_parent[prompt]] for prompt in prompts),
+            "images": tuple(self.images[prompt] for prompt in prompts) if self.images else (),
+            "prompt_index": tuple(position[self.prompt_index[response]] for response in responses),
+            "response_lengths": tuple(self.response_lengths[response] for response in responses),
+            "response_row": tuple(i for i, row in enumerate(rows) for _ in self.responses[row]),
+        }
+        others: dict[str, Any] = {}
+        for name, value in self.given().items():
+            if name not in layout and isinstance(value, torch.Tensor):
+                others[name] = _take_segments(value, self.response_lengths, responses)
+            elif name not in layout and isinstance(value, tuple):
+                others[name] = tuple(value[row] for row in rows)
+        return dataclasses.replace(self, **layout, **others)
 
     def chunks(self, rows_per_chunk: int) -> list[Self]:
         """Consecutive batches of at most `rows_per_chunk` rows."""
@@ -318,17 +309,20 @@ class TokenBatch(Forest):
             raise ValueError(f"batches carry different tensors: {sorted(map(sorted, names))}")
         prompts = [0, *accumulate(batch.num_prompts for batch in batches)]
         rows = [0, *accumulate(batch.num_rows for batch in batches)]
-        tensors = {name: torch.cat([batch.tensors()[name] for batch in batches]) for name in batches[0].tensors()}
-        return batches[0].replace(
-            prompt_lengths=sum((batch.prompt_lengths for batch in batches), ()),
-            prompt_parent=_shifted((batch.prompt_parent for batch in batches), prompts),
-            images=_images_of(batches),
-            prompt_index=_shifted((batch.prompt_index for batch in batches), prompts),
-            response_lengths=sum((batch.response_lengths for batch in batches), ()),
-            response_row=_shifted((batch.response_row for batch in batches), rows),
-            **{name: sum((batch.per_row()[name] for batch in batches), ()) for name in batches[0].per_row()},
-            **tensors,
-        )
+        given = [batch.given() for batch in batches]
+        layout: dict[str, Any] = {
+            "prompt_parent": _shifted((batch.prompt_parent for batch in batches), prompts),
+            "images": _images_of(batches),
+            "prompt_index": _shifted((batch.prompt_index for batch in batches), prompts),
+            "response_row": _shifted((batch.response_row for batch in batches), rows),
+        }
+        others: dict[str, Any] = {}
+        for name, value in given[0].items():
+            if name not in layout and isinstance(value, torch.Tensor):
+                others[name] = torch.cat([fields[name] for fields in given])
+            elif name not in layout and isinstance(value, tuple):
+                others[name] = sum((fields[name] for fields in given), ())
+        return dataclasses.replace(batches[0], **layout, **others)
 
 
 def _images_of(batches: Sequence[TokenBatch]) -> tuple[Images | None, ...]:

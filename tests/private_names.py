@@ -22,7 +22,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import dedent
 
-from prefrl.generation.server_info import INFO_PATH
+from prefrl.generation.server import INFO_PATH
 from prefrl.scripts.launch.vllm_serve import CONTRACT, CPU_FLAGS, REFUSED
 
 ROOT = Path(__file__).parents[1]

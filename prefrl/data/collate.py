@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -463,9 +463,8 @@ def _check_rows(
 
 def parts_of(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a batch, by name after the prefix, and its fields that are tuples, by name."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
-    host = {name: value for name, value in values.items() if isinstance(value, tuple)}
+    host = {name: value for name, value in batch.given().items() if isinstance(value, tuple)}
     host["images"] = tuple(None if images is None else images.runs for images in batch.images)
     for prompt, images in enumerate(batch.images):
         inputs = {} if images is None else images.inputs

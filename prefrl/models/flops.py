@@ -108,8 +108,8 @@ def _fed_segments(batches: Sequence[TokenBatch]) -> list[tuple[int, int]]:
     segments: list[tuple[int, int]] = []
     for batch in batches:
         for i, (row, length) in enumerate(zip(batch.response_row, batch.response_lengths, strict=True)):
-            roots.add((batch.group_index[row], batch.prompt_lengths[batch.context(i)[0]]))
-            segments.append((batch.context_length(i), length - 1))
+            roots.add((batch.group_index[row], batch.prompt_lengths[batch.contexts[i][0]]))
+            segments.append((batch.context_lengths[i], length - 1))
         prompts = zip(batch.prompt_stops, batch.prompt_lengths, strict=True)
         segments += [(stop - length, length) for stop, length in prompts if stop > length]
     return [*((0, length) for _, length in roots), *segments]

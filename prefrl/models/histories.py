@@ -26,12 +26,13 @@ def _history(batch: TokenBatch) -> History:
     prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
     responses = torch.split(batch.response_ids, list(batch.response_lengths))
     texts = [
-        torch.cat([*(prompts[prompt] for prompt in batch.context(number)), response])
+        torch.cat([*(prompts[prompt] for prompt in batch.contexts[number]), response])
         for number, response in enumerate(responses)
     ]
-    before = [batch.context_length(number) for number in range(batch.num_responses)]
     lengths = [
-        start + place for start, count in zip(before, batch.response_lengths, strict=True) for place in range(count)
+        start + place
+        for start, count in zip(batch.context_lengths, batch.response_lengths, strict=True)
+        for place in range(count)
     ]
     numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
     index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]

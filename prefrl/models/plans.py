@@ -168,7 +168,7 @@ class _Source:
 
     def context(self, response: int) -> Tensor:
         """Positions of all tokens before a response."""
-        return torch.cat([self.prompt(prompt) for prompt in self.batch.context(response)])
+        return torch.cat([self.prompt(prompt) for prompt in self.batch.contexts[response]])
 
     def response(self, response: int) -> Tensor:
         """Positions of all tokens of a response but the last."""
@@ -330,7 +330,7 @@ def _padded(batch: TokenBatch, rules: ImageRules | None) -> PaddedInputs:
     padding = len(batch.prompt_ids) + len(batch.response_ids)
     index = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
     width = index.size(1)
-    firsts = [i * width + batch.context_length(i) - 1 for i in responses]
+    firsts = [i * width + batch.context_lengths[i] - 1 for i in responses]
     predictors = [_range(first, length) for first, length in zip(firsts, batch.response_lengths, strict=True)]
     return PaddedInputs(
         input_ids=source.take(index, padding=True),

@@ -290,7 +290,7 @@ def score_sequences(
     output = read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits, routers=routers)
     scores = output["scores"]
     if own_logits:  # one score for each response
-        scores = scores[batch.on_device([batch.responses(row)[-1] for row in range(batch.num_rows)])]
+        scores = scores[batch.on_device([batch.responses[row][-1] for row in range(batch.num_rows)])]
     return ScoredSequences(scores, output["compute_dtype"])
 
 

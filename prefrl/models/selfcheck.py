@@ -244,7 +244,7 @@ def _sequences(batch: TokenBatch) -> Iterator[tuple[Tensor, int]]:
     prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
     responses = torch.split(batch.response_ids, list(batch.response_lengths))
     for i, response in enumerate(responses):
-        yield torch.cat([*(prompts[prompt] for prompt in batch.context(i)), response])[None], len(response)
+        yield torch.cat([*(prompts[prompt] for prompt in batch.contexts[i]), response])[None], len(response)
 
 
 class _Probe(Protocol):
@@ -337,7 +337,7 @@ def _own_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
         rows = [lay_out(batch.select([row]), "padded", rules).keywords for row in range(batch.num_rows)]
         return torch.cat([model(**inputs, use_cache=False).logits for inputs in rows])
     sequences = [ids for ids, _ in _sequences(batch)]
-    ends = [batch.responses(row)[-1] for row in range(batch.num_rows)]
+    ends = [batch.responses[row][-1] for row in range(batch.num_rows)]
     return torch.cat([model(input_ids=sequences[end][:, :-1], use_cache=False).logits for end in ends])
 
 

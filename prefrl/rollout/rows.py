@@ -120,7 +120,7 @@ def token_counts(rollouts: Sequence[Rollout], batch: SampledBatch) -> dict[str, 
     """
     if not any(rollout.episode is not None for rollout in rollouts):
         return {}
-    alone = batch.num_tokens + sum(batch.context_length(number) for number in range(batch.num_responses))
+    alone = batch.num_tokens + sum(batch.context_lengths)
     counts = {"tokens": alone, "forward_tokens": batch.num_forward_tokens}
     return {f"episodes/mean_{name}": Mean(count, len(rollouts)) for name, count in counts.items()}
 

@@ -34,6 +34,7 @@ __all__ = [
     "rotate",
     "staging_folder",
     "step_of",
+    "link_files",
 ]
 
 WRITER = "written_by.json"  # in a checkpoint with the state of training: which processes wrote it
@@ -228,3 +229,20 @@ def _delete(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Give the files of a folder second names in another one, which may be there; see `os.link`.
+
+    Where the file system has no such names, files are copied.
+    """
+    shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:  # of an upload of the same step that has not ended
+        pass
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,23 +1,251 @@
-"""Uploads of checkpoints in the background, which training neither waits for nor depends on."""
+"""Uploads of checkpoints in the background, which training neither waits for nor depends on.
+
+They go to a folder that fsspec reaches: `s3://bucket/run`, `gs://...`, a mounted folder.
+
+<url>/run.txt                           the id of the run that uploaded last
+<url>/checkpoint-<step>/                sealed checkpoints, as in a run's folder
+<url>/checkpoint-<step>/manifest.json   their seal; it is written last, so whoever finds it finds all files
+<url>/checkpoint-<step>/uploading.json  the same seal while the other files are being written
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from prefrl.printable import reason_of
-from prefrl.run.checkpoints import own_checkpoints, step_of
-from prefrl.run.links import link_files
-from prefrl.run.place import Place
-from prefrl.run.seal import MANIFEST, manifest_of, problem_of
+import fsspec
 
-__all__ = ["Uploads"]
+from prefrl.errors import CheckpointError, ConfigError
+from prefrl.printable import reason_of, without_secrets
+from prefrl.run.checkpoints import link_files, move_in_place, own_checkpoints, staging_folder, step_of
+from prefrl.run.seal import MANIFEST, Manifest, manifest_of, parsed, problem_of
+
+__all__ = ["Place", "check_url", "fetch", "is_url", "Uploads"]
 
 _log = logging.getLogger(__name__)
+
+_STARTED = "uploading.json"
+_RUN = "run.txt"
+
+
+def is_url(text: object) -> bool:
+    """Whether a text names a place of fsspec, and not a local folder."""
+    return isinstance(text, str) and "://" in text
+
+
+def check_url(option: str, url: str) -> None:
+    """Check that fsspec knows a place; it is not contacted.
+
+    Args:
+        option: Its option, for the error.
+        url: The place.
+
+    Raises:
+        ConfigError: fsspec does not know it, the package that it needs is missing, or it is on the Hub.
+    """
+    if not (isinstance(url, str) and url):
+        raise ConfigError(f"{option}={url!r}: must be a folder or a URL of fsspec, such as 's3://bucket/run'")
+    shown = without_secrets(url)
+    if url.startswith("hf://"):
+        raise ConfigError(
+            f"{option}={shown!r}: a checkpoint on the Hub is one commit. To upload, set push_to_hub=True, "
+            "hub_model_id and hub_strategy='all_checkpoints'; to resume, get the folder with `hf download` and pass "
+            "its path."
+        )
+    try:
+        fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0] or "file")
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"{option}={shown!r}: {error}. Allowed are a folder and the URLs of fsspec, such as 's3://bucket/run', "
+            "whose package (s3fs, gcsfs, adlfs, ...) must be installed."
+        ) from error
+
+
+class Place:
+    """Where checkpoints are uploaded to and fetched from.
+
+    Args:
+        url: A folder, or a URL that fsspec knows; its options come from fsspec's own config and from the environment.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = without_secrets(url)
+        self._files: Any
+        self._files, path = fsspec.core.url_to_fs(url)
+        self._path = str(path).rstrip("/")
+
+    def upload(self, folder: Path, name: str) -> None:
+        """Write a sealed checkpoint, which replaces another one of its name. What a killed upload has written is kept.
+
+        Args:
+            folder: The checkpoint.
+            name: Its name at this place.
+
+        Raises:
+            Exception: Whatever fsspec raises; calling this once more goes on with the file that failed.
+        """
+        target, seal = f"{self._path}/{name}", (folder / MANIFEST).read_bytes()
+        manifest = parsed(seal)
+        if manifest is None:
+            raise CheckpointError(f"{folder}: {MANIFEST} is damaged")
+        if self._read(f"{target}/{MANIFEST}") == seal:
+            return
+        if self.run() != manifest.run:
+            self._files.makedirs(self._path, exist_ok=True)
+            self._files.pipe_file(f"{self._path}/{_RUN}", manifest.run.encode())
+        if self._read(f"{target}/{_STARTED}") != seal:
+            if self._files.exists(target):
+                self._files.rm(target, recursive=True)
+            self._files.makedirs(target, exist_ok=True)
+            self._files.pipe_file(f"{target}/{_STARTED}", seal)
+        written = self._sizes(target)
+        for file, expected in manifest.files.items():
+            if written.get(file) != expected.size:
+                self._files.makedirs(f"{target}/{file}".rpartition("/")[0], exist_ok=True)
+                self._files.put_file(str(folder / file), f"{target}/{file}")
+        self._files.pipe_file(f"{target}/{MANIFEST}", seal)
+        self._files.rm_file(f"{target}/{_STARTED}")
+
+    def run(self) -> str | None:
+        """The id of the run that uploaded last; None: there was none."""
+        text = self._read(f"{self._path}/{_RUN}")
+        return None if text is None else text.decode(errors="replace")
+
+    def names(self) -> list[str]:
+        """The names of all that could be checkpoints, the last first."""
+        self._files.invalidate_cache()
+        try:
+            paths = self._files.ls(self._path, detail=False)
+        except FileNotFoundError:
+            return []
+        steps = {name: step_of(name) for name in (str(path).rstrip("/").rpartition("/")[2] for path in paths)}
+        return sorted((name for name in steps if steps[name] is not None), key=lambda n: steps[n] or 0, reverse=True)
+
+    def manifest(self, name: str) -> Manifest | None:
+        """The manifest of a checkpoint; None: it is not there, or not whole yet."""
+        seal = self._read(f"{self._path}/{name}/{MANIFEST}")
+        return None if seal is None else parsed(seal)
+
+    def fetch(self, name: str, run_folder: Path) -> Path:
+        """Copy a checkpoint into a run's folder, where it replaces another one of its name; returns its folder.
+
+        Raises:
+            CheckpointError: It is not whole.
+            Exception: Whatever fsspec raises.
+        """
+        source = f"{self._path}/{name}"
+        seal = self._read(f"{source}/{MANIFEST}")
+        manifest = None if seal is None else parsed(seal)
+        if seal is None or manifest is None:
+            raise CheckpointError(f"{self.url}/{name}: {MANIFEST} is missing or damaged")
+        final = run_folder / name
+        if (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == seal and problem_of(final) is None:
+            return final
+        staged = staging_folder(run_folder) / name
+        try:
+            for file in manifest.files:
+                if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+                    raise CheckpointError(f"{self.url}/{name}: {MANIFEST} names {file!r}, outside of the folder")
+                (staged / file).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    self._files.get_file(f"{source}/{file}", str(staged / file))
+                except FileNotFoundError as error:  # deleted by hand, or by an upload that replaces it
+                    raise CheckpointError(f"{self.url}/{name}: {file} is missing") from error
+            (staged / MANIFEST).write_bytes(seal)
+            problem = problem_of(staged)
+            if problem is not None:
+                raise CheckpointError(f"{self.url}/{name}: {problem}")
+        except BaseException:
+            shutil.rmtree(staged.parent, ignore_errors=True)
+            raise
+        return move_in_place(run_folder, staged)
+
+    def _read(self, path: str) -> bytes | None:
+        try:
+            return bytes(self._files.cat_file(path))
+        except FileNotFoundError:
+            return None
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        """Sizes in bytes of the files below a folder, by relative path."""
+        self._files.invalidate_cache()
+        found = self._files.find(folder, detail=True)
+        return {str(path).removeprefix(f"{folder}/"): int(info["size"]) for path, info in found.items()}
+
+
+def fetch(option: str, url: str, run_folder: Path, *, run: str | None = None) -> Path | None:
+    """Copy a checkpoint, and the best one that it names, into a run's folder, where they replace others.
+
+    Args:
+        option: Where the URL comes from, for errors.
+        url: A checkpoint, or a folder of them: the last whole one that can be resumed from.
+        run_folder: The run's folder, to which no other process writes.
+        run: The run whose checkpoints count in a folder of them; None: the one that uploaded last.
+
+    Returns:
+        Its folder; None: there are no checkpoints.
+
+    Raises:
+        ConfigError: The place cannot be read, or the checkpoint is not whole.
+    """
+    check_url(option, url)
+    parent, _, name = url.rstrip("/").rpartition("/")
+    try:
+        place = Place(parent if step_of(name) is not None else url)
+        found = place.fetch(name, run_folder) if step_of(name) is not None else _fetch_last(place, run_folder, run)
+        if found is not None:
+            _fetch_best(place, found)
+        return found
+    except CheckpointError as error:
+        raise ConfigError(f"{option}: {error}. Name another checkpoint, or the folder that holds them.") from error
+    except Exception as error:  # a library that talks to a server may raise anything
+        raise ConfigError(
+            f"{option}={without_secrets(url)!r} cannot be read: {reason_of(error)}. Check the URL, the network and "
+            "your login for this place."
+        ) from error
+
+
+def _fetch_last(place: Place, run_folder: Path, run: str | None) -> Path | None:
+    run = run or place.run()
+    for name in place.names():
+        reason = _reason_against(place.manifest(name), run)
+        if reason is not None:
+            _log.warning("%s/%s is skipped: %s", place.url, name, reason)
+            continue
+        try:
+            return place.fetch(name, run_folder)
+        except CheckpointError as error:
+            _log.warning("an uploaded checkpoint is skipped: %s", error)
+    return None
+
+
+def _reason_against(manifest: Manifest | None, run: str | None) -> str | None:
+    """Why training does not resume from a checkpoint; None: it may."""
+    if manifest is None:
+        return "its upload was not finished"
+    if run not in (None, manifest.run):
+        return "it belongs to another run"
+    return None if manifest.resumable else "it holds a model without training state"
+
+
+def _fetch_best(place: Place, checkpoint: Path) -> None:
+    """Fetch the best checkpoint so far, whose weights may be loaded at the end of training."""
+    state = checkpoint / "trainer_state.json"
+    best = json.loads(state.read_text(encoding="utf-8"))["best_model_checkpoint"] if state.is_file() else None
+    name = PurePosixPath(best or "").name
+    if step_of(name) is None or (checkpoint.parent / name).is_dir():
+        return
+    if place.manifest(name) is None:
+        _log.warning("%s/%s, the best checkpoint so far, is missing; training continues without it", place.url, name)
+    else:
+        place.fetch(name, checkpoint.parent)
+
 
 # Seconds before the second try of an upload, the third and so on.
 _PAUSES = (1.0, 4.0, 16.0, 60.0)

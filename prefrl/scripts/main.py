@@ -52,7 +52,7 @@ OTHERS = {
     "merge": Command("merge", "merge an adapter into its base model"),
     "soup": Command("soup", "average checkpoints"),
     "replay": Command("replay.command", "recompute a past step of a run, for debugging"),
-    "verify": Command("verify", "compute the exact bias of your own loss, advantage or KL estimate"),
+    "verify": Command("oracle.command", "compute the exact bias of your own loss, advantage or KL estimate"),
     "vllm-serve": Command("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
     "migrate": Command("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),
     "env": Command("env", "print the versions and devices of this machine, for bug reports"),

@@ -14,8 +14,7 @@ from prefrl.options.fields import opt
 from prefrl.printable import MASK
 from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import find_last
-from prefrl.run.identity import read_identity
-from prefrl.run.starts import STARTS, read_starts
+from prefrl.run.records import STARTS, read_identity, read_starts
 from prefrl.scripts.inputs import read
 from prefrl.scripts.parsing.command_parser import CommandParser
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.verify import main
+from prefrl.scripts.oracle.command import main
 
 MODULE = """
 from prefrl.losses.advantage.estimators import Advantages

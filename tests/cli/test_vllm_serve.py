@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.key import key_of_user
+from prefrl.generation.server import key_of_user
 from prefrl.scripts.launch import vllm_serve
 from prefrl.scripts.launch.vllm_serve import ServeArguments, serve_command, serve_environment
 from prefrl.scripts.main import main

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prefrl.data.collate import flat_batch
+from prefrl.forest import Forest
 from prefrl.types import MarginBatch, TokenBatch
 
 ids = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 budgets = st.integers(1, 30)
+# The fields of a `FullBatch` that have an entry for each row.
+PER_ROW = {"group_index", "is_preferred", "margins", "weights", "trainable_counts"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,7 +93,9 @@ def rows_of(batch):
     prompts = []
     for parent, own in zip(batch.prompt_parent, batch.prompt_ids.split(list(batch.prompt_lengths)), strict=True):
         prompts.append((prompts[parent] if parent >= 0 else []) + own.tolist())
-    per_token = [tensor.split(list(batch.response_lengths)) for tensor in batch.per_token().values()]
+    per_token = [
+        tensor.split(list(batch.response_lengths)) for name, tensor in batch.tensors().items() if name != "prompt_ids"
+    ]
     found = []
     for row in range(batch.num_rows):
         responses = [i for i, number in enumerate(batch.response_row) if number == row]
@@ -98,7 +103,7 @@ def rows_of(batch):
             {
                 "prompts": [prompts[batch.prompt_index[i]] for i in responses],
                 "tokens": [[parts[i].tolist() for i in responses] for parts in per_token],
-                **{name: values[row] for name, values in batch.per_row().items()},
+                **{name: values[row] for name, values in batch.given().items() if name in PER_ROW},
             }
         )
     return found
@@ -111,8 +116,9 @@ def by_number(rows):
 @given(batches)
 def test_every_field_of_a_row_is_a_row_or_a_token_value(batch):
     (first, *_) = rows_of(batch)
-    per_row = {"group_index", "is_preferred", "margins", "weights", "trainable_counts"}
-    assert first.keys() == {"prompts", "tokens"} | per_row
+    layout = {f.name for f in fields(Forest)} - {"group_index"}
+    tuples = {name for name, value in batch.given().items() if isinstance(value, tuple)}
+    assert first.keys() - {"prompts", "tokens"} == tuples - layout - {"images"} == PER_ROW
     assert len(first["tokens"]) == 4  # ids, flags, values, vectors
 
 
@@ -136,12 +142,12 @@ def test_every_response_follows_the_context_that_was_given(given, data):
     assert [row["group_index"] for row in found] == groups
     assert batch.row_lengths == tuple(sum(map(len, row["tokens"][0])) for row in found)
     assert batch.row_index.tolist() == [row for row, ids in zip(rows, responses, strict=True) for _ in ids]
-    assert [batch.context_length(i) for i in range(len(rows))] == list(map(len, prompts))
+    assert batch.context_lengths == list(map(len, prompts))
     assert batch.shares_prompts == (sum(map(len, prompts)) > sum(batch.prompt_lengths))
     # A context that begins with another one of its group continues it.
     for i, j in product(range(len(rows)), repeat=2):
         if groups[rows[i]] == groups[rows[j]] and prompts[j][: len(prompts[i])] == prompts[i]:
-            assert batch.prompt_index[i] in batch.context(j)
+            assert batch.prompt_index[i] in batch.contexts[j]
 
 
 @given(batches, st.data())
@@ -153,7 +159,7 @@ def test_selected_rows_keep_all_their_values(batch, data):
     assert part.num_rows == len(chosen)
     assert part.num_forward_tokens == batch.forward_tokens(chosen)
     assert all(parent < number for number, parent in enumerate(part.prompt_parent))
-    used = {prompt for i in range(part.num_responses) for prompt in part.context(i)}
+    used = {prompt for i in range(part.num_responses) for prompt in part.contexts[i]}
     assert used == set(range(part.num_prompts))
 
 

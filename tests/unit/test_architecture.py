@@ -203,7 +203,7 @@ BY_STRING = {
     "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
     "prefrl/rewards/named.py": "modules of the user",
-    "prefrl/scripts/verify.py": "modules of the user",
+    "prefrl/scripts/oracle/command.py": "modules of the user",
 }
 OF_THE_REGISTRY = {
     "prefrl/__init__.py": "public names",

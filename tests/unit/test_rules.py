@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -51,10 +52,11 @@ def broken(check: Callable[[], Any]) -> tuple[Rule, str]:
     """The row that refuses options, and its message."""
     with pytest.raises(ConfigError) as refused:
         check()
-    frame = refused.tb
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame.tb_frame.f_locals["self"], str(refused.value)
+    error: BaseException = refused.value
+    while error.__context__ is not None:
+        error = error.__context__  # told on: by HuggingFace's __post_init__, or as the key of an option
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_locals["self"], str(refused.value)
 
 
 @pytest.mark.parametrize("name", TABLES)

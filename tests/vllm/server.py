@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefrl.generation.server_info import INFO_PATH
-from prefrl.generation.vllm.key import KEY_VARIABLE
+from prefrl.generation.server import INFO_PATH, KEY_VARIABLE
 from prefrl.http import Http, HttpError
 from prefrl.scripts.launch.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
 from tests.assets import tiny_model, tiny_tokenizer

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from prefrl.errors import GenerationError, WeightSyncError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
-from prefrl.generation.server_info import INFO_PATH
+from prefrl.generation.server import INFO_PATH
 from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from prefrl import __version__
-from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
-from prefrl.generation.vllm.key import key_of_user
+from prefrl.generation.server import INFO_PATH, PROTOCOL, ServerInfo, key_of_user, vocabulary_fingerprint
 from prefrl.http import Http
 from prefrl.scripts.launch.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
 from tests.assets import tiny_tokenizer

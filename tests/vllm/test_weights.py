@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from prefrl.errors import ConfigError, WeightSyncError
-from prefrl.generation.server_info import INFO_PATH, ServerInfo
+from prefrl.generation.server import INFO_PATH, ServerInfo
 from prefrl.generation.weights.sync import UPDATING, SyncMethod, WeightSync
 from prefrl.http import Http, Refused
 from prefrl.models.export import PolicyWeights
@@ -516,7 +516,7 @@ KILLED_TRAINER = """
     import os, sys
     import torch
     from prefrl.http import Http
-    from prefrl.generation.server_info import INFO_PATH, ServerInfo
+    from prefrl.generation.server import INFO_PATH, ServerInfo
     from prefrl.generation.weights.sync import WeightSync
 
     url, key = sys.argv[1:]

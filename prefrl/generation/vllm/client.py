@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from prefrl.distributed import rank
 from prefrl.errors import ConfigError, GenerationError
-from prefrl.generation.vllm.asker import ServerAsker
-from prefrl.generation.vllm.balance import Balance
+from prefrl.generation.vllm.asker import Balance, ServerAsker
 from prefrl.generation.vllm.fleet import Fleet, VLLMStats
 from prefrl.generation.vllm.handshake import check_url
-from prefrl.generation.vllm.pending import VLLMPending
+from prefrl.generation.vllm.pending import VLLMPending, VLLMTurns
 from prefrl.generation.vllm.requests import Guided, Prompt, check_prompts, check_sampling
-from prefrl.generation.vllm.turns import VLLMTurns
 
 if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams, WeightSource

@@ -17,7 +17,7 @@ from prefrl.http import HttpError
 
 if TYPE_CHECKING:
     from prefrl.generation.base import WeightSource
-    from prefrl.generation.server_info import ServerInfo
+    from prefrl.generation.server import ServerInfo
     from prefrl.generation.vllm.handshake import Requirements
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http

@@ -16,8 +16,7 @@ from typing import Any
 
 import prefrl
 from prefrl.errors import ConfigError
-from prefrl.generation.server_info import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
-from prefrl.generation.vllm.key import KEY_VARIABLE
+from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, PROTOCOL, ServerInfo, vocabulary_fingerprint
 
 __all__ = ["OPEN_PATHS", "Guard"]
 

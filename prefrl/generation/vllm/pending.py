@@ -1,23 +1,23 @@
-"""Requested prompts, and the outcome of each."""
+"""Requested prompts and turns of conversations, and the outcome of each."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from prefrl.distributed import gather_objects
 from prefrl.errors import GenerationError, PrefrlError
+from prefrl.generation.vllm.requests import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
-    from prefrl.generation.vllm.requests import Prompt
+    from prefrl.generation.base import Conversations, Home, SamplingParams
     from prefrl.types import Completion
 
-__all__ = ["MAX_RECOVERIES", "Asker", "Done", "Failed", "Lost", "Outcome", "VLLMPending", "raise_shared"]
+__all__ = ["MAX_RECOVERIES", "Asker", "Done", "Failed", "Lost", "Outcome", "VLLMPending", "raise_shared", "VLLMTurns"]
 
 MAX_RECOVERIES = 3
 
@@ -152,3 +152,110 @@ def raise_shared(error: Exception | None) -> None:
         raise error
     if first is not None:
         raise first from error
+
+
+class VLLMTurns:
+    """A `prefrl.generation.base.TurnSampler` whose requests run on the request thread of the servers' client.
+
+    Requests that are lost with a server are sent again once no conversation can go on without them and the servers are
+    back. Their seeds stay, so the same completions come back.
+
+    Args:
+        asker: Sends the requests.
+        sampling: How all completions are sampled, but for their number and length.
+        step: Returns the optimizer step of the servers' weights.
+    """
+
+    def __init__(self, asker: Asker, sampling: SamplingParams, *, step: Callable[[], int]) -> None:
+        self._asker = asker
+        self._sampling = replace(sampling, num_samples=1)
+        self._step = step
+        self._lock = threading.Lock()  # for all that follows
+        self._answers: dict[int, Future[Completion]] = {}  # by number of the request
+        self._lost: list[Lost] = []
+        self._num_asked = 0
+        self._failure: Exception | None = None
+        self._num_done = 0
+        self._num_recoveries = 0  # since the last turn, of all processes
+        self._num_done_before = 0  # by all processes, before the last recovery
+        self._event = threading.Event()
+
+    def ask(self, prompt: Sequence[int], *, max_tokens: int, seed: int, home: Home) -> Future[Completion]:
+        """See `TurnSampler`."""
+        answer: Future[Completion] = Future()
+        with self._lock:
+            number = self._num_asked
+            self._num_asked += 1
+            self._answers[number] = answer
+        sampling = replace(self._sampling, max_tokens=max_tokens)
+        work = self._asker.submit(
+            [Prompt(number, prompt, seed, sampling, self._step(), home)], self._note, checks=number == 0
+        )
+        answer.add_done_callback(lambda answer: self._forget(number, work) if answer.cancelled() else None)
+        return answer
+
+    def notify(self) -> None:
+        """See `TurnSampler`."""
+        self._event.set()
+
+    def serve(self, conversations: Conversations) -> None:
+        """See `TurnSampler`."""
+        while not conversations.has_news():
+            self._event.clear()
+            conversations.attend()
+            if conversations.has_news():
+                return
+            if self._failure is None and not conversations.is_over() and not self._is_stuck(conversations):
+                self._event.wait()
+                continue
+            raise_shared(self._failure)
+            with self._lock:
+                lost, self._lost = self._lost, []
+            of_ranks = gather_objects(([one.reason for one in lost], self._num_done))
+            reasons = [reason for reasons, _ in of_ranks for reason in reasons]
+            if not reasons:
+                return
+            self._count_recovery(reasons, sum(num_done for _, num_done in of_ranks))
+            self._asker.recover()
+            self._asker.submit([one.prompt for one in lost], self._note)
+
+    def _count_recovery(self, reasons: Sequence[str], num_done: int) -> None:
+        """Raise if the servers came back several times without a single turn, on all processes alike."""
+        if num_done > self._num_done_before:
+            self._num_recoveries, self._num_done_before = 0, num_done
+        if self._num_recoveries == MAX_RECOVERIES:
+            raise GenerationError(
+                f"{len(reasons)} turns were lost {MAX_RECOVERIES + 1} times, although the servers came back each "
+                f"time. One of the reasons: {reasons[0]}"
+            )
+        self._num_recoveries += 1
+
+    def _is_stuck(self, conversations: Conversations) -> bool:
+        """Whether no conversation can go on before the servers are back."""
+        with self._lock:
+            return bool(self._lost) and len(self._lost) == len(self._answers) and conversations.is_waiting()
+
+    def _note(self, outcome: Outcome) -> None:
+        """Called on the request thread."""
+        number = outcome.prompt.number
+        if isinstance(outcome, Done):
+            answer = self._answers.get(number)
+            if answer is not None and answer.set_running_or_notify_cancel():
+                answer.set_result(outcome.completions[0])
+            with self._lock:  # not before the answer is there: else no conversation could go on in between
+                self._answers.pop(number, None)
+                self._num_done += 1
+        with self._lock:
+            if number in self._answers and isinstance(outcome, Lost):
+                self._lost.append(outcome)
+            elif number in self._answers and isinstance(outcome, Failed):
+                self._failure = self._failure or outcome.error
+        self._event.set()
+
+    def _forget(self, number: int, work: Future[None]) -> None:
+        """Give up a request whose conversation is over."""
+        work.cancel()
+        with self._lock:
+            self._answers.pop(number, None)
+            self._lost = [one for one in self._lost if one.prompt.number != number]
+        self._event.set()

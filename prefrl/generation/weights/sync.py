@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from prefrl.errors import ConfigError, WeightSyncError
-from prefrl.generation.weights.adapter import AdapterSync
-from prefrl.generation.weights.files import FileSync, PrivateFolder
-from prefrl.generation.weights.groups import GroupSync
-from prefrl.generation.weights.transfer import Server, Transfer, Transport
+from prefrl.generation.weights.transfer import (
+    AdapterSync,
+    FileSync,
+    GroupSync,
+    PrivateFolder,
+    Receiver,
+    Transfer,
+    Transport,
+)
 from prefrl.http import Http, HttpError, Refused, Unreachable
 
 if TYPE_CHECKING:
     from prefrl.generation.base import WeightSource
-    from prefrl.generation.server_info import ServerInfo
+    from prefrl.generation.server import ServerInfo
 
 __all__ = ["UPDATING", "SyncMethod", "WeightSync"]
 
@@ -52,7 +57,7 @@ class WeightSync:
         self._timeout = timeout
         self._folder = None if folder is None else PrivateFolder(folder)
         self._transport = _transport(method, self._folder)
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, Receiver] = {}
         self.bytes_sent = 0  # of the last `send`: bytes that each server received
         self.seconds = 0.0  # of the last `send`
 
@@ -111,12 +116,12 @@ class WeightSync:
                 f"(weight_sync={self._method}, sync_timeout={self._timeout:g} s):\n{reasons}"
             ) from errors[0]
 
-    def _register(self, url: str, info: ServerInfo) -> Server:
-        server = self._servers.setdefault(url, Server(url, info))
+    def _register(self, url: str, info: ServerInfo) -> Receiver:
+        server = self._servers.setdefault(url, Receiver(url, info))
         server.info, server.error, server.is_paused, server.answer = info, None, False, None
         return server
 
-    def _resume(self, servers: list[Server]) -> None:
+    def _resume(self, servers: list[Receiver]) -> None:
         """Let servers go on generating, and forget those that failed."""
         paused = [server for server in servers if server.is_paused]
         # With its own time limit: a server must not stay paused because the transfer used up the time.
@@ -140,7 +145,7 @@ def _transport(method: SyncMethod, folder: PrivateFolder | None) -> Transport:
     return AdapterSync(folder) if method == "adapter" else FileSync(folder)
 
 
-async def _pause(transfer: Transfer, server: Server) -> None:
+async def _pause(transfer: Transfer, server: Receiver) -> None:
     try:
         # This also clears the features of images, which /reset_prefix_cache leaves.
         await transfer.post(server, "/pause?mode=keep&clear_cache=true")
@@ -153,7 +158,7 @@ async def _pause(transfer: Transfer, server: Server) -> None:
     await _set_version(transfer, server, version=UPDATING)
 
 
-async def _clear_cache(transfer: Transfer, server: Server) -> None:
+async def _clear_cache(transfer: Transfer, server: Receiver) -> None:
     path = "/reset_prefix_cache"
     answer = await transfer.post(server, path)
     if isinstance(answer, dict) and answer.get("success") is False:
@@ -162,5 +167,5 @@ async def _clear_cache(transfer: Transfer, server: Server) -> None:
         )
 
 
-async def _set_version(transfer: Transfer, server: Server, *, version: str) -> None:
+async def _set_version(transfer: Transfer, server: Receiver, *, version: str) -> None:
     await transfer.post(server, "/update_weight_version", {"new_version": version})

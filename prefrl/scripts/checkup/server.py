@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from prefrl.generation.server_info import INFO_PATH, ServerInfo
+from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
-from prefrl.generation.vllm.key import KEY_VARIABLE, key_of_user
 from prefrl.http import Http, Overdue, Refused, Unreachable
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.optional import require
-from prefrl.run.metrics_file import read_metrics
+from prefrl.run.records import read_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.key import KEY_VARIABLE
+from prefrl.generation.server import KEY_VARIABLE
 from prefrl.optional import is_installed
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefrl.generation.vllm.key import KEY_VARIABLE
+from prefrl.generation.server import KEY_VARIABLE
 
 __all__ = ["Program", "StopNote", "kill_all", "of_session", "stop_signals_noted", "with_variable"]
 

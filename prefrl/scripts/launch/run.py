@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefrl.generation.vllm.waiting import Waiting
+from prefrl.generation.vllm.handshake import Waiting
 from prefrl.scripts.launch.processes import Program, StopNote, kill_all, stop_signals_noted, with_variable
 from prefrl.scripts.launch.supervisor import health
 

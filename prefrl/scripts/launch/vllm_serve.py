@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.key import KEY_VARIABLE, check_key, key_of_user
+from prefrl.generation.server import KEY_VARIABLE, check_key, key_of_user
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.remote_code import unpinned_code
 from prefrl.scripts.launch.supervisor import Supervisor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prefrl.errors import ConfigError
-from prefrl.run.identity import read_identity
+from prefrl.run.records import read_identity
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ from prefrl.scripts.replay.setup import config_of, never, processing_class_of
 from prefrl.trainer.base.step_dump import DumpedBatch, read_dump
 
 if TYPE_CHECKING:
-    from prefrl.run.identity import Identity
+    from prefrl.run.records import Identity
     from prefrl.types import TokenBatch
 
 __all__ = ["replay_dump"]

@@ -22,7 +22,7 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
 from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
-from prefrl.run.identity import Identity
+from prefrl.run.records import Identity
 from prefrl.scripts.replay.setup import config_of, never, processing_class_of, watches_evaluations
 from prefrl.trainer.online.config import OnlineConfig
 

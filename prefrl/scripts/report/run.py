@@ -13,9 +13,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.printable import masked, printable
 from prefrl.run.checkpoints import step_of
-from prefrl.run.identity import IDENTITY, Identity, read_identity
-from prefrl.run.metrics_file import METRICS_FILE, read_metrics
-from prefrl.run.starts import Start, read_starts
+from prefrl.run.records import IDENTITY, METRICS_FILE, Identity, Start, read_identity, read_metrics, read_starts
 
 __all__ = ["Point", "RunRecord", "read_run", "series_of", "thinned"]
 

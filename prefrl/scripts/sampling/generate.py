@@ -12,7 +12,7 @@ from rich.markup import escape
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
-from prefrl.run.space import check_writable
+from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.parsing.command_parser import CommandParser

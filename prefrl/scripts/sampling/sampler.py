@@ -193,7 +193,7 @@ class _Server:
     """An OpenAI-compatible server."""
 
     def __init__(self, options: SamplingArguments) -> None:
-        from prefrl.generation.vllm.key import KEY_VARIABLE, key_of_user
+        from prefrl.generation.server import KEY_VARIABLE, key_of_user
         from prefrl.http import Http
 
         self._options = options

@@ -231,6 +231,8 @@ class BaseConfig(
         try:
             with named_for_huggingface(self):
                 super().__post_init__()
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.sought = derive_sizes(self, self.automatic)  # those of them that need a trial

@@ -18,8 +18,7 @@ from transformers.trainer_utils import HubStrategy
 
 from prefrl.errors import ConfigError
 from prefrl.printable import reason_of
-from prefrl.run.checkpoints import step_of
-from prefrl.run.links import link_files
+from prefrl.run.checkpoints import link_files, step_of
 
 if TYPE_CHECKING:
     from prefrl.trainer.base.config import BaseConfig

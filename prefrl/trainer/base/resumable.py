@@ -21,8 +21,8 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import load_renamed
 from prefrl.printable import reason_of
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
-from prefrl.run.identity import Identity, write_identity
-from prefrl.run.space import check_space
+from prefrl.run.folder import check_space
+from prefrl.run.records import Identity, write_identity
 from prefrl.run.stop import Stopped, StopRequest, leave
 from prefrl.trainer.base.checkpoints.changed_options import GroupOptions
 from prefrl.trainer.base.checkpoints.partial_state import best_beside, check_parts, load_schedule, save_schedule

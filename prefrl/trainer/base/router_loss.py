@@ -59,7 +59,7 @@ def with_router_loss(
         output = loss()
     finally:
         scorer.routers = None
-    shares = batch.on_device([1 / len(batch.responses(row)) for row in batch.response_row])
+    shares = batch.on_device([1 / len(batch.responses[row]) for row in batch.response_row])
     weights = row_items[batch.on_device(batch.response_row)] * shares
     total = (weights * record.losses).sum()
     metrics = {"aux_loss": Mean(total.detach(), row_items.sum())}

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
 from prefrl.data.collate import batch_of, parts_of
-from prefrl.run.identity import Identity, read_identity, write_identity
+from prefrl.run.records import Identity, read_identity, write_identity
 from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.offload import OffloadActivations
 from prefrl.models.positions import position_limit
-from prefrl.run.space import check_writable
+from prefrl.run.folder import check_writable
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.checkpoints.reference_file import (

@@ -31,7 +31,7 @@ def predicted_tokens(batch: TokenBatch, most_likely: Tensor) -> tuple[list[np.nd
     ends = np.cumsum(batch.response_lengths)[:-1]
     predictions, labels = [], []
     for i, (guess, label) in enumerate(zip(np.split(predicted, ends), np.split(learned, ends), strict=True)):
-        context = np.full(batch.context_length(i), NO_TOKEN, dtype=np.int32)
+        context = np.full(batch.context_lengths[i], NO_TOKEN, dtype=np.int32)
         predictions.append(np.concatenate([context[1:], guess, [NO_TOKEN]], dtype=np.int32))
         labels.append(np.concatenate([context, label]))
     return predictions, labels

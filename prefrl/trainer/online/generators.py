@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import LocalGenerator, end_token_ids
+from prefrl.generation.server import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.handshake import Requirements
-from prefrl.generation.vllm.key import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.requests import Guided
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http

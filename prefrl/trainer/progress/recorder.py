@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from prefrl.printable import reason_of
-from prefrl.run.metrics_file import METRICS_FILE, append_metrics
+from prefrl.run.records import METRICS_FILE, append_metrics
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

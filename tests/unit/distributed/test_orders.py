@@ -20,7 +20,7 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.share import share_out
 from prefrl.run import seal
-from prefrl.run.identity import Identity
+from prefrl.run.records import Identity
 from prefrl.trainer.base import step_dump
 from prefrl.trainer.base.checkpoints import saving
 from prefrl.trainer.base.checkpoints.saving import RunFolder

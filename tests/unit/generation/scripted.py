@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from prefrl.generation.server_info import PROTOCOL, ServerInfo
+from prefrl.generation.server import PROTOCOL, ServerInfo
 from prefrl.http import Http
 
 A, B = "http://a:1", "http://b:1"

@@ -11,8 +11,7 @@ import pytest
 
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.vllm import asker as code
-from prefrl.generation.vllm.asker import ServerAsker
-from prefrl.generation.vllm.balance import Balance
+from prefrl.generation.vllm.asker import Balance, ServerAsker
 from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
 from prefrl.generation.vllm.requests import Aborted, Prompt

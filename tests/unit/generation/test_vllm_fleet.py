@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import GenerationError, WeightSyncError
-from prefrl.generation.server_info import INFO_PATH, ServerInfo
+from prefrl.generation.server import INFO_PATH, ServerInfo
 from prefrl.generation.vllm import fleet as code
 from prefrl.generation.vllm.fleet import Fleet
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.key import check_key, key_file, key_of_user
+from prefrl.generation.server import check_key, key_file, key_of_user
 
 
 @pytest.fixture

@@ -16,11 +16,16 @@ from safetensors.torch import load_file
 
 from prefrl.errors import WeightSyncError
 from prefrl.generation.weights import process_group, wire
-from prefrl.generation.weights.adapter import ADAPTER, AdapterSync
-from prefrl.generation.weights.files import FileSync, PrivateFolder
-from prefrl.generation.weights.groups import GroupSync
 from prefrl.generation.weights.sync import UPDATING, WeightSync
-from prefrl.generation.weights.transfer import Server, Transfer
+from prefrl.generation.weights.transfer import (
+    ADAPTER,
+    AdapterSync,
+    FileSync,
+    GroupSync,
+    PrivateFolder,
+    Receiver,
+    Transfer,
+)
 from prefrl.http import Overdue, Refused, Unreachable
 from tests.unit.generation.scripted import A, B, ScriptedHttp, info
 
@@ -49,8 +54,8 @@ class Weights:
         (folder / "adapter_model.safetensors").write_bytes(b"1234")
 
 
-def transfer_to(http: ScriptedHttp, *urls: str) -> tuple[Transfer, list[Server]]:
-    servers = [Server(url, info()) for url in urls]
+def transfer_to(http: ScriptedHttp, *urls: str) -> tuple[Transfer, list[Receiver]]:
+    servers = [Receiver(url, info()) for url in urls]
     return Transfer(http, known=servers, timeout=30.0), servers
 
 
@@ -153,7 +158,7 @@ def test_the_base_of_an_adapter_goes_once_and_adapters_that_are_still_read_stay(
 
 def test_a_server_without_adapters_is_left_out(tmp_path: Path) -> None:
     http = ScriptedHttp(lambda *_: None)
-    servers = [Server(A, info(max_lora_rank=None)), Server(B, info())]
+    servers = [Receiver(A, info(max_lora_rank=None)), Receiver(B, info())]
     AdapterSync(PrivateFolder(tmp_path)).send(Transfer(http, known=servers, timeout=30.0), servers, Weights())
     assert "the server takes no adapters" in str(servers[0].error)
     assert (servers[1].error, http.paths(A)) == (None, [])

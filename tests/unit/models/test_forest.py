@@ -141,7 +141,7 @@ def test_every_plan_gives_the_numbers_of_single_sequences(name, architecture, ov
 def test_stripped_thinking_costs_a_spine_and_a_branch_for_each_turn():
     batch = EPISODES["stripped"].batch
     assert batch.num_rows == 1
-    assert sum(batch.context_length(i) + length for i, length in enumerate(batch.response_lengths)) == 2850
+    assert sum(batch.context_lengths[i] + length for i, length in enumerate(batch.response_lengths)) == 2850
     assert batch.num_forward_tokens == 870
     assert lay_out(batch, "shared_prefix").input_ids.size(1) == 870 - 10  # the last token of a response is not fed
     assert lay_out(batch, "packed").input_ids.size(1) == 2850 - 10

@@ -50,7 +50,7 @@ def sequences(batch):
     """The [1, T] ids of each response after its context, without its last token."""
     prompts, responses = batch.prompt_ids.split(batch.prompt_lengths), batch.response_ids.split(batch.response_lengths)
     for i, response in enumerate(responses):
-        yield torch.cat([*(prompts[prompt] for prompt in batch.context(i)), response[:-1]])[None]
+        yield torch.cat([*(prompts[prompt] for prompt in batch.contexts[i]), response[:-1]])[None]
 
 
 def own_losses(model, batch):

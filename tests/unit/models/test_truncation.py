@@ -51,7 +51,7 @@ def processed(model: PreTrainedModel, batch: TokenBatch) -> list[torch.Tensor]:
     prompts, found = batch.prompt_ids.split(batch.prompt_lengths), []
     places = iter(batch.trainable.tolist())
     for number, response in enumerate(batch.response_ids.split(batch.response_lengths)):
-        context = torch.cat([prompts[prompt] for prompt in batch.context(number)])
+        context = torch.cat([prompts[prompt] for prompt in batch.contexts[number]])
         text = torch.cat([context, response])
         logits = model(input_ids=text[None]).logits[0]
         for place in range(len(context), len(text)):

@@ -14,9 +14,9 @@ from prefrl.losses.logprobs import chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.policy import SequenceKLParams
-from prefrl.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
-from prefrl.oracle.measure import silent, two_prompts
-from prefrl.oracle.recipe import (
+from prefrl.scripts.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
+from prefrl.scripts.oracle.measure import silent, two_prompts
+from prefrl.scripts.oracle.recipe import (
     Recipe,
     reinforce_loss,
     row_advantages,
@@ -26,7 +26,7 @@ from prefrl.oracle.recipe import (
     token_advantages,
     whiten,
 )
-from prefrl.oracle.tables import params_of
+from prefrl.scripts.oracle.tables import params_of
 
 SIZES = {"num_prompts": 1, "num_tokens": 3, "length": 2, "num_features": 5, "seed": 3}
 NO_CLIP = {"epsilon": 1.0, "epsilon_high": 1e6}

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prefrl.oracle.exact import (
+from prefrl.scripts.oracle.exact import (
     OBJECTIVES,
     Tree,
     agreement,

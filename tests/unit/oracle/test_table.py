@@ -7,7 +7,7 @@ from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.kl.estimators import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
-from prefrl.oracle.tables import HYPERPARAMETERS, TABLES, params_of
+from prefrl.scripts.oracle.tables import HYPERPARAMETERS, TABLES, params_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 

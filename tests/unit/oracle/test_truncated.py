@@ -6,9 +6,9 @@ import torch
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
 from prefrl.losses.truncation import Truncation
-from prefrl.oracle.exact import agreement, estimate, every_batch, exact_gradient, make_problem
-from prefrl.oracle.recipe import Recipe, reinforce_loss, sampling_weights
-from prefrl.oracle.tables import params_of
+from prefrl.scripts.oracle.exact import agreement, estimate, every_batch, exact_gradient, make_problem
+from prefrl.scripts.oracle.recipe import Recipe, reinforce_loss, sampling_weights
+from prefrl.scripts.oracle.tables import params_of
 
 CUTS = {"top_k": Truncation(top_k=2), "top_p": Truncation(top_p=0.65), "min_p": Truncation(min_p=0.7)}
 ROWS = sampling_weights("sequence_truncate")

@@ -8,9 +8,8 @@ import torch
 from prefrl.losses.advantage.estimators import rloo
 from prefrl.losses.advantage.turns import turn_advantages
 from prefrl.options.advantage import AdvantageParams
-from prefrl.oracle.exact import END, agreement, estimate, every_batch, exact_gradient, make_problem
-from prefrl.oracle.recipe import Recipe, reinforce_loss, row_advantages
-from prefrl.oracle.turns import centered_turns, credit_of_turns
+from prefrl.scripts.oracle.exact import END, agreement, estimate, every_batch, exact_gradient, make_problem
+from prefrl.scripts.oracle.recipe import Recipe, centered_turns, credit_of_turns, reinforce_loss, row_advantages
 
 EPISODE = row_advantages(lambda scored: rloo(scored, AdvantageParams()))
 CENTERED = credit_of_turns(centered_turns)

@@ -13,8 +13,8 @@ import pytest
 from prefrl import distributed
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_folder
-from prefrl.run.identity import Identity
-from prefrl.run.lock import only_writer, writer_token
+from prefrl.run.folder import only_writer, writer_token
+from prefrl.run.records import Identity
 from prefrl.run.seal import MANIFEST, manifest_of, problem_of, seal
 from prefrl.trainer.base.checkpoints.saving import RunFolder
 from tests.contract.survival_worker import forked

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.run.identity import Identity
-from prefrl.run.starts import STARTS, command_of, read_starts, record_start
+from prefrl.run.records import STARTS, Identity, command_of, read_starts, record_start
 from prefrl.trainer.base.checkpoints.saving import RunFolder
 
 

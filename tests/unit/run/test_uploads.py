@@ -15,9 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import find_last, publish, rotate, staging_folder
-from prefrl.run.place import Place, check_url, fetch
 from prefrl.run.seal import MANIFEST, manifest_of, problem_of, text_of
-from prefrl.run.uploads import Uploads
+from prefrl.run.uploads import Place, Uploads, check_url, fetch
 from tests.contract.survival_worker import forked
 from tests.patience import PATIENCE
 

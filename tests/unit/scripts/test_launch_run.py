@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.generation.vllm import waiting
+from prefrl.generation.vllm import handshake
 from prefrl.scripts.launch.processes import Program
 from prefrl.scripts.launch.run import ServerProgram, run_together
 
@@ -76,7 +76,7 @@ def heeded_signals() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is slow to start gets no line unless a test asks for it."""
-    monkeypatch.setattr(waiting, "_FIRST_S", 1e9)
+    monkeypatch.setattr(handshake, "_FIRST_S", 1e9)
 
 
 class Launched:
@@ -123,8 +123,8 @@ def is_running(pid: int) -> bool:
 def test_training_starts_when_the_server_answers_and_the_server_ends_with_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "_FIRST_S", 0.0)
-    monkeypatch.setattr(waiting, "_NEXT_S", 1e9)
+    monkeypatch.setattr(handshake, "_FIRST_S", 0.0)
+    monkeypatch.setattr(handshake, "_NEXT_S", 1e9)
     launched = Launched(tmp_path, "ask", "serve")
     assert launched.code == 0
     launched.assert_nothing_is_left("server")

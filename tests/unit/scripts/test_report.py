@@ -19,8 +19,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.run.identity import Identity, write_identity
-from prefrl.run.starts import record_start
+from prefrl.run.records import Identity, record_start, write_identity
 from prefrl.scripts.main import main
 from prefrl.scripts.report.completions import histograms_of, side_by_side
 from prefrl.scripts.report.events import events_of

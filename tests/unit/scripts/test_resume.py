@@ -11,8 +11,7 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.run.checkpoints import publish, staging_folder
-from prefrl.run.identity import Identity, write_identity
-from prefrl.run.starts import STARTS, Start
+from prefrl.run.records import STARTS, Identity, Start, write_identity
 from prefrl.scripts import resume
 
 OPTIONS = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "run"]

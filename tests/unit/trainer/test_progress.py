@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from prefrl.generation.vllm.waiting import Waiting
+from prefrl.generation.vllm.handshake import Waiting
 from prefrl.rollout.tables import Tables
-from prefrl.run.metrics_file import METRICS_FILE, append_metrics, read_metrics
+from prefrl.run.records import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress import notebook
 from prefrl.trainer.progress.banner import quantity
 from prefrl.trainer.progress.history import History, Row, Sample, duration, sparkline

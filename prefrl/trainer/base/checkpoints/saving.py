@@ -29,13 +29,18 @@ from prefrl.run.checkpoints import (
     rotate,
     staging_folder,
 )
-from prefrl.run.identity import Identity, check_same_run, new_run_id, read_identity, write_identity
-from prefrl.run.lock import only_writer, writer_token
-from prefrl.run.models import weights_in
-from prefrl.run.place import Place, fetch, is_url
+from prefrl.run.folder import only_writer, weights_in, writer_token
+from prefrl.run.records import (
+    STARTS,
+    Identity,
+    check_same_run,
+    new_run_id,
+    read_identity,
+    record_start,
+    write_identity,
+)
 from prefrl.run.seal import FileSeal, seals_of, sizes_in
-from prefrl.run.starts import STARTS, record_start
-from prefrl.run.uploads import Uploads
+from prefrl.run.uploads import Place, Uploads, fetch, is_url
 from prefrl.trainer.base.options.checkpoint import UploadParams
 
 __all__ = ["RunFolder", "Start"]

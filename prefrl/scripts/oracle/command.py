@@ -21,8 +21,8 @@ from prefrl.options.suggest import nearest
 from prefrl.scripts.parsing.command_parser import CommandParser
 
 if TYPE_CHECKING:
-    from prefrl.oracle.checks import Check
-    from prefrl.oracle.measure import Measurement
+    from prefrl.scripts.oracle.checks import Check
+    from prefrl.scripts.oracle.measure import Measurement
 
 __all__ = ["VerifyArguments", "main"]
 
@@ -207,8 +207,8 @@ def _value(text: str) -> Any:
 
 
 def _examine(function: Callable[..., Any], arguments: VerifyArguments) -> tuple[list[Check], list[Measurement]]:
-    from prefrl.oracle import checks as oracle_checks
-    from prefrl.oracle import measure as oracle_measure
+    from prefrl.scripts.oracle import checks as oracle_checks
+    from prefrl.scripts.oracle import measure as oracle_measure
 
     if arguments.kind == "policy":
         checks = oracle_checks.check_policy_loss(function, level=arguments.level)

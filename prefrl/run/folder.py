@@ -1,4 +1,7 @@
-"""One process at a time writes to a run's folder, and other nodes see whether it is the same folder."""
+"""The folder of a run: one process at a time writes to it, there is room for what is written, and it may hold a model.
+
+Other nodes see whether it is the same folder.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from prefrl.errors import ConfigError
 
-__all__ = ["only_writer", "writer_token"]
+__all__ = ["only_writer", "writer_token", "check_space", "check_writable", "weights_in"]
 
 _FILE = ".writer"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -99,3 +104,51 @@ def _read(descriptor: int) -> dict[str, object]:
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
+    """Check that files can be written to a folder, which is created if it does not exist.
+
+    Args:
+        run_folder: The folder.
+        option: The option that names it, for the message.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option}={str(run_folder)!r} cannot be written to: {error.strerror}. Choose another folder."
+        ) from error
+
+
+def check_space(run_folder: Path, *, needed: int) -> None:
+    """Check that a checkpoint fits on the disk.
+
+    Args:
+        run_folder: The run's folder.
+        needed: Bytes of a checkpoint.
+
+    Raises:
+        ConfigError: It does not: names both numbers.
+    """
+    free = shutil.disk_usage(run_folder).free
+    if free < needed:
+        raise ConfigError(
+            f"output_dir={str(run_folder)!r} has {free / 1e6:,.0f} MB free, and a checkpoint needs "
+            f"{needed / 1e6:,.0f} MB. Free space, choose another folder, or set save_strategy='no' or "
+            "save_only_model=True."
+        )
+
+
+# Names of transformers and peft. The config of an adapter decides how weights beside it are loaded.
+_WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*", "adapter_config.json")
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """The files of the model in a folder; empty if there is none."""
+    return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
 from prefrl.options.policy import ImportanceLevel
-from prefrl.oracle.exact import (
+from prefrl.scripts.oracle.exact import (
     Agreement,
     Objective,
     Problem,
@@ -18,14 +18,21 @@ from prefrl.oracle.exact import (
     exact_gradient,
     make_problem,
 )
-from prefrl.oracle.recipe import Recipe, reinforce_loss, row_advantages, row_total, sampling_weights, token_advantages
+from prefrl.scripts.oracle.recipe import (
+    Recipe,
+    reinforce_loss,
+    row_advantages,
+    row_total,
+    sampling_weights,
+    token_advantages,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.advantage.estimators import Advantages
     from prefrl.options.policy import Reduction
-    from prefrl.oracle.exact import Samples
+    from prefrl.scripts.oracle.exact import Samples
 
 __all__ = [
     "STEPS",

@@ -21,11 +21,13 @@ from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
 from prefrl.options.policy import LossType, SequenceKLParams
-from prefrl.oracle.exact import Agreement, Objective, Problem, agreement, estimate, every_batch, exact_gradient
-from prefrl.oracle.measure import STEPS, one_prompt, silent, two_prompts
-from prefrl.oracle.recipe import (
+from prefrl.scripts.oracle.exact import Agreement, Objective, Problem, agreement, estimate, every_batch, exact_gradient
+from prefrl.scripts.oracle.measure import STEPS, one_prompt, silent, two_prompts
+from prefrl.scripts.oracle.recipe import (
     PerToken,
     Recipe,
+    centered_turns,
+    credit_of_turns,
     reinforce_loss,
     row_advantages,
     row_total,
@@ -34,13 +36,12 @@ from prefrl.oracle.recipe import (
     token_advantages,
     whiten,
 )
-from prefrl.oracle.turns import centered_turns, credit_of_turns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.options.policy import Reduction
-    from prefrl.oracle.exact import Samples
+    from prefrl.scripts.oracle.exact import Samples
 
 __all__ = ["EPSILON_HIGH", "HYPERPARAMETERS", "TABLES", "Line", "TableOfLines", "params_of"]
 

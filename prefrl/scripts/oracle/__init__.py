@@ -1,0 +1,1 @@
+"""`prefrl verify`: what a loss, an advantage or a KL estimate does on average, by exact enumeration."""
