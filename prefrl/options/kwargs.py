@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -26,12 +26,12 @@ def kwargs(
     own_options: tuple[str, ...] = (),
     label: str = "",
     off: str = "",
-    checked_elsewhere: Collection[Any] = (),
+    others_elsewhere: bool = False,
     decides: bool = True,
 ) -> Any:
     """A field of a config that maps names to hyperparameters; for the arguments, see `KwargsOption`."""
     by_value = choices if isinstance(choices, Mapping) else {None: choices}
-    option = KwargsOption("", description, switch, by_value, own_options, label, off, checked_elsewhere)
+    option = KwargsOption("", description, switch, by_value, own_options, label, off, others_elsewhere)
     return opt(None, option.help, decides=decides, kwargs=option)
 
 
@@ -71,7 +71,7 @@ class KwargsOption(Generic[P]):
         own_options: Hyperparameters that are options of their own, where a config has them.
         label: How messages call the switch, if it is not an option itself.
         off: Why there is no part and what to do, if the switch does not say it.
-        checked_elsewhere: Values of the switch whose keys this class does not know.
+        others_elsewhere: Whether other values of the switch have keys, too, which this class does not know.
     """
 
     name: str
@@ -81,7 +81,7 @@ class KwargsOption(Generic[P]):
     own_options: tuple[str, ...] = ()
     label: str = ""
     off: str = ""
-    checked_elsewhere: Collection[Any] = ()
+    others_elsewhere: bool = False
 
     @property
     def help(self) -> str:
@@ -136,7 +136,7 @@ class KwargsOption(Generic[P]):
         """
         params, given = self._chosen(config), mapping_of(config, self.name)
         if params is None:
-            if given and getattr(config, str(self.switch)) not in self.checked_elsewhere:
+            if given and not self.others_elsewhere:
                 able = [choice for choice, other in self.choices.items() if given.keys() <= {*other.names()}]
                 reason = self.off or f"{self._where(config)}. {self._remedy(able or self.choices)}"
                 raise ConfigError(f"{self.name}={given!r} has no effect because {reason}")

@@ -61,3 +61,44 @@ class WeightDecayParams(Params):
 
     start_factor: Annotated[float, Ge(0)] = opt(0.0, "Factor of weight_decay in the first step.")
     end_factor: Annotated[float, Ge(0)] = opt(1.0, "Factor of weight_decay at the end.")
+
+
+@dataclass(frozen=True)
+class PlateauParams(Params):
+    """Of `reduce_on_plateau`."""
+
+    metric: str = opt(
+        "eval_loss", "Name of a logged metric; names that start with eval_ are from evaluations, others from training."
+    )
+    mode: Literal["min", "max"] | None = opt(
+        None, "Whether the metric is minimized or maximized; None: minimized if its name ends in loss."
+    )
+    patience: Annotated[int, Ge(0)] = opt(
+        10, "Number of consecutive values without an improvement that are tolerated."
+    )
+    factor: Annotated[float, Gt(0), Lt(1)] = opt(0.1, "Factor by which a reduction multiplies the learning rate.")
+    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Minimum improvement that counts, as a fraction of the best value.")
+    window: Annotated[int, Ge(1)] = opt(1, "Number of logged values that are averaged into one.")
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What is known of a schedule that transformers does not have, without its function.
+
+    Args:
+        params: Its hyperparameters.
+        has_warmup: Whether `warmup_steps` steps precede it; otherwise it begins low itself.
+        knows_length: Whether it depends on the number of steps.
+    """
+
+    params: type[Params]
+    has_warmup: bool = True
+    knows_length: bool = True
+
+
+SCHEDULE_FACTS: dict[str, ScheduleFacts] = {
+    "one_cycle": ScheduleFacts(OneCycleParams, has_warmup=False),
+    "exponential": ScheduleFacts(ExponentialParams, knows_length=False),
+    "cosine_warm_restarts": ScheduleFacts(CosineWarmRestartsParams, knows_length=False),
+    "wsd": ScheduleFacts(WsdParams),
+}

@@ -17,7 +17,8 @@ from prefrl.trainer.base.scheduler import Scheduler, refresh
 
 if TYPE_CHECKING:
     from prefrl.models.critic import Critic
-    from prefrl.trainer.ppo_config import CriticOptimizer, PPOConfig
+    from prefrl.options.algorithms import CriticOptimizer
+    from prefrl.trainer.ppo_config import PPOConfig
 
 __all__ = ["add_critic_groups", "clip_apart", "set_decays", "warm_up_critic", "without_critic"]
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, SFTConfig
+from prefrl.options.base import BaseOptions
+from prefrl.options.checkpoint import ProfileParams
 from prefrl.options.kwargs import kwargs_options
-from prefrl.trainer.base.profiling import ProfileOptions, ProfileParams, StepProfiler, profilers
+from prefrl.trainer.base.profiling import StepProfiler, profilers
 from tests.contract.cases import make_trainer
 
 
@@ -77,5 +79,5 @@ def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], message: st
 
 def test_defaults_are_those_of_the_help(tmp_path: Path) -> None:
     assert config(tmp_path, profile=True).profile_params == ProfileParams()
-    (option,) = kwargs_options(ProfileOptions)
+    (option,) = [option for option in kwargs_options(BaseOptions) if option.name == "profile_kwargs"]
     assert "wait=1, warmup=1, active=3, repeat=1, skip_first=0, ranks=[0]" in option.help

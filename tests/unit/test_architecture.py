@@ -25,7 +25,6 @@ from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.schema.writer import parser_of
 from prefrl.trainer.base.averaging import AveragingTrainer
 from prefrl.trainer.base.evaluating import EvaluatingTrainer
 from prefrl.trainer.base.guarded import GuardedTrainer
@@ -38,6 +37,7 @@ from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.sft_config import SFTConfig
+from tests.parsers import parser_of
 from tests.private_names import ROOT, SOURCES, nodes_of_files
 
 ALGORITHMS = [pytest.param(row, id=row.name) for row in REGISTRY.values()]

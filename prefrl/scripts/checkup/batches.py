@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prefrl.trainer.base.options.size import num_ranks
+from prefrl.options.size import num_ranks
 from prefrl.trainer.online.prompts import prompts_per_generation
 
 if TYPE_CHECKING:

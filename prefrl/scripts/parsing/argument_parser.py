@@ -13,8 +13,8 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.options.flat_names import init_vars
+from prefrl.options.size import AUTO, AUTOMATIC
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch
-from prefrl.trainer.base.options.size import AUTO, AUTOMATIC
 
 __all__ = ["ArgumentParser", "TrlParser"]
 

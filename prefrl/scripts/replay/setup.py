@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from transformers import AutoProcessor, AutoTokenizer
 
 from prefrl.errors import ConfigError
+from prefrl.options.schedule import PlateauParams
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.options.schedule import PlateauParams
 
 __all__ = ["config_of", "never", "processing_class_of", "watches_evaluations"]
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
+from prefrl.options.size import automatic_rate
 from prefrl.run.records import Identity, write_identity
 from prefrl.trainer.base.guarded import GuardedTrainer
-from prefrl.trainer.base.options.size import automatic_rate
 from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from prefrl.options.autopilot import GrowthParams
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.autopilot import GrowthParams
 
 __all__ = ["Plateau", "StepPlan"]
 

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
+    from prefrl.options.reference import ReferenceOptions
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.reference import ReferenceOptions
     from prefrl.trainer.base.predictions import ComputeMetrics
 
 __all__ = ["BaseTrainer"]

@@ -15,7 +15,7 @@ from prefrl.printable import printable
 from prefrl.rollout.summary import is_unscored
 
 if TYPE_CHECKING:
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import Rollout
 
 __all__ = ["SignalHealth"]

@@ -17,7 +17,7 @@ from prefrl.types import Completion, Rollout, Turn
 
 if TYPE_CHECKING:
     from prefrl.rollout.buffer import Minibatch
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
 
 __all__ = ["LongestRollouts"]
 

@@ -11,7 +11,7 @@ from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.trainer.online.vllm_options import CorrectionParams
+    from prefrl.options.rollout import CorrectionParams
     from prefrl.types import SampledBatch
 
 __all__ = ["SamplingCorrection", "correct_sampling"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from prefrl.options.policy import PolicyLossParams
     from prefrl.trainer.base.scorer import Scores
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import Rollout, TokenBatch
 
 __all__ = ["cov_tokens", "high_entropy"]

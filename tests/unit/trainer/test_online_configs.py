@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
-from prefrl.trainer.grpo_presets import PRESETS
-from prefrl.trainer.online.episode_options import EpisodeOptions
+from prefrl.options.online import EpisodeOptions
+from prefrl.options.presets import PRESETS
 from prefrl.trainer.online.episodes import Episodes
 
 RULES = [

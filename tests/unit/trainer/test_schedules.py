@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR,
 from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
+from prefrl.options.schedule import PlateauParams
 from prefrl.trainer.base.checkpoints.run_identity import decisive_options
 from prefrl.trainer.base.optimizers.schedules import SCHEDULES
-from prefrl.trainer.base.options.schedule import PlateauParams
 from prefrl.trainer.base.scheduler import Plateau, Scheduler, own_scheduler, refresh
 
 STEPS = 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options.autopilot import GrowthParams
+from prefrl.options.autopilot import GrowthParams
 from prefrl.trainer.base.step_plan import Plateau, StepPlan
 
 

@@ -14,7 +14,7 @@ from prefrl.errors import ConfigError
 from prefrl.trainer.base.scheduler import refresh
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.options.checkpoint import CheckpointParams
+    from prefrl.options.checkpoint import CheckpointParams
 
 __all__ = ["best_beside", "check_parts", "load_schedule", "save_schedule"]
 

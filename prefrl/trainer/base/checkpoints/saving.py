@@ -16,6 +16,7 @@ from types import MappingProxyType
 from prefrl import distributed
 from prefrl.data.samplers import deal
 from prefrl.errors import CheckpointError, ConfigError
+from prefrl.options.checkpoint import UploadParams
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
     WORDS_TO_RESUME,
@@ -41,7 +42,6 @@ from prefrl.run.records import (
 )
 from prefrl.run.seal import FileSeal, seals_of, sizes_in
 from prefrl.run.uploads import Place, Uploads, fetch, is_url
-from prefrl.trainer.base.options.checkpoint import UploadParams
 
 __all__ = ["RunFolder", "Start"]
 

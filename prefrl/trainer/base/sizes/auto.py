@@ -14,8 +14,8 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
+from prefrl.options.size import AutoSizeParams, largest_divisor
 from prefrl.rewards.guard import own_randomness
-from prefrl.trainer.base.options.size import AutoSizeParams, largest_divisor
 from prefrl.trainer.base.sizes.memory import TrialMemory
 from prefrl.trainer.base.sizes.search import Trial, best, candidates, search
 

@@ -10,19 +10,17 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.optimizers import optimizer_of
 from prefrl.options.params import Params
 from prefrl.options.rules import example, when
 from prefrl.options.run_rules import HUGGINGFACE
-from prefrl.options.types import BatchSize, check_value
+from prefrl.options.types import check_value
 
 __all__ = [
     "AUTO",
     "AUTOMATIC",
     "RATE_RULES",
     "AutoSizeParams",
-    "SizeOptions",
     "automatic_rate",
     "derive_sizes",
     "largest_divisor",
@@ -50,28 +48,6 @@ class AutoSizeParams(Params):
         None,
         "Largest per_device_train_batch_size that is tried; None: 128 on a CPU, and no limit but memory on a GPU.",
     )
-
-
-@dataclass
-class SizeOptions:
-    """Batch sizes in addition to HuggingFace's."""
-
-    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
-        "speed, never the update.",
-        decides=False,
-    )
-    effective_batch_size: BatchSize | None = opt(
-        None,
-        "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
-        "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
-        decides=False,
-    )
-    auto_size_kwargs: KwargsValue = kwargs("How sizes that are 'auto' are determined.", AutoSizeParams, decides=False)
-
-    auto_size_params = ParamsOf("auto_size_kwargs", AutoSizeParams)
 
 
 def take_automatic(config: Any) -> frozenset[str]:

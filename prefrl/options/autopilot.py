@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt, plain_value
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
 from prefrl.options.rules import Example, Rule, example, unset, when
 
 __all__ = [
     "AUTOPILOT_RULES",
-    "AutopilotOptions",
     "EarlyStoppingParams",
     "GrowthParams",
     "SoupParams",
@@ -88,82 +86,6 @@ class SpikeParams(Params):
     )
 
     rules = (_check_watched,)
-
-
-@dataclass
-class AutopilotOptions:
-    """Early stopping, averaging and other automatic actions. All are off by default; see docs/autopilot.md."""
-
-    # The metric by which checkpoints are chosen if none is named.
-    best_metric: ClassVar[str] = "loss"
-    # What shows a spike if nothing is named.
-    spike_metrics: ClassVar[tuple[str, ...]] = _WATCHED
-
-    early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "End training after this many consecutive evaluations without an improvement of "
-        "metric_for_best_model; None: it does not end early.",
-        decides=False,
-    )
-    early_stopping_kwargs: KwargsValue = kwargs(
-        "What counts as an improvement.",
-        {True: EarlyStoppingParams},
-        switch="_stops_early",
-        off="early_stopping_patience=None: training does not stop early. Set it.",
-        decides=False,
-    )
-    increase_batch_size_on_plateau: Annotated[int, Ge(0)] = opt(
-        0,
-        "How many times the batch may grow when a metric has stopped improving. The learning rate schedule and the "
-        "number of epochs do not change, so there are fewer steps. 0: the batch does not grow.",
-    )
-    increase_batch_size_kwargs: KwargsValue = kwargs(
-        "When the batch grows, and by how much.",
-        {True: GrowthParams},
-        switch="_grows",
-        off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
-    )
-    model_soup: Literal["uniform", "greedy"] | None = opt(
-        None,
-        "Average the run's best checkpoints by metric_for_best_model when training ends, and use the average as the "
-        "model. uniform: all of them. greedy: only those that do not make the metric worse. None: no average.",
-        decides=False,
-    )
-    model_soup_kwargs: KwargsValue = kwargs(
-        "What goes into the soup.", {"uniform": SoupParams, "greedy": SoupParams}, switch="model_soup", decides=False
-    )
-    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
-        None,
-        "Keep an exponential moving average of the weights with this decay per step, also evaluate it, as "
-        "eval_ema_..., and save it in the folder ema of the model's folder. None: no average.",
-        decides=False,
-    )
-    on_spike: Literal["ignore", "rollback"] = opt(
-        "ignore",
-        "What to do if the loss, gradient norm or KL of a step is far above its usual values. rollback: skip the "
-        "step, and continue from the last checkpoint with a smaller learning rate.",
-    )
-    spike_kwargs: KwargsValue = kwargs(
-        "What a spike is, and what a rollback changes.", {"rollback": SpikeParams}, switch="on_spike"
-    )
-
-    growth_params = ParamsOf("increase_batch_size_kwargs", GrowthParams)
-    early_stopping_params = ParamsOf("early_stopping_kwargs", EarlyStoppingParams)
-    soup_params = ParamsOf("model_soup_kwargs", SoupParams)
-    spike_params = ParamsOf("spike_kwargs", SpikeParams)
-
-    @property
-    def _grows(self) -> bool:
-        return self.increase_batch_size_on_plateau > 0
-
-    @property
-    def _stops_early(self) -> bool:
-        return self.early_stopping_patience is not None
-
-    @property
-    def watched_metrics(self) -> tuple[str, ...]:
-        """What is watched for spikes; nothing if `on_spike` is off."""
-        return tuple(self.spike_params.metrics or self.spike_metrics) if self.on_spike == "rollback" else ()
 
 
 def name_best_metric(config: Any) -> None:
