@@ -16,13 +16,12 @@ from prefrl.options.autopilot import (
     SpikeParams,
     name_best_metric,
 )
-from prefrl.options.checkpoint import CheckpointParams, ProfileParams, UploadParams, check_checkpoints
+from prefrl.options.checkpoint import CheckpointParams, UploadParams, check_checkpoints
 from prefrl.options.fields import about, check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
 from prefrl.options.flat_names import fill_places, set_aside, without_flat_values
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs, kwargs_options
 from prefrl.options.length_bound import LengthBound
-from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, OPTIMIZERS, UPDATE_RULES, check_rates
-from prefrl.options.params import Params
+from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import (
     COMMON_RULES,
@@ -36,30 +35,23 @@ from prefrl.options.run_rules import (
     check_intervals,
     check_paths,
 )
-from prefrl.options.schedule import SCHEDULE_FACTS, PlateauParams, WeightDecayParams
 from prefrl.options.schedule_rules import (
     METRIC_SCHEDULE_RULES,
     PLATEAU_RULES,
     SCHEDULE_RULES,
-    WARMUP_EVALUATIONS_RULES,
     WARMUP_RULES,
-    own_options,
-    takes_warmup,
 )
-from prefrl.options.size import RATE_RULES, AutoSizeParams, derive_sizes, take_automatic
-from prefrl.options.types import BatchSize
+from prefrl.options.size import RATE_RULES, derive_sizes, take_automatic
+from prefrl.options.training import TrainingOptions
 
 __all__ = ["BaseOptions"]
 
 
-_Epochs = Annotated[float, Gt(0)]
-# Schedules of transformers that are independent of the number of steps.
-_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 _WATCHED = ("loss", "grad_norm", "kl")
 
 
 @dataclass(init=False, repr=False, eq=False)
-class BaseOptions:
+class BaseOptions(TrainingOptions):
     """Options that every trainer has; see also docs/schedules.md, docs/autopilot.md and docs/checkpoints.md."""
 
     # Types of options that are not those of their annotations, from which command lines are made.
@@ -71,136 +63,8 @@ class BaseOptions:
     # What shows a spike if nothing is named.
     spike_metrics: ClassVar[tuple[str, ...]] = _WATCHED
     # Whether the numbers of processes and rows are those of the run.
-    knows_sizes: ClassVar[bool] = True
+    _knows_sizes: ClassVar[bool] = True
 
-    lr_scheduler_type: str = opt(
-        "linear",
-        f"Schedule of the learning rate: one of transformers, or {', '.join(SCHEDULE_FACTS)}.",
-    )
-    lr_scheduler_kwargs: KwargsValue = kwargs(
-        "Hyperparameters of lr_scheduler_type, see docs/schedules.md; for schedules of transformers, their arguments.",
-        {name: row.params for name, row in SCHEDULE_FACTS.items()},
-        switch="lr_scheduler_type",
-        others_elsewhere=True,
-    )
-    warmup_steps: float = opt(
-        0, "Steps in which the learning rate rises to its full value; a value below 1 is a fraction of all steps."
-    )
-    lr_decay_steps: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Step at which the schedule ends; after it, the learning rate is constant. None: the last step of training.",
-    )
-    warmup_start_factor: Annotated[float, Ge(0), Le(1)] | None = opt(
-        None,
-        "Fraction of learning_rate at which the warm-up begins; None: 0, unless the schedule has another default.",
-    )
-    warmup_evaluations: Annotated[int, Ge(0)] = opt(
-        0, "Set warmup_steps to this multiple of eval_steps; needs eval_strategy='steps'. 0: off."
-    )
-    learning_rate_scaling: Literal["constant", "sqrt", "linear"] = opt(
-        "constant", "Multiply learning rates by 1, the square root of the number of processes, or this number."
-    )
-    reduce_on_plateau: Annotated[int, Ge(0)] = opt(
-        0,
-        "Maximum number of times that the learning rate is reduced, on top of its schedule, when a metric stops "
-        "improving; 0: never.",
-    )
-    reduce_on_plateau_kwargs: KwargsValue = kwargs(
-        "Hyperparameters of reduce_on_plateau.",
-        {True: PlateauParams},
-        switch="reduces_on_plateau",
-        label="reduce_on_plateau",
-        off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
-    )
-    weight_decay_schedule: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "How the weight decay changes during training: not at all, linearly, or along half a cosine."
-    )
-    weight_decay_schedule_kwargs: KwargsValue = kwargs(
-        "Hyperparameters of weight_decay_schedule.",
-        {"linear": WeightDecayParams, "cosine": WeightDecayParams},
-        switch="weight_decay_schedule",
-    )
-    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
-        "speed, never the update.",
-        decides=False,
-    )
-    effective_batch_size: BatchSize | None = opt(
-        None,
-        "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
-        "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
-        decides=False,
-    )
-    auto_size_kwargs: KwargsValue = kwargs("How sizes that are 'auto' are determined.", AutoSizeParams, decides=False)
-    eval_epochs: _Epochs = opt(
-        1.0,
-        "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 means one every two "
-        "epochs.",
-        decides=False,
-    )
-    save_epochs: _Epochs = opt(
-        1.0,
-        "With save_strategy='epoch': epochs between checkpoints; 0.25 means four per epoch.",
-        decides=False,
-    )
-    max_eval_samples: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Evaluate only this many rows of a dataset, from its start; None: all of them.",
-        decides=False,
-    )
-    evaluate_training_set: bool = opt(
-        False,
-        "Evaluate the training dataset, too, in the same way; its metrics are named eval_train_...",
-        decides=False,
-    )
-    profile: bool = opt(
-        False,
-        "Trace some steps for a timeline viewer; the traces are written to the folder profile of output_dir.",
-        decides=False,
-    )
-    profile_kwargs: KwargsValue = kwargs(
-        "Which steps profile=True traces, and what it records.", {True: ProfileParams}, switch="profile", decides=False
-    )
-    fp8: bool = opt(
-        False,
-        "Compute the matrix products of the layers in 8-bit floating point, with torchao. Needs bf16=True and a GPU "
-        "that supports it.",
-    )
-    chat_template_path: str | None = opt(
-        None,
-        "Chat template: a file with a Jinja template; chatml, llama-3, gemma, mistral or zephyr; or a model whose "
-        "template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. None: "
-        "the tokenizer's own.",
-    )
-    eos_token: str | None = opt(
-        None, "Token of the vocabulary that ends texts; None: the one of chat_template_path, or the tokenizer's own."
-    )
-    pad_token: str | None = opt(
-        None,
-        "Padding token of the saved tokenizer; training itself needs none. None: the tokenizer's own, or its "
-        "eos_token.",
-    )
-    optim: str = opt(
-        "adamw_torch_fused",
-        f"Optimizer: one of transformers, or {', '.join(OPTIMIZERS)}.",
-    )
-    learning_rates: dict[str, float] | str | None = opt(
-        None,
-        "Learning rates of some parameters: a mapping from regular expressions to rates, all with the same "
-        "schedule. The first expression that matches part of a parameter's name applies; parameters that none "
-        "matches use learning_rate. JSON on the command line.",
-    )
-    max_grad_value: Annotated[float, Gt(0)] | None = opt(
-        None, "Clip each element of the gradients to this absolute value, after max_grad_norm. None: no clipping."
-    )
-    regularization_type: Literal["l1", "l2", "l1_l2"] | None = opt(
-        None,
-        "Penalty that is added to the loss of each optimizer step: regularization_lambda times the sum of absolute "
-        "values (l1) or squares (l2) of all trained weights, or both.",
-    )
-    regularization_lambda: Annotated[float, Ge(0)] = opt(0.0, "Weight of the penalty of regularization_type.")
     early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
         None,
         "End training after this many consecutive evaluations without an improvement of "
@@ -312,6 +176,7 @@ class BaseOptions:
         "Arguments of torch.utils.checkpoint.checkpoint, and every_n_layers and offload of transformers; JSON on the "
         "command line.",
         decides=False,
+        needs=["activation_checkpointing"],
     )
     activation_offloading: bool = opt(
         False,
@@ -330,6 +195,7 @@ class BaseOptions:
         'Liger kernels to switch on or off, such as {"rope": false}; None: Liger\'s defaults for the model. JSON on '
         "the command line. Liger's losses are never used.",
         decides=False,
+        needs=["use_liger_kernel"],
     )
     image_key: str | None = opt(
         None,
@@ -376,11 +242,6 @@ class BaseOptions:
         decides=False,
     )
 
-    plateau_params = ParamsOf("reduce_on_plateau_kwargs", PlateauParams)
-    schedule_params = ParamsOf("lr_scheduler_kwargs", Params)
-    weight_decay_params = ParamsOf("weight_decay_schedule_kwargs", WeightDecayParams)
-    auto_size_params = ParamsOf("auto_size_kwargs", AutoSizeParams)
-    profile_params = ParamsOf("profile_kwargs", ProfileParams)
     growth_params = ParamsOf("increase_batch_size_kwargs", GrowthParams)
     early_stopping_params = ParamsOf("early_stopping_kwargs", EarlyStoppingParams)
     soup_params = ParamsOf("model_soup_kwargs", SoupParams)
@@ -393,14 +254,14 @@ class BaseOptions:
         fill_places(self)
         self.automatic = take_automatic(self)  # the options that are "auto"
         self.take_other_forms()
-        check_fields(self, self.all_hints())  # before HuggingFace's __post_init__, which already compares numbers
+        check_fields(self, self._all_hints())  # before HuggingFace's __post_init__, which already compares numbers
         check_intervals(self)
-        self.check_json()
+        self._check_json()
         self._set_both_names()
         name_best_metric(self)
-        self.complete()
+        self._complete()
         # Those of them that need a trial.
-        self.sought = derive_sizes(self, self.automatic) if self.knows_sizes else frozenset()
+        self.sought = derive_sizes(self, self.automatic) if self._knows_sizes else frozenset()
         self.validate()
 
     def __init_subclass__(cls) -> None:
@@ -410,20 +271,15 @@ class BaseOptions:
             cls.__post_init__ = without_flat_values(cls.__post_init__)  # type: ignore[method-assign]
 
     @classmethod
-    def all_hints(cls) -> dict[str, Any]:
+    def _all_hints(cls) -> dict[str, Any]:
         """The `hints` of this class and of its bases."""
         return {name: hint for base in reversed(cls.__mro__) for name, hint in vars(base).get("hints", {}).items()}
-
-    @property
-    def _all(self) -> Any:
-        """This config, with HuggingFace's options."""
-        return self
 
     def take_other_forms(self) -> None:
         """Give options one form that may be given in several, in place, before their types are checked."""
         take_other_forms(self)
 
-    def check_json(self) -> None:
+    def _check_json(self) -> None:
         """Check what HuggingFace reads as JSON: its errors do not name the option."""
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs"):
             value = getattr(self, name)
@@ -445,13 +301,7 @@ class BaseOptions:
         """The options that do not decide the updates, so that a resumed run may change them."""
         return {field.name for field in fields(cls) if not about(field).decides}
 
-    def count_evaluations(self) -> None:
-        """Set the length of a warm-up that is counted in evaluations."""
-        apply(self, WARMUP_EVALUATIONS_RULES)
-        if self.warmup_evaluations:
-            self.warmup_steps = self.warmup_evaluations * self._all.eval_steps
-
-    def complete(self) -> None:
+    def _complete(self) -> None:
         """Let HuggingFace check its options and fill in those that follow from others."""
         raise NotImplementedError
 
@@ -472,39 +322,6 @@ class BaseOptions:
     def uploads_checkpoints(self) -> bool:
         """Whether there is a place for checkpoints besides `output_dir`."""
         return self.upload_to is not None
-
-    @property
-    def set_on_gradients(self) -> list[str]:
-        """The options that are set and act on gradients between the backward pass and the update."""
-        return [name for name in ("max_grad_value", "regularization_type") if getattr(self, name) is not None]
-
-    @property
-    def _schedule_name(self) -> str:
-        return str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-
-    @property
-    def reduces_on_plateau(self) -> bool:
-        """Whether the learning rate is reduced when a metric stops improving."""
-        return self.reduce_on_plateau > 0
-
-    @property
-    def has_own_schedule(self) -> bool:
-        """Whether the schedule is more than one of transformers."""
-        return bool(own_options(self)) or self._schedule_name in SCHEDULE_FACTS
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether learning rate or weight decay of a step depend on the number of steps of the training."""
-        if self.lr_decay_steps is not None:
-            return False
-        own = SCHEDULE_FACTS.get(self._schedule_name)
-        knows_length = self._schedule_name not in _ENDLESS if own is None else own.knows_length
-        return knows_length or 0 < self.warmup_steps < 1 or self.weight_decay_schedule != "constant"
-
-    @property
-    def takes_warmup(self) -> bool:
-        """Whether the schedule reads `warmup_steps`."""
-        return takes_warmup(self)
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -536,7 +353,7 @@ class BaseOptions:
         """
         for option in kwargs_options(self._all.__class__):
             option.check(self)
-        self.check_processes()
+        self._check_processes()
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")
         if self.trust_remote_code:
             self.model_init_kwargs = {
@@ -545,43 +362,43 @@ class BaseOptions:
             }
         check_paths(self)
         apply(self, COMMON_RULES)
-        self.check_trackers()
-        self.check_precision()
+        self._check_trackers()
+        self._check_precision()
         apply(self, LIGER_RULES)
-        self.set_kernels()
+        self._set_kernels()
         check_checkpoints(self)
         apply(self, IGNORED_RULES, IGNORED_PARTS_RULES, SCHEDULE_RULES)
-        self.check_schedule()
+        self._check_schedule()
         apply(self, WARMUP_RULES)
         if self.reduces_on_plateau:
             apply(self, PLATEAU_RULES)
         apply(self, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
         check_rates(self)
-        self.check_optimizer()
+        self._check_optimizer()
         apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES)
-        self.check_profile()
+        self._check_profile()
 
-    def check_processes(self) -> None:
+    def _check_processes(self) -> None:
         """Check how the processes of the run are laid out."""
 
-    def check_trackers(self) -> None:
+    def _check_trackers(self) -> None:
         """Check the names of trackers."""
 
-    def check_precision(self) -> None:
+    def _check_precision(self) -> None:
         """Check what the device can compute, and what can be compiled."""
         check_device(self)
         apply(self, COMPILATION_RULES)
 
-    def set_kernels(self) -> None:
+    def _set_kernels(self) -> None:
         """Check whether kernels are installed, and complete their options."""
 
-    def check_schedule(self) -> None:
+    def _check_schedule(self) -> None:
         """Check the arguments of the schedule, and what it can be combined with."""
         if self.has_own_schedule:
             apply(self, METRIC_SCHEDULE_RULES)
 
-    def check_optimizer(self) -> None:
+    def _check_optimizer(self) -> None:
         """Make the optimizer, for its own checks."""
 
-    def check_profile(self) -> None:
+    def _check_profile(self) -> None:
         """Check what can be recorded on the device."""

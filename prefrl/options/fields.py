@@ -39,6 +39,7 @@ class About:
     """What a field says of itself besides its type, default and description; see `opt`."""
 
     decides: bool = True
+    needs: tuple[str, ...] = ()
     kwargs: Any = None  # a `KwargsOption`, if the option maps names to hyperparameters
 
 
@@ -48,17 +49,18 @@ class Help(str):
     about: About
 
 
-def opt(default: Any, description: str, *, decides: bool = True, kwargs: Any = None) -> Any:
+def opt(default: Any, description: str, *, decides: bool = True, needs: Sequence[str] = (), kwargs: Any = None) -> Any:
     """A field of a config, or of hyperparameters.
 
     Args:
         default: Its value if it is not given.
         description: What `--help` and the tables in the docs say.
         decides: Whether it decides the updates, so that a resumed run may not change it.
+        needs: The switches without which it has no effect: names of options, or episodes.
         kwargs: See `prefrl.options.kwargs.kwargs`.
     """
     text = Help(description)
-    text.about = About(decides, kwargs)
+    text.about = About(decides, tuple(needs), kwargs)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": text})
     return dataclasses.field(default=default, metadata={"help": text})

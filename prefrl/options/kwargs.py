@@ -27,12 +27,12 @@ def kwargs(
     label: str = "",
     off: str = "",
     others_elsewhere: bool = False,
-    decides: bool = True,
+    **facts: Any,
 ) -> Any:
-    """A field of a config that maps names to hyperparameters; for the arguments, see `KwargsOption`."""
+    """A field of a config that maps names to hyperparameters; for the arguments, see `KwargsOption` and `opt`."""
     by_value = choices if isinstance(choices, Mapping) else {None: choices}
     option = KwargsOption("", description, switch, by_value, own_options, label, off, others_elsewhere)
-    return opt(None, option.help, decides=decides, kwargs=option)
+    return opt(None, option.help, kwargs=option, **facts)
 
 
 @cache

@@ -100,6 +100,7 @@ class OfflineReferenceOptions(ReferenceOptions):
         None,
         "Rows per forward pass of precompute_ref_log_probs; None: per_device_train_batch_size.",
         decides=False,
+        needs=["precompute_ref_log_probs"],
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, default_of, json_mapping, opt, parse_json
+from prefrl.options.fields import about, check_no_effect, default_of, json_mapping, opt, parse_json
 from prefrl.options.generation_rules import (
     AT_K_RULES,
     GENERATION_MODE_RULES,
@@ -35,79 +35,12 @@ from prefrl.options.types import (
     TruncationMode,
 )
 
-__all__ = ["EpisodeOptions", "OnlineOptions"]
+__all__ = ["OnlineOptions"]
 
 
 @dataclass(init=False, repr=False, eq=False)
-class EpisodeOptions(RolloutOptions):
-    """Episodes of several turns; they need the trainer's argument `tools` or `environment_factory`."""
-
-    max_turns: Annotated[int, Ge(1)] | None = opt(
-        None, "Maximum number of the model's turns in an episode; None: no limit."
-    )
-    max_tool_calling_iterations: Annotated[int, Ge(0)] | None = opt(
-        None, "Maximum number of turns per episode whose tool calls are run; None: no limit."
-    )
-    tool_timeout: Seconds = opt(
-        60.0,
-        "Time limit of each call of a tool or of a method of an environment, in seconds.",
-        decides=False,
-    )
-    episode_timeout: Seconds | None = opt(
-        None, "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit."
-    )
-    max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Maximum number of episodes that each process runs at the same time; None: all.",
-        decides=False,
-    )
-    tool_error: ToolErrorMode = opt(
-        "tell", "What happens on an error or timeout of a tool. tell: the model is told. raise: the run ends."
-    )
-    environment_error: EnvironmentErrorMode = opt(
-        "retry",
-        "What happens on an error or timeout of an environment's own methods. retry: the episode begins again with "
-        "the same seed, at most twice, and is then dropped. drop: the episode is neither trained on nor part of a "
-        "baseline. raise: the run ends.",
-    )
-    reasoning_in_history: ReasoningInHistory = opt(
-        "template",
-        "How much of the reasoning in earlier turns later turns see: what the chat template renders (template), all "
-        "of it (keep), or nothing (strip).",
-    )
-    tool_parser: dict[str, Any] | str | None = opt(
-        None,
-        "How tool calls are parsed: the name of a format, a response template of transformers (JSON on the command "
-        "line), or, in Python, a function of the sampled text. None: the first known format that correctly parses a "
-        "call rendered by the chat template.",
-    )
-
-    def forget_episodes(self) -> None:
-        """Reset all options of episodes, because what they played is known and nothing is played again."""
-        for field in dataclasses.fields(EpisodeOptions):
-            setattr(self, field.name, default_of(field))
-
-    def validate_episodes(self, *, has_episodes: bool) -> None:
-        """Reject options of episodes if there are none, and parse the parser.
-
-        Raises:
-            ConfigError: An option has no effect.
-        """
-        if isinstance(self.tool_parser, str) and self.tool_parser.lstrip().startswith("{"):
-            self.tool_parser = json_mapping(self.tool_parser, "tool_parser")
-        for field in dataclasses.fields(EpisodeOptions) if not has_episodes else ():
-            check_no_effect(
-                name=field.name,
-                value=getattr(self, field.name),
-                unset=default_of(field),
-                because="there are no episodes",
-                remedy="Give the trainer tools or environment_factory, or leave it out.",
-            )
-
-
-@dataclass(init=False, repr=False, eq=False)
-class OnlineOptions(EpisodeOptions):
-    """How completions are sampled, in training and in evaluations, and how they are generated and shown."""
+class OnlineOptions(RolloutOptions):
+    """Episodes, and how completions are sampled in training and evaluations, and how they are generated and shown."""
 
     hints: ClassVar[Mapping[str, Any]] = {
         "tool_parser": dict[str, Any] | str | Callable[[str], Any] | None,
@@ -115,6 +48,58 @@ class OnlineOptions(EpisodeOptions):
     best_metric: ClassVar[str] = "reward"
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
 
+    max_turns: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Maximum number of the model's turns in an episode; None: no limit.",
+        needs=["episodes"],
+    )
+    max_tool_calling_iterations: Annotated[int, Ge(0)] | None = opt(
+        None,
+        "Maximum number of turns per episode whose tool calls are run; None: no limit.",
+        needs=["episodes"],
+    )
+    tool_timeout: Seconds = opt(
+        60.0,
+        "Time limit of each call of a tool or of a method of an environment, in seconds.",
+        decides=False,
+        needs=["episodes"],
+    )
+    episode_timeout: Seconds | None = opt(
+        None,
+        "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit.",
+        needs=["episodes"],
+    )
+    max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Maximum number of episodes that each process runs at the same time; None: all.",
+        decides=False,
+        needs=["episodes"],
+    )
+    tool_error: ToolErrorMode = opt(
+        "tell",
+        "What happens on an error or timeout of a tool. tell: the model is told. raise: the run ends.",
+        needs=["episodes"],
+    )
+    environment_error: EnvironmentErrorMode = opt(
+        "retry",
+        "What happens on an error or timeout of an environment's own methods. retry: the episode begins again with "
+        "the same seed, at most twice, and is then dropped. drop: the episode is neither trained on nor part of a "
+        "baseline. raise: the run ends.",
+        needs=["episodes"],
+    )
+    reasoning_in_history: ReasoningInHistory = opt(
+        "template",
+        "How much of the reasoning in earlier turns later turns see: what the chat template renders (template), all "
+        "of it (keep), or nothing (strip).",
+        needs=["episodes"],
+    )
+    tool_parser: dict[str, Any] | str | None = opt(
+        None,
+        "How tool calls are parsed: the name of a format, a response template of transformers (JSON on the command "
+        "line), or, in Python, a function of the sampled text. None: the first known format that correctly parses a "
+        "call rendered by the chat template.",
+        needs=["episodes"],
+    )
     eval_sampling_kwargs: KwargsValue = kwargs(
         "How completions are sampled in evaluations, besides temperature_eval and num_generations_eval; None: as in "
         "training.",
@@ -198,8 +183,11 @@ class OnlineOptions(EpisodeOptions):
         4,
         "log_completions prints the best and the worst completion of each prompt, up to this number; None: all.",
         decides=False,
+        needs=["log_completions"],
     )
-    log_unique_prompts: bool = opt(False, "Let log_completions print only one completion per prompt.", decides=False)
+    log_unique_prompts: bool = opt(
+        False, "Let log_completions print only one completion per prompt.", decides=False, needs=["log_completions"]
+    )
 
     eval_sampling_params = ParamsOf("eval_sampling_kwargs", EvalSamplingParams)
     at_k_params = ParamsOf("pass_at_k_kwargs", AtKParams)
@@ -288,22 +276,47 @@ class OnlineOptions(EpisodeOptions):
         """Whether the learning signal depends on log-probs of the policy before its first update from the batch."""
         return False
 
+    def forget_episodes(self) -> None:
+        """Reset all options of episodes, because what they played is known and nothing is played again."""
+        for field in self._of_episodes():
+            setattr(self, field.name, default_of(field))
+
+    def validate_episodes(self, *, has_episodes: bool) -> None:
+        """Reject options of episodes if there are none, and parse the parser.
+
+        Raises:
+            ConfigError: An option has no effect.
+        """
+        if isinstance(self.tool_parser, str) and self.tool_parser.lstrip().startswith("{"):
+            self.tool_parser = json_mapping(self.tool_parser, "tool_parser")
+        for field in self._of_episodes() if not has_episodes else ():
+            check_no_effect(
+                name=field.name,
+                value=getattr(self, field.name),
+                unset=default_of(field),
+                because="there are no episodes",
+                remedy="Give the trainer tools or environment_factory, or leave it out.",
+            )
+
+    def _of_episodes(self) -> list[dataclasses.Field[Any]]:
+        return [field for field in dataclasses.fields(self) if "episodes" in about(field).needs]
+
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
-        if self.knows_sizes:
+        if self._knows_sizes:
             apply(self, GENERATION_SIZE_RULES)
         apply(self, PROMPTS_RULES, NUMBERS_RULES, AT_K_RULES, LOCAL_RULES)
-        self.check_sampler()
+        self._check_sampler()
         apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
-        if self.knows_sizes:
+        if self._knows_sizes:
             apply(self, GENERATION_MODE_RULES)
 
     @property
-    def scores_truncated(self) -> bool:
+    def _scores_truncated(self) -> bool:
         """Whether the losses score the distribution that was sampled from if its tail is cut off."""
         return False
 
-    def check_sampler(self) -> None:
+    def _check_sampler(self) -> None:
         """Check whether the device can sample."""

@@ -20,9 +20,13 @@ class ReferenceOptions:
     beta: Annotated[float, Ge(0)] = opt(0.04, "Weight of the KL term; 0: no KL term and no reference model.")
     sync_ref_model: bool = opt(False, "Move the reference toward the policy during training (TR-DPO).")
     ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = opt(
-        0.6, "Each update of the reference sets it to alpha * policy + (1 - alpha) * reference."
+        0.6,
+        "Each update of the reference sets it to alpha * policy + (1 - alpha) * reference.",
+        needs=["sync_ref_model"],
     )
-    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(512, "Optimizer steps between updates of the reference.")
+    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(
+        512, "Optimizer steps between updates of the reference.", needs=["sync_ref_model"]
+    )
 
 
 REFERENCE_RULES = (

@@ -235,17 +235,27 @@ class RolloutOptions(BaseOptions):
         None,
         "URLs of the servers, which share the requests; None: http://vllm_server_host:vllm_server_port.",
         decides=False,
+        needs=["use_vllm"],
     )
-    vllm_server_host: str = opt("127.0.0.1", "Host of the server.", decides=False)
-    vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port of the server.", decides=False)
+    vllm_server_host: str = opt("127.0.0.1", "Host of the server.", decides=False, needs=["use_vllm"])
+    vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(
+        8000, "Port of the server.", decides=False, needs=["use_vllm"]
+    )
     vllm_server_timeout: Seconds = opt(
         120.0,
         "Seconds to wait for a server that is starting, unreachable or restarting.",
         decides=False,
+        needs=["use_vllm"],
     )
-    vllm_guided_decoding_regex: str | None = opt(None, "Constrain completions to this regular expression.")
+    vllm_guided_decoding_regex: str | None = opt(
+        None, "Constrain completions to this regular expression.", needs=["use_vllm"]
+    )
     vllm_kwargs: KwargsValue = kwargs(
-        "Rarely changed settings of servers.", {True: VLLMParams}, switch="use_vllm", decides=False
+        "Rarely changed settings of servers.",
+        {True: VLLMParams},
+        switch="use_vllm",
+        decides=False,
+        needs=["use_vllm"],
     )
     vllm_importance_sampling_correction: bool | None = opt(
         None,
@@ -253,6 +263,7 @@ class RolloutOptions(BaseOptions):
         "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated "
         "sampling with truncated_logprobs='softmax', makes the trainer score a different distribution from the "
         "sampler's.",
+        needs=["use_vllm"],
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -261,6 +272,7 @@ class RolloutOptions(BaseOptions):
         "Level of the importance weights: the ratio of each token (token), the product of a sequence's token ratios "
         "(sequence), or their geometric mean (geometric). Ratios out of bounds are set to the bound (truncate), or "
         "their tokens are excluded from the loss (mask).",
+        needs=["use_vllm"],
     )
     vllm_importance_sampling_kwargs: KwargsValue = kwargs(
         "Bounds of the importance weights.",
@@ -268,6 +280,7 @@ class RolloutOptions(BaseOptions):
         switch="corrects_sampling",
         off="sampling is not corrected. Leave vllm_importance_sampling_correction None, without guided decoding and "
         "with truncated_logprobs='exact'.",
+        needs=["use_vllm"],
     )
     weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
         None,
@@ -275,15 +288,19 @@ class RolloutOptions(BaseOptions):
         "the LoRA weights, as files in a shared folder). None: adapter if only an adapter is trained and there is a "
         "shared folder, otherwise nccl on a GPU and gloo on a CPU.",
         decides=False,
+        needs=["use_vllm"],
     )
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
         "sync: generate, then train. overlap: train on finished groups while other groups of the same step are "
         "still being generated; the update is the same up to rounding. async: generate for later steps during "
         "training, at most max_staleness steps ahead.",
+        needs=["use_vllm"],
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
-        4, "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on."
+        4,
+        "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on.",
+        needs=["use_vllm"],
     )
     ds3_gather_for_generation: bool = opt(
         True,

@@ -197,7 +197,7 @@ def _imported_packages(every: list[ast.AST]) -> set[str]:
 
 # Who imports modules by a name that is a string, and what the names are.
 BY_STRING = {
-    "prefrl/registry.py": "configs and trainers of algorithms, public names, and the rules of the schema",
+    "prefrl/registry.py": "options, configs and trainers of algorithms, and public names",
     "prefrl/scripts/main.py": "commands",
     "prefrl/optional.py": "optional packages",
     "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
@@ -208,7 +208,6 @@ BY_STRING = {
 OF_THE_REGISTRY = {
     "prefrl/__init__.py": "public names",
     "prefrl/trainer/__init__.py": "public names",
-    "prefrl/scripts/schema/early.py": "functions that the schema names",
 }
 
 

@@ -349,7 +349,7 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run_rules:check_device",
     "options.run_rules:_lacks_gpu",
-    "trainer.online.config:OnlineConfig.check_sampler",
+    "trainer.online.config:OnlineConfig._check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
@@ -357,9 +357,9 @@ def test_what_a_mac_cannot_do_is_refused() -> None:
         check_device(mac)
     with pytest.raises(ConfigError, match="this run is on the MPS"):
         apply(mac, LIGER_RULES)
-    OnlineConfig.check_sampler(options(device=mac.device, use_vllm=True))
+    OnlineConfig._check_sampler(options(device=mac.device, use_vllm=True))
     with pytest.raises(ConfigError, match=r"use_vllm=False on MPS: .* float64.* Set use_cpu=True"):
-        OnlineConfig.check_sampler(options(device=mac.device, use_vllm=False))
+        OnlineConfig._check_sampler(options(device=mac.device, use_vllm=False))
 
 
 def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

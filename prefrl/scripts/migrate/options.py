@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from prefrl.options.foreign.transformers import TRANSFORMERS
 from prefrl.options.foreign.trl import DEFAULTS, SAME_VALUES, TRL, VALUES
-from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import converted
+from prefrl.scripts.schema.parser import options_of
 
 __all__ = ["NAMES", "UNKNOWN", "Step", "config_of", "missing_defaults", "say_written", "steps_of"]
 
@@ -74,7 +74,12 @@ def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
         config: The name of the config.
         values: The options that are given.
     """
-    off = {name for switch, names in SWITCHES.items() if values.get(switch) is not True for name in names}
+    every = [option for algorithm in REGISTRY for option in options_of(algorithm)]
+    off = {
+        option["name"]
+        for option in every
+        if any(values.get(switch) is not True for switch in option.get("needs", ()) if switch != "episodes")
+    }
     missing = {
         name: value for name, value in DEFAULTS.get(config, {}).items() if name not in values and name not in off
     }

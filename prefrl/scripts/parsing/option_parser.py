@@ -15,11 +15,10 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import default_of, plain_value
+from prefrl.options.fields import about, default_of, plain_value
 from prefrl.options.foreign import advice
 from prefrl.options.size import AUTOMATIC
 from prefrl.options.suggest import nearest
-from prefrl.options.switches import SWITCHES
 from prefrl.scripts.arguments.dataset_config import DatasetConfig
 from prefrl.scripts.arguments.reward_entry import RewardEntry
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
@@ -90,6 +89,7 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         self._own = {action.dest for action in self._actions}
         self._forms: dict[str, Form] = {}
+        self._needs: dict[str, tuple[str, ...]] = {}  # the switches without which an option has no effect
         self.places: dict[str, str] = {}  # the options of the file, and their entries: where each stands
 
     def add_option(self, option: Mapping[str, Any], *aliases: str) -> None:
@@ -117,6 +117,7 @@ class OptionParser(argparse.ArgumentParser):
             text = f"The same as --{name} false."
             self.add_argument(*spellings, action="store_false", dest=name, default=option.get("default"), help=text)
         self._forms[name] = Form(*(option.get(form, False) for form in Form._fields))
+        self._needs[name] = tuple(option.get("needs", ()))
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise an error instead of printing argparse's usage."""
@@ -160,12 +161,17 @@ class OptionParser(argparse.ArgumentParser):
 
     def _switched_off(self, argv: Sequence[str]) -> dict[str, str]:
         """The options that belong to features that the command line switches off, and the name of the feature."""
-        switches = self.given(argv) & SWITCHES.keys() & self._by_name.keys()
+        switches = self.given(argv) & {switch for needs in self._needs.values() for switch in needs}
         if not switches:
             return {}
         namespace, _ = self._parse_leniently(argv)
         off = [name for name in switches if getattr(namespace, name) in (False, None)]
-        return {option: name for name in off for option in SWITCHES[name] if option not in self.given(argv)}
+        return {
+            option: name
+            for option, needs in self._needs.items()
+            for name in needs
+            if name in off and option not in self.given(argv)
+        }
 
     def _parse_leniently(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Parse without asking for options that must be given."""
@@ -300,6 +306,7 @@ def option_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         "is_flag": kind == "bool" and not is_list and not (form.is_nullable and default is None),
         "is_required": default is dataclasses.MISSING,
         "is_auto": field.name in AUTOMATIC,
+        "needs": list(about(field).needs),
         "has_no_form": default is True,
         "bounds": _bounds(hint),
         **form._asdict(),

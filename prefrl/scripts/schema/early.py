@@ -62,8 +62,8 @@ class EarlyConfig(BaseOptions, HuggingFaceOptions):
         """The number of processes."""
         return max(int(os.environ.get(name, "1")) for name in _NUMBERS_OF_PROCESSES)
 
-    def complete(self) -> None:
-        """See `BaseOptions.complete`, as far as rules read what HuggingFace fills in."""
+    def _complete(self) -> None:
+        """See `BaseOptions._complete`, as far as rules read what HuggingFace fills in."""
         check_not_refused(str(self.optim))
         check_known("lr_scheduler_type", str(self.lr_scheduler_type), huggingface()["schedules"], "schedule")
         check_known("optim", str(self.optim), huggingface()["optimizers"], "optimizer")
@@ -72,7 +72,7 @@ class EarlyConfig(BaseOptions, HuggingFaceOptions):
             options.eval_steps = options.logging_steps
         if options.include_num_input_tokens_seen is False:
             options.include_num_input_tokens_seen = "no"
-        self.count_evaluations()
+        self._count_evaluations()
 
 
 @cache
@@ -102,6 +102,6 @@ def check_together(algorithm: str, given: Mapping[str, Any], *, knows_processes:
     config = early()
     for field in dataclasses.fields(early):
         setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
-    config.knows_sizes = knows_processes and not config.parallelism_config
+    config._knows_sizes = knows_processes and not config.parallelism_config
     config.__post_init__(*(values.get(name, default) for name, default in init_vars(early).items()))
     return config

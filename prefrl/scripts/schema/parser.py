@@ -14,7 +14,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.errors import ConfigError
 from prefrl.options.flat_names import init_vars
 from prefrl.options.presets import PRESETS
-from prefrl.options.switches import SWITCHES
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
@@ -146,7 +145,7 @@ class SchemaParser(OptionParser):
 
     def _check_feature(self, name: str, values: Mapping[str, Any]) -> None:
         is_set = values[name] != self._options[name].get("default")
-        off = [switch for switch, names in SWITCHES.items() if name in names and values.get(switch, True) is False]
+        off = [switch for switch in self._options[name].get("needs", ()) if values.get(switch, True) is False]
         if is_set and off:
             raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
 

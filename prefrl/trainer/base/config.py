@@ -84,7 +84,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
         config: Self = super().__new__(cls)
         return config
 
-    def complete(self) -> None:
+    def _complete(self) -> None:
         """Let HuggingFace check its options, under the names of optimizers and schedules that it knows."""
         name = self._schedule_name
         check_known("lr_scheduler_type", name, SCHEDULE_NAMES, "schedule")
@@ -97,7 +97,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
             raise ConfigError(str(error)) from error
         if name in SCHEDULES:
             self.lr_scheduler_type = name
-        self.count_evaluations()
+        self._count_evaluations()
 
     def __init_subclass__(cls) -> None:
         """Keep `__repr__`: `dataclass` would write one that shows secrets into each subclass."""
@@ -120,14 +120,14 @@ class BaseConfig(BaseOptions, TrainingArguments):
         values = {name: plain(value) for name, value in {**super().to_dict(), **tokens}.items()}
         return cast("dict[str, Any]", masked(values))
 
-    def check_json(self) -> None:
-        """See `BaseOptions.check_json`."""
-        super().check_json()
+    def _check_json(self) -> None:
+        """See `BaseOptions._check_json`."""
+        super()._check_json()
         for key in read_json(self, "accelerator_config"):
             check_known("accelerator_config", key, [field.name for field in fields(AcceleratorConfig)], "key")
 
-    def check_trackers(self) -> None:
-        """See `BaseOptions.check_trackers`."""
+    def _check_trackers(self) -> None:
+        """See `BaseOptions._check_trackers`."""
         known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
@@ -226,27 +226,27 @@ class BaseConfig(BaseOptions, TrainingArguments):
             return None
         return weight_decay_factor(self.weight_decay_params, kind, self.lr_decay_steps or num_training_steps)
 
-    def check_processes(self) -> None:
-        """See `BaseOptions.check_processes`."""
+    def _check_processes(self) -> None:
+        """See `BaseOptions._check_processes`."""
         distributed.check_processes(self, os.environ)
 
-    def check_precision(self) -> None:
-        """See `BaseOptions.check_precision`."""
+    def _check_precision(self) -> None:
+        """See `BaseOptions._check_precision`."""
         check_precision(self, fp8=self.fp8)
 
-    def set_kernels(self) -> None:
-        """See `BaseOptions.set_kernels`."""
+    def _set_kernels(self) -> None:
+        """See `BaseOptions._set_kernels`."""
         if not self.use_liger_kernel:
             return
         require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
         # HuggingFace passes them to Liger, too.
         self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))
 
-    def check_schedule(self) -> None:
-        """See `BaseOptions.check_schedule`."""
+    def _check_schedule(self) -> None:
+        """See `BaseOptions._check_schedule`."""
         if self._schedule_name not in SCHEDULES:
             self._check_arguments()
-        super().check_schedule()
+        super()._check_schedule()
         if self.has_own_schedule:
             self._check_own()
 
@@ -274,10 +274,10 @@ class BaseConfig(BaseOptions, TrainingArguments):
             )
         self.learning_rate_factor(self.max_steps if self.max_steps > 0 else _SOME_STEPS)
 
-    def check_optimizer(self) -> None:
-        """See `BaseOptions.check_optimizer`."""
+    def _check_optimizer(self) -> None:
+        """See `BaseOptions._check_optimizer`."""
         check_optimizer(self)
 
-    def check_profile(self) -> None:
-        """See `BaseOptions.check_profile`."""
+    def _check_profile(self) -> None:
+        """See `BaseOptions._check_profile`."""
         check_profile(self)

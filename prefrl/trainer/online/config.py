@@ -72,8 +72,8 @@ class OnlineConfig(OnlineOptions, BaseConfig):
             f"{self.max_completion_length} tokens{shared}"
         )
 
-    def check_sampler(self) -> None:
-        """See `OnlineOptions.check_sampler`."""
+    def _check_sampler(self) -> None:
+        """See `OnlineOptions._check_sampler`."""
         if not self.use_vllm and self.device.type == "mps":
             raise ConfigError(
                 "use_vllm=False on MPS: tokens are sampled with numbers in float64, which MPS does not have. Set "
