@@ -76,7 +76,7 @@ def plans(record: Record, *, rehearses: bool) -> None:
 
 
 def _plans_and_kernels() -> list[tuple[str, str]]:
-    from prefrl.models.attention.choice import KERNELS
+    from prefrl.models.attention.interface import KERNELS
 
     return [(plan, kernel.name) for plan in ("packed", "shared_prefix") for kernel in KERNELS]
 
@@ -140,7 +140,8 @@ def _figures_of_plan(
 @contextlib.contextmanager
 def _only(name: str, *, must_serve: bool) -> Iterator[None]:
     """Flat attention has one kernel; padded rows do not use it."""
-    from prefrl.models.attention import choice, interface
+    from prefrl.models.attention import interface
+    from prefrl.models.attention import interface as choice
 
     kernels = {kernel.name: kernel for kernel in choice.KERNELS}
 

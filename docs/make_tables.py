@@ -183,12 +183,12 @@ def rows_of(name: str) -> str:
         "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
         "trl_names": (["name", "prefrl"], _trl_names),
-        "transformers": (["transformers 4", "prefrl"], lambda: _foreign("transformers.TRANSFORMERS")),
+        "transformers": (["transformers 4", "prefrl"], lambda: _foreign("trl.TRANSFORMERS")),
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
         "verl_sft": (["verl", "prefrl"], _verl_sft),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
-        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("axolotl.AXOLOTL")),
+        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("others.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
         "ludwig_keys": (["Ludwig", "prefrl"], lambda: _of_sections("ludwig.LUDWIG_KEYS", "trainer.")),
         "errors": (["class", "meaning"], _errors),
@@ -229,7 +229,7 @@ def _advantages() -> Iterator[list[str]]:
 
 def _kl() -> Iterator[list[str]]:
     says = {True: "yes", False: "no"}
-    for name, row in load("prefrl.losses.kl.estimators.KL_ESTIMATORS").items():
+    for name, row in load("prefrl.losses.kl.KL_ESTIMATORS").items():
         yield [f"`{name}`", says[row.unbiased_value], says[row.unbiased_gradient], row.source]
 
 
@@ -242,7 +242,7 @@ def _presets() -> Iterator[list[str]]:
 def _optimizers() -> Iterator[list[str]]:
     places = {"torch": "torch.optim", "bitsandbytes": "bitsandbytes.optim", "pytorch_optimizer": "pytorch_optimizer"}
     decays = {"L2": "L2", "decoupled": "decoupled", "none": "refused"}
-    works_under = load("prefrl.trainer.base.optimizers.by_name.works_under")
+    works_under = load("prefrl.trainer.optimizers.works_under")
     for name, row in load("prefrl.options.optimizers.OPTIMIZERS").items():
         decay = "L2, or decoupled" if "decoupled_weight_decay" in row.keys else decays[row.decay]
         works = ["yes" if value else "refused" for value in works_under(name).values()]
@@ -300,7 +300,7 @@ def _errors() -> Iterator[list[str]]:
         yield [f"`{name}`", f"{error.__doc__.strip().splitlines()[0]} Subclass of `{error.__bases__[-1].__name__}`."]
 
 
-_FOREIGN = "prefrl.options.foreign"
+_FOREIGN = "prefrl.scripts.migrate.foreign"
 _KINDS = {
     **{"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: "},
     **{"not there": "no counterpart: ", "aside": "no counterpart: "},
@@ -326,7 +326,7 @@ def _of_sections(path: str, without: str) -> Iterator[list[str]]:
 
 
 def _trl_arguments() -> Iterator[list[str]]:
-    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.trl.ARGUMENTS").items())
+    yield from ([f"`{name}`", text] for name, text in load("prefrl.options.foreign.ARGUMENTS").items())
 
 
 def _trl_names() -> Iterator[list[str]]:

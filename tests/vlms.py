@@ -20,7 +20,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from prefrl.models.vision_classifier import add_classifier
+from prefrl.models.classifier import add_classifier
 
 __all__ = ["FAMILIES", "forget_classifiers", "image", "tiny_vision_judge", "tiny_vlm"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from prefrl.models.positions import PositionLimit
+    from prefrl.models.plans import PositionLimit
     from prefrl.options.length_bound import LengthBound
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import BitsAndBytesConfig
 
 from prefrl.errors import ConfigError
-from prefrl.models.seeding import seeded
+from prefrl.models.modes import seeded
 from prefrl.optional import require
 
 if TYPE_CHECKING:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from prefrl.errors import ConfigError
-from prefrl.models.forward import in_company, inputs_of, verdict_of
-from prefrl.models.heads import is_classifier
-from prefrl.models.scoring import inner_model, score_sequences
+from prefrl.models.forward import inputs_of, verdict_of, with_idle_image
+from prefrl.models.scoring import inner_model, prepare_for_scoring, score_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
     from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
 
-__all__ = ["sequence_scores"]
+__all__ = ["sequence_scores", "add_classifier", "check_has_body"]
 
 
 def sequence_scores(
@@ -41,14 +46,68 @@ def sequence_scores(
         ConfigError: The requested plan does not work for this model, or the model is not a sequence classifier.
         ValueError: The batch has no rows.
     """
-    if not is_classifier(inner_model(model)):
+    if not prepare_for_scoring(model).is_classifier:
         raise ConfigError(
             f"model is a {type(inner_model(model)).__name__}, which does not classify sequences. Load it with "
             "AutoModelForSequenceClassification."
         )
-    verdict, rows = verdict_of(model), in_company(model, batch)
+    verdict, rows = verdict_of(model), with_idle_image(model, batch)
     inputs = inputs_of(model, rows, plan, verdict)
-    scored = score_sequences(model, rows, inputs, own_logits=verdict.own_logits, routers=routers)
+    scores = score_sequences(model, rows, inputs, own_logits=verdict.own_logits, routers=routers)
     if routers is not None:
         routers.keep(batch.num_responses)
-    return scored.scores[: batch.num_rows]
+    return scores[: batch.num_rows]
+
+
+def add_classifier(config: Any) -> None:
+    """Let `AutoModelForSequenceClassification` load a family of vision-language models, in this process.
+
+    The class is made as transformers makes those of other families: the body, and a linear layer `score` that reads
+    the last token. Its files are those of the body, so a language model's weights become a reward model's. Where
+    transformers has a class, and for models of text, nothing changes.
+
+    Args:
+        config: Of the model.
+
+    Raises:
+        ConfigError: The family has no body that returns hidden states.
+    """
+    kind = type(config)
+    generative = AutoModelForImageTextToText._model_mapping.get(kind, None)
+    is_known = kind in AutoModelForSequenceClassification._model_mapping
+    if is_known or generative is None or getattr(config, "vision_config", None) is None:
+        return
+    body = AutoModel._model_mapping.get(kind, None)
+    if body is None or body is generative or body.base_model_prefix != "model":
+        raise ConfigError(
+            f"model is a {generative.__name__}, from which no reward model can be made: its class has no separate "
+            "body that returns hidden states. Use another family of models, see docs/images.md, or a text model."
+        )
+    family = next(parent for parent in body.__mro__ if PreTrainedModel in parent.__bases__)
+    name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
+    # In the family's module, like a class of transformers: names of weights in files are converted for these only.
+    attributes = {"__module__": body.__module__, "config_class": kind}
+    conversion = get_checkpoint_conversion_mapping(generative.__name__)
+    if conversion is not None:
+        register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
+    classifier = type(name, (GenericForSequenceClassification, family), attributes)
+    AutoModelForSequenceClassification.register(kind, classifier, exist_ok=True)
+
+
+def check_has_body(model: PreTrainedModel, name: str | os.PathLike[str], missing: Collection[str]) -> None:
+    """Refuse a classifier of which files lack more than the layer `score`: what they lack would be random.
+
+    Args:
+        model: Loaded.
+        name: What it was loaded from.
+        missing: Names of the weights that were not there.
+
+    Raises:
+        ConfigError: See above.
+    """
+    lost = sorted(set(missing) - {"score.weight"})
+    if lost:
+        raise ConfigError(
+            f"model={os.fspath(name)!r} lacks weights of a {type(model).__name__}: {', '.join(lost[:3])}. Give a "
+            "vision-language model of the same family, or a reward model that was made from one."
+        )

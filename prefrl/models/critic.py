@@ -24,14 +24,11 @@ from transformers.utils import find_adapter_config_file
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.forward import in_company, inputs_of, prepare_like, verdict_of
-from prefrl.models.heads import is_classifier
-from prefrl.models.modes import eval_mode
-from prefrl.models.no_grad import in_pieces
+from prefrl.models.classifier import add_classifier
+from prefrl.models.forward import in_pieces, inputs_of, prepare_like, verdict_of, with_idle_image
+from prefrl.models.modes import eval_mode, seeded
 from prefrl.models.plans import Plan
-from prefrl.models.scoring import inner_model, predicting, read_out
-from prefrl.models.seeding import seeded
-from prefrl.models.vision_classifier import add_classifier
+from prefrl.models.scoring import inner_model, is_classifier, read_out
 from prefrl.optional import require
 
 if TYPE_CHECKING:
@@ -268,10 +265,10 @@ def _scored(model: PreTrainedModel, batch: TokenBatch, plan: Plan, head: nn.Line
         reason = next(iter(verdict.reasons.values()), "its results differ from those of its own forward pass")
         raise ConfigError(f"values cannot be read from a {type(inner_model(model)).__name__}: {reason}.")
 
-    def readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
-        return {"values": _head_values(head, predicting(output, request))}
+    def readout(model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        return {"values": _head_values(head, rows)}
 
-    rows = in_company(model, batch)
+    rows = with_idle_image(model, batch)
     inputs = inputs_of(model, rows, plan, verdict)
     positions = rows.trainable_positions
     values: Tensor = read_out(model, inputs, inputs.predictors[positions], readout, own_logits=False)["values"]

@@ -30,9 +30,8 @@ from transformers.pytorch_utils import Conv1D
 
 from prefrl.distributed import is_sharded, shape_of
 from prefrl.errors import ConfigError
-from prefrl.models.heads import is_classifier, needed_head
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import inner_model
+from prefrl.models.scoring import inner_model, is_classifier, needed_head
 from prefrl.types import IdleBatch
 
 if TYPE_CHECKING:

@@ -1,39 +1,48 @@
-"""Log-probs of response tokens: the one forward pass that every trainer, reference and old policy uses."""
+"""Log-probs of response tokens: the one forward pass that every trainer, reference and old policy uses.
+
+Passes without gradients run over pieces of a batch, so that their memory does not depend on its size. Ranks that share
+a model's partitioned weights must run equally many passes: ranks with fewer pieces run idle rows for the remaining
+passes, and so do ranks without any row.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
-from prefrl.distributed import is_main, num_processes, team_size
+from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
-from prefrl.models.heads import is_classifier
-from prefrl.models.histories import token_truncation
+from prefrl.losses.truncation import TokenHistory, TokenTruncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
-from prefrl.models.plans import ForwardPlan, ModelInputs, Plan, Verdict, lay_out, own_part
-from prefrl.models.scoring import ScoredTokens, inner_model, prepare_for_scoring, score_tokens
+from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
+from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import check_plans, fingerprint
-from prefrl.types import TokenBatch
+from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.kl.full import ReferenceLogits
+    from prefrl.losses.kl import ReferenceLogits
     from prefrl.losses.truncation import Truncation
     from prefrl.models.routers import RouterRecord
 
 __all__ = [
+    "Scoring",
+    "scores_in_pieces",
+    "in_pieces",
+    "in_batch_order",
+    "score_pieces",
     "Plan",
     "WantName",
-    "choose_plan",
-    "in_company",
     "inputs_of",
     "plan_in_words",
     "prepare_like",
@@ -41,12 +50,147 @@ __all__ = [
     "set_image_example",
     "token_logprobs",
     "verdict_of",
+    "with_idle_image",
 ]
+
+
+def token_truncation(batch: TokenBatch, cuts: Truncation) -> TokenTruncation:
+    """The truncation of the trainable tokens of a batch; its history is only built for a repetition penalty."""
+    return TokenTruncation(cuts, None if cuts.repetition_penalty == 1.0 else _history(batch))
+
+
+def _history(batch: TokenBatch) -> TokenHistory:
+    """The context of each response and its tokens, and how many of these come before each trainable token."""
+    prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
+    responses = torch.split(batch.response_ids, list(batch.response_lengths))
+    texts = [
+        torch.cat([*(prompts[prompt] for prompt in batch.contexts[number]), response])
+        for number, response in enumerate(responses)
+    ]
+    lengths = [
+        start + place
+        for start, count in zip(batch.context_lengths, batch.response_lengths, strict=True)
+        for place in range(count)
+    ]
+    numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
+    index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]
+    return TokenHistory(pad_sequence(texts, batch_first=True), *index)
+
+
+T = TypeVar("T")
+
+
+def score_pieces(
+    model: nn.Module, score: Callable[[TokenBatch], T], batch: TokenBatch, *, max_tokens: int | None
+) -> tuple[list[TokenBatch], list[T]]:
+    """Split the batch into pieces of at most `max_tokens` forward tokens and call `score` on each piece.
+
+    If the model's weights are partitioned over ranks, all ranks must call it.
+
+    Args:
+        model: The model of which each call of `score` runs one pass.
+        score: Called without gradients.
+        batch: B rows, possibly none.
+        max_tokens: Limit per piece; a longer row becomes its own piece. None: one piece.
+
+    Returns:
+        Pieces, in any order, and their results, for `in_batch_order`. `group_index` of a piece holds the row numbers
+        in `batch`. Without rows, the only piece is an idle row.
+    """
+    idle = IdleBatch.of_token().to(batch.device)
+    pieces: list[TokenBatch] = [batch.replace(group_index=tuple(range(batch.num_rows)))]
+    if not batch.num_rows:
+        pieces = [idle]
+    elif max_tokens is not None:
+        pieces = pieces[0].split(max_tokens)
+    num_missing = missing_passes(model, len(pieces), batch.device)
+    with torch.no_grad():
+        results = [score(piece) for piece in [*pieces, *[idle] * num_missing]]
+    release(model)
+    return pieces, results[: len(pieces)]
+
+
+def in_batch_order(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tensor]) -> Tensor:
+    """[N, ...] in the order of the batch, from per-token results of its pieces."""
+    rows: dict[int, Tensor] = {}
+    for piece, part in zip(pieces, parts, strict=True):
+        rows.update(zip(piece.group_index, torch.split(part, list(piece.row_lengths)), strict=True))
+    return torch.cat([rows[row] for row in range(len(rows))])[: batch.num_tokens]
+
+
+def scores_in_pieces(
+    model: nn.Module,
+    batch: TokenBatch,
+    scoring: Scoring,
+    *,
+    max_tokens: int | None,
+    want: Collection[WantName] = (),
+) -> TokenScores:
+    """Scores of the response tokens without gradients, in passes of at most `max_tokens` forward tokens.
+
+    If the model's weights are partitioned over ranks, all ranks must call it, including those without a row.
+
+    Args:
+        model: Runs in its current mode.
+        batch: B rows, N response tokens, possibly none.
+        scoring: What is scored, and how.
+        max_tokens: Limit per pass; a longer row gets its own pass. None: one pass.
+        want: What to compute besides log-probs, by its name in `TokenScores`.
+
+    Returns:
+        [N] float32 nats, and what is wanted, in the batch's order; 0 where `batch.trainable` is False.
+
+    Raises:
+        ConfigError: Hidden states are wanted, but cannot be read from this model.
+    """
+
+    def score(piece: TokenBatch) -> TokenScores:
+        return token_logprobs(model, piece, **vars(scoring), want=want)
+
+    pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
+    names = list(scores[0].wanted)
+    logprobs = in_batch_order(batch, pieces, [each.logprobs for each in scores])
+    return TokenScores(
+        logprobs, {n: in_batch_order(batch, pieces, [each.wanted[n] for each in scores]) for n in names}
+    )
+
+
+def in_pieces(
+    model: nn.Module, score: Callable[[TokenBatch], Tensor], batch: TokenBatch, *, max_tokens: int | None
+) -> Tensor:
+    """The per-token results of `score` for the whole batch, without gradients.
+
+    Args:
+        model: See `score_pieces`.
+        score: Maps a batch to [N, ...], aligned with its response tokens.
+        batch: B rows, N response tokens.
+        max_tokens: See `score_pieces`.
+
+    Returns:
+        [N, ...] in the batch's order.
+    """
+    return in_batch_order(batch, *score_pieces(model, score, batch, max_tokens=max_tokens))
+
 
 logger = logging.getLogger(__name__)
 
 # If a plan does not work for a model, the next one replaces it.
 _PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed", "padded")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a run scores, and how: arguments of `token_logprobs` that are the same in all of its passes.
+
+    Args:
+        temperature: > 0, divides the logits.
+        truncation: Cuts the distribution as a sampler did; None: it is not cut.
+        plan: How rows are laid out.
+    """
+
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    plan: Plan = "auto"
 
 
 def token_logprobs(
@@ -85,16 +229,16 @@ def token_logprobs(
             hidden states are wanted and cannot be read.
         ValueError: The batch has no rows.
     """
-    if is_classifier(inner_model(model)):
+    if prepare_for_scoring(model).is_classifier:
         raise ConfigError(
             f"model is a {type(inner_model(model)).__name__}, which scores sequences, but log-probs need a "
             "language-model head. Load it with AutoModelForCausalLM."
         )
-    verdict, rows = verdict_of(model), in_company(model, batch)
+    verdict, rows = verdict_of(model), with_idle_image(model, batch)
     if reference is not None and rows is not batch:
         more = rows.num_tokens - batch.num_tokens
         reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
-    scored = score_tokens(
+    scores = score_tokens(
         model,
         rows,
         inputs_of(model, rows, plan, verdict),
@@ -107,11 +251,10 @@ def token_logprobs(
     )
     if routers is not None:
         routers.keep(batch.num_responses)
-    scores = _spread(scored, rows.num_tokens)
     return scores if rows is batch else scores.map(lambda values: values[: batch.num_tokens])
 
 
-def in_company(model: nn.Module, batch: TokenBatch) -> TokenBatch:
+def with_idle_image(model: nn.Module, batch: TokenBatch) -> TokenBatch:
     """The batch that a pass runs: one without images gets a row with an image, if other processes may have images.
 
     All processes then run the vision tower equally often, as backends require. The scores of the row at the end are
@@ -141,26 +284,29 @@ def prepare_like(model: nn.Module, policy: nn.Module) -> None:
     prepare_for_scoring(model).image_example = prepare_for_scoring(policy).image_example
 
 
-def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ModelInputs:
-    """What this process feeds to the model, if `plan` is requested.
+def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: PlanVerdict) -> ModelInputs:
+    """What this process feeds to the model, if `plan` is requested: its part of rows that a team of processes shares.
 
     Raises:
-        ConfigError: See `choose_plan`.
+        ConfigError: The plan does not work for this model or does not exist, or processes share rows but the plan
+            pads, so that its rows cannot be shared.
     """
-    rules = image_rules(inner_model(model)) if batch.has_images else None
-    return own_part(lay_out(batch, choose_plan(model, batch, plan, verdict), rules))
+    num_parts = team_size()
+    reasons = verdict.image_reasons if batch.has_images else verdict.reasons
+    if batch.has_images and num_parts > 1:
+        raise ConfigError(f"sp_size={num_parts} with images: processes share only rows of text. Set sp_size=1.")
+    chosen = _chosen(model, batch, plan, reasons)
+    if chosen == "padded" and num_parts > 1:
+        reason = reasons.get("packed", f'plan="{plan}" pads')
+        raise ConfigError(
+            f"sp_size={num_parts} does not work for {type(inner_model(model)).__name__}: processes can share only "
+            f"flat rows, but {reason}. Set sp_size=1."
+        )
+    inputs = lay_out(batch, chosen, image_rules(inner_model(model)) if batch.has_images else None)
+    return part_of(inputs, place_in_team(), num_parts) if num_parts > 1 and isinstance(inputs, FlatInputs) else inputs
 
 
-def _spread(scored: ScoredTokens, num_tokens: int) -> TokenScores:
-    """Scatter [M, ...] to [N, ...], with 0 or False at tokens that are not trainable."""
-
-    def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(num_tokens, *values.shape[1:]).index_copy(0, scored.positions, values)
-
-    return scored.scores.map(spread)
-
-
-def verdict_of(model: nn.Module) -> Verdict:
+def verdict_of(model: nn.Module) -> PlanVerdict:
     """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed."""
     state = prepare_for_scoring(model)
     if state.verdict is None or state.verdict.fingerprint != fingerprint(model):
@@ -170,7 +316,7 @@ def verdict_of(model: nn.Module) -> Verdict:
 
 
 def plan_in_words(model: nn.Module, plan: Plan) -> str:
-    """What `choose_plan` will choose for rows of text; runs the self-check if "auto" leaves the choice to it."""
+    """The plan that is chosen for rows of text; runs the self-check if "auto" leaves the choice to it."""
     if plan != "auto":
         return plan
     reasons = verdict_of(model).reasons
@@ -180,7 +326,7 @@ def plan_in_words(model: nn.Module, plan: Plan) -> str:
     return alone if shared == alone else f"{shared} where rows share a prompt, {alone} elsewhere"
 
 
-def _report(model: nn.Module, verdict: Verdict, *, has_images: bool) -> None:
+def _report(model: nn.Module, verdict: PlanVerdict, *, has_images: bool) -> None:
     inner = inner_model(model)
     what = "scores" if is_classifier(inner) else "log-probs"
     checked = {what: verdict.reasons}
@@ -202,26 +348,6 @@ def _report(model: nn.Module, verdict: Verdict, *, has_images: bool) -> None:
 def _working(plan: ForwardPlan, reasons: Mapping[ForwardPlan, str]) -> ForwardPlan:
     """`plan`, or the next one that works."""
     return next(p for p in _PLANS[_PLANS.index(plan) :] if p not in reasons)
-
-
-def choose_plan(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: Verdict) -> ForwardPlan:
-    """The plan to lay out a batch with, if `plan` is requested.
-
-    Raises:
-        ConfigError: The plan does not work for this model or does not exist, or processes share rows but the plan
-            pads, so that its rows cannot be shared.
-    """
-    reasons = verdict.image_reasons if batch.has_images else verdict.reasons
-    if batch.has_images and team_size() > 1:
-        raise ConfigError(f"sp_size={team_size()} with images: processes share only rows of text. Set sp_size=1.")
-    chosen = _chosen(model, batch, plan, reasons)
-    if chosen == "padded" and team_size() > 1:
-        reason = reasons.get("packed", f'plan="{plan}" pads')
-        raise ConfigError(
-            f"sp_size={team_size()} does not work for {type(inner_model(model)).__name__}: processes can share only "
-            f"flat rows, but {reason}. Set sp_size=1."
-        )
-    return chosen
 
 
 def _chosen(model: nn.Module, batch: TokenBatch, plan: Plan, reasons: Mapping[ForwardPlan, str]) -> ForwardPlan:

@@ -26,10 +26,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from prefrl.distributed import is_main, shape_of
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
-from prefrl.models.freezing import freeze_parameters
-from prefrl.models.seeding import seeded
+from prefrl.models.classifier import add_classifier, check_has_body
+from prefrl.models.kernels import freeze_parameters
+from prefrl.models.modes import seeded
 from prefrl.models.tokenizer_changes import TokenizerChanges, check_special_tokens
-from prefrl.models.vision_classifier import add_classifier, check_has_body
 from prefrl.options.remote_code import unpinned_code
 
 if TYPE_CHECKING:

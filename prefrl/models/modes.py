@@ -1,18 +1,28 @@
-"""Change a model's modes temporarily, its dropout, and what it keeps for the backward pass."""
+"""What a pass depends on besides weights and rows: modes, dropout, precision, random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["checkpoint_activations", "disable_dropout", "dropout_rates", "eval_mode", "uncompiled"]
+__all__ = [
+    "checkpoint_activations",
+    "disable_dropout",
+    "dropout_rates",
+    "eval_mode",
+    "uncompiled",
+    "coarsest_dtype",
+    "of_products",
+    "seeded",
+]
 
 
 @contextmanager
@@ -57,10 +67,50 @@ def checkpoint_activations(model: PreTrainedModel, arguments: dict[str, Any] | N
     enable(of_checkpoint or None, **of_layers)
 
 
-def uncompiled(is_compiled: bool) -> AbstractContextManager[Any]:
-    """Context in which compiled modules run as they are written.
+def uncompiled() -> AbstractContextManager[Any]:
+    """Context in which compiled modules run as they are written."""
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
 
-    Args:
-        is_compiled: Whether there are any.
+
+def coarsest_dtype(model: PreTrainedModel, output: Tensor) -> torch.dtype:
+    """Of those that a pass which gave `output` computed in."""
+    # ZeRO-3 would gather a `weight` that is asked for by name here, and would do so in each pass from then on.
+    dtypes = [output.dtype, next(model.get_input_embeddings().parameters()).dtype]
+    if torch.is_autocast_enabled(output.device.type):
+        dtypes.append(torch.get_autocast_dtype(output.device.type))
+    coarsest: torch.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return of_products(coarsest, output.device.type)
+
+
+def of_products(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What matrix products of tensors of this dtype round their inputs to, on a type of device.
+
+    TensorFloat-32 keeps 10 bits of a number, as float16 does.
     """
-    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    is_tf32 = device == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return torch.float16 if is_tf32 else dtype
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Draw random numbers from `seed` inside, and restore torch's global random states afterwards.
+
+    Those of GPUs only if they are in use: to ask for their states would start CUDA, also in a run on the CPU.
+    None: draw from the global states.
+    """
+    if seed is None:
+        yield
+        return
+    generators = [torch.default_generator]
+    for accelerator in (torch.cuda, torch.xpu):
+        if accelerator.is_initialized():
+            generators.extend(accelerator.default_generators)
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
-from prefrl.distributed import place_in_team, team_size
+from prefrl.distributed import shape_of
 from prefrl.models.attention.interface import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from prefrl.models.images import ImageRules
     from prefrl.types import Images, TokenBatch
@@ -25,11 +26,12 @@ __all__ = [
     "ModelInputs",
     "PaddedInputs",
     "Plan",
-    "Verdict",
+    "PlanVerdict",
     "lay_out",
-    "own_part",
     "padded_with",
     "part_of",
+    "PositionLimit",
+    "position_limit",
 ]
 
 ForwardPlan = Literal["shared_prefix", "packed", "padded"]
@@ -37,7 +39,7 @@ Plan = Literal["auto", "shared_prefix", "packed", "padded"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """Why a plan does not work, by plan. Plans that are not listed reproduce the model's own log-probs or scores."""
 
     reasons: Mapping[ForwardPlan, str]
@@ -103,16 +105,18 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan, rules: ImageRules | None = Non
         )
     if batch.has_images and rules is None:
         raise ValueError("TokenBatch has images: the model has no vision tower. Prepare the dataset without images.")
-    if plan == "padded":
-        return _padded(batch, rules)
-    source = _Source(batch, rules)
-    responses = [source.response(i) for i in range(batch.num_responses)]
+    # Positions in `cat([prompt_ids, response_ids])`.
+    every = torch.arange(len(batch.prompt_ids) + len(batch.response_ids))
+    own = torch.split(every, [*batch.prompt_lengths, *batch.response_lengths])
+    prompts, responses = own[: batch.num_prompts], [tokens[:-1] for tokens in own[batch.num_prompts :]]
     if plan == "shared_prefix":
-        prompts = [source.prompt(prompt) for prompt in range(batch.num_prompts)]
-        return _flat(source, [*prompts, *responses], [*batch.prompt_parent, *batch.prompt_index], batch.images)
-    contexts = [source.context(i) for i in range(batch.num_responses)]
-    images = [batch.images_of(i) for i in range(batch.num_responses)]
-    return _flat(source, [*contexts, *responses], [*[-1] * len(contexts), *range(len(contexts))], images)
+        return _flat(batch, [*prompts, *responses], [*batch.prompt_parent, *batch.prompt_index], batch.images, rules)
+    numbers = range(batch.num_responses)
+    contexts = [torch.cat([prompts[prompt] for prompt in batch.contexts[i]]) for i in numbers]
+    images = [batch.images_of(i) for i in numbers]
+    if plan == "padded":
+        return _padded(batch, contexts, responses, images, rules)
+    return _flat(batch, [*contexts, *responses], [*[-1] * len(contexts), *numbers], images, rules)
 
 
 def padded_with(inputs: ModelInputs, token: int | None) -> ModelInputs:
@@ -120,13 +124,6 @@ def padded_with(inputs: ModelInputs, token: int | None) -> ModelInputs:
     if token is None or not isinstance(inputs, PaddedInputs):
         return inputs
     return replace(inputs, input_ids=inputs.input_ids.masked_fill(inputs.attention_mask == 0, token))
-
-
-def own_part(inputs: ModelInputs) -> ModelInputs:
-    """The part that this process computes of inputs that all processes of its team have."""
-    if team_size() == 1 or not isinstance(inputs, FlatInputs):
-        return inputs
-    return part_of(inputs, place_in_team(), team_size())
 
 
 def part_of(inputs: FlatInputs, place: int, num_parts: int) -> FlatInputs:
@@ -150,127 +147,100 @@ def part_of(inputs: FlatInputs, place: int, num_parts: int) -> FlatInputs:
     )
 
 
-def _starts(lengths: Sequence[int], first: int = 0) -> list[int]:
-    return list(accumulate(lengths, initial=first))[:-1]
-
-
-class _Source:
-    """Positions of prompts and responses in `cat([prompt_ids, response_ids])`."""
-
-    def __init__(self, batch: TokenBatch, rules: ImageRules | None) -> None:
-        self.batch, self.rules = batch, rules
-        self.prompt_starts = _starts(batch.prompt_lengths)
-        self.response_starts = _starts(batch.response_lengths, sum(batch.prompt_lengths))
-
-    def prompt(self, prompt: int) -> Tensor:
-        """Positions of a prompt's own tokens."""
-        return _range(self.prompt_starts[prompt], self.batch.prompt_lengths[prompt])
-
-    def context(self, response: int) -> Tensor:
-        """Positions of all tokens before a response."""
-        return torch.cat([self.prompt(prompt) for prompt in self.batch.contexts[response]])
-
-    def response(self, response: int) -> Tensor:
-        """Positions of all tokens of a response but the last."""
-        return _range(self.response_starts[response], self.batch.response_lengths[response] - 1)
-
-    def take(self, index: Tensor, *, padding: bool = False) -> Tensor:
-        """The tokens at `index`; with padding, the index one past the end is token 0."""
-        batch = self.batch
-        parts = [batch.prompt_ids, batch.response_ids]
-        if padding:
-            parts.append(batch.response_ids.new_zeros(1))
-        return torch.cat(parts)[index.to(batch.device, non_blocking=True)]
-
-
-def _range(start: int, length: int) -> Tensor:
-    return torch.arange(start, start + length)
-
-
 def _flat(
-    source: _Source, tokens: Sequence[Tensor], parents: Sequence[int], images: Sequence[Images | None]
+    batch: TokenBatch,
+    tokens: Sequence[Tensor],
+    parents: Sequence[int],
+    images: Sequence[Images | None],
+    rules: ImageRules | None,
 ) -> FlatInputs:
     """One flat row of contexts and responses, depth first; one that its parent has for an only child extends it.
 
     Args:
-        source: The batch.
+        batch: What is laid out.
         tokens: Positions of the tokens of each context, then of each response.
         parents: Number of the context that a context or response continues, always a smaller one; -1: none.
         images: Of each context without a parent, and of what continues it; empty if there are none.
+        rules: How the model reads images.
     """
-    batch, device = source.batch, source.batch.device
     responses = range(len(tokens) - batch.num_responses, len(tokens))
-    children = _children(parents, responses)
-    order = _depth_first(children)
-    segments = _Segments()
+    lengths = [len(each) for each in tokens]
+    children, order = _depth_first(parents, responses)
+    forest: list[tuple[int, int]] = []
+    blocks: set[int] = set()
     segment, start, position, root = ([0] * len(tokens) for _ in range(4))  # by context or response
     cursor = 0
     for node in order:
-        parent, length = parents[node], len(tokens[node])
+        parent, length = parents[node], lengths[node]
         root[node] = root[parent] if parent >= 0 else node
-        position[node] = position[parent] + len(tokens[parent]) if parent >= 0 else 0
-        segments.add(
-            _cut(position[node], length, images[root[node]] if images else None, source.rules),
+        position[node] = position[parent] + lengths[parent] if parent >= 0 else 0
+        one = images[root[node]] if images and rules is not None and rules.has_blocks else None
+        _add_segments(
+            forest,
+            blocks,
+            [(length, False)] if one is None else _cut(position[node], length, one),
             parent=segment[parent] if parent >= 0 else -1,
             extends=parent >= 0 and len(children[parent]) == 1,
         )
         # A response of one token has none that is fed: its sequence ends with its context.
         is_empty = length == 0 and parent >= 0
-        segment[node], start[node] = segment[parent] if is_empty else len(segments.forest) - 1, cursor
+        segment[node], start[node] = segment[parent] if is_empty else len(forest) - 1, cursor
         cursor += length
     predictors = []
     for node in responses:
-        context = parents[node]
-        last_of_context = start[context] + len(tokens[context]) - 1
-        predictors += [torch.tensor([last_of_context]), _range(start[node], len(tokens[node]))]
+        last_of_context = start[parents[node]] + lengths[parents[node]] - 1
+        predictors += [torch.tensor([last_of_context]), torch.arange(start[node], start[node] + lengths[node])]
     found = {node: one for node in order if images and parents[node] < 0 and (one := images[node]) is not None}
-    spans = [(root[node], position[node], len(tokens[node])) for node in order]
+    ids = torch.cat([batch.prompt_ids, batch.response_ids])
+    position_ids = torch.cat([torch.arange(position[node], position[node] + lengths[node]) for node in order])[None]
+    if found and rules is not None and rules.rope_index is not None:
+        spans = [(root[node], position[node], lengths[node]) for node in order]
+        position_ids = torch.cat([position_ids, _positions_in_space(spans, found, rules)])[:, None]
     return FlatInputs(
-        input_ids=source.take(torch.cat([tokens[node] for node in order]))[None],
-        position_ids=_positions(spans, found, source.rules).to(device, non_blocking=True),
-        predictors=torch.cat(predictors).to(device, non_blocking=True),
-        layout=Layout(tuple(segments.forest), blocks=frozenset(segments.blocks)),
+        input_ids=ids[torch.cat([tokens[node] for node in order]).to(batch.device, non_blocking=True)][None],
+        position_ids=position_ids.to(batch.device, non_blocking=True),
+        predictors=torch.cat(predictors).to(batch.device, non_blocking=True),
+        layout=Layout(tuple(forest), blocks=frozenset(blocks)),
         ends=tuple(segment[node] for node in responses),
-        images=source.rules.join(list(found.values()), device) if found and source.rules else {},
+        images=rules.join(list(found.values()), batch.device) if found and rules else {},
     )
 
 
-class _Segments:
-    """The segments of a flat row, added in order."""
+def _add_segments(
+    forest: list[tuple[int, int]],
+    blocks: set[int],
+    pieces: Sequence[tuple[int, bool]],
+    *,
+    parent: int,
+    extends: bool,
+) -> None:
+    """Add pieces that follow each other to a layout's forest and blocks.
 
-    def __init__(self) -> None:
-        self.forest: list[tuple[int, int]] = []
-        self.blocks: set[int] = set()
-
-    def add(self, pieces: Sequence[tuple[int, bool]], *, parent: int, extends: bool) -> None:
-        """Add pieces that follow each other.
-
-        Args:
-            pieces: The length of each, and whether its tokens see all of it.
-            parent: The segment that the first piece continues; -1: none.
-            extends: Nothing else continues the parent, which is the last segment.
-        """
-        for length, is_block in pieces:
-            if extends and not is_block and parent not in self.blocks:
-                self.forest[-1] = (self.forest[-1][0] + length, self.forest[-1][1])
-            elif length > 0:
-                self.forest.append((length, parent))
-                if is_block:
-                    self.blocks.add(len(self.forest) - 1)
-            parent, extends = len(self.forest) - 1, True
+    Args:
+        forest: See `Layout`; its last segment may grow.
+        blocks: See `Layout`.
+        pieces: The length of each, and whether its tokens see all of it.
+        parent: The segment that the first piece continues; -1: none.
+        extends: Nothing else continues the parent, which is the last segment.
+    """
+    for length, is_block in pieces:
+        if extends and not is_block and parent not in blocks:
+            forest[-1] = (forest[-1][0] + length, forest[-1][1])
+        elif length > 0:
+            forest.append((length, parent))
+            if is_block:
+                blocks.add(len(forest) - 1)
+        parent, extends = len(forest) - 1, True
 
 
-def _cut(start: int, length: int, images: Images | None, rules: ImageRules | None) -> list[tuple[int, bool]]:
+def _cut(start: int, length: int, images: Images) -> list[tuple[int, bool]]:
     """The pieces of some tokens of a sequence: their lengths, and whether they are images whose tokens see each other.
 
     Args:
         start: Number of tokens before them.
         length: Their number.
         images: Of the sequence.
-        rules: How the model reads images.
     """
-    if images is None or rules is None or not rules.has_blocks:
-        return [(length, False)]
     pieces, cursor = [], start
     for first, stop in images.runs:
         if start <= first and stop <= start + length:
@@ -279,29 +249,29 @@ def _cut(start: int, length: int, images: Images | None, rules: ImageRules | Non
     return [*pieces, (start + length - cursor, False)]
 
 
-def _positions(
-    spans: Sequence[tuple[int, int, int]], images: Mapping[int, Images], rules: ImageRules | None
+def _positions_in_space(
+    spans: Sequence[tuple[int, int, int]], images: Mapping[int, Images], rules: ImageRules
 ) -> Tensor:
-    """[1, T] numbers of tokens before each token; if images have positions in space, [4, 1, T] with those below.
+    """[3, T] positions of tokens in time, height and width.
 
     Args:
         spans: Of consecutive tokens: the sequence that they belong to, the number of tokens before them, their number.
         images: By sequence.
         rules: How the model reads images.
     """
-    plain = torch.cat([_range(start, length) for _, start, length in spans])[None]
-    if not images or rules is None or rules.rope_index is None:
-        return plain
     found = {sequence: rules.positions(one) for sequence, one in images.items()}
     parts = [
-        found[sequence].of(start, length) if sequence in found else _range(start, length).expand(3, -1)
+        found[sequence].of(start, length) if sequence in found else torch.arange(start, start + length).expand(3, -1)
         for sequence, start, length in spans
     ]
-    return torch.cat([plain, torch.cat(parts, 1)])[:, None]
+    return torch.cat(parts, 1)
 
 
-def _children(parents: Sequence[int], leaves: Iterable[int]) -> dict[int, list[int]]:
-    """The children of each node in order of first use, the roots as those of -1; what leads to no leaf is left out."""
+def _depth_first(parents: Sequence[int], leaves: Iterable[int]) -> tuple[dict[int, list[int]], list[int]]:
+    """The children of each node, and all nodes that lead to a leaf, each directly before its descendants.
+
+    Children stand in order of first use, the roots as those of -1.
+    """
     children: dict[int, list[int]] = {}
     used = {-1}
     for node in leaves:
@@ -309,34 +279,36 @@ def _children(parents: Sequence[int], leaves: Iterable[int]) -> dict[int, list[i
             used.add(node)
             children.setdefault(parents[node], []).append(node)
             node = parents[node]
-    return children
-
-
-def _depth_first(children: Mapping[int, Sequence[int]]) -> list[int]:
-    """All nodes below -1, each directly before its descendants."""
     order: list[int] = []
     waiting = [-1]
     while waiting:
         order.append(waiting.pop())
         waiting += reversed(children.get(order[-1], ()))
-    return order[1:]
+    return children, order[1:]
 
 
-def _padded(batch: TokenBatch, rules: ImageRules | None) -> PaddedInputs:
+def _padded(
+    batch: TokenBatch,
+    contexts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    images: Sequence[Images | None],
+    rules: ImageRules | None,
+) -> PaddedInputs:
     """[R, width]: each response after its context, then token 0 up to the longest sequence."""
-    source = _Source(batch, rules)
-    responses = range(batch.num_responses)
-    sequences = [torch.cat([source.context(i), source.response(i)]) for i in responses]
+    sequences = [torch.cat(parts) for parts in zip(contexts, responses, strict=True)]
     padding = len(batch.prompt_ids) + len(batch.response_ids)
     index = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
     width = index.size(1)
-    firsts = [i * width + batch.context_lengths[i] - 1 for i in responses]
-    predictors = [_range(first, length) for first, length in zip(firsts, batch.response_lengths, strict=True)]
+    firsts = [row * width + len(context) - 1 for row, context in enumerate(contexts)]
+    predictors = [
+        torch.arange(first, first + length) for first, length in zip(firsts, batch.response_lengths, strict=True)
+    ]
+    ids = torch.cat([batch.prompt_ids, batch.response_ids, batch.response_ids.new_zeros(1)])
     return PaddedInputs(
-        input_ids=source.take(index, padding=True),
+        input_ids=ids[index.to(batch.device, non_blocking=True)],
         attention_mask=(index != padding).long().to(batch.device, non_blocking=True),
         predictors=torch.cat(predictors).to(batch.device, non_blocking=True),
-        images=_padded_images([batch.images_of(i) for i in responses], width, rules, batch.device),
+        images=_padded_images(images, width, rules, batch.device),
     )
 
 
@@ -349,3 +321,39 @@ def _padded_images(
         return {}
     types = rules.types(images, width).to(device, non_blocking=True)
     return {**rules.join(found, device), **dict.fromkeys(rules.type_names, types)}
+
+
+@dataclass(frozen=True)
+class PositionLimit:
+    """The most tokens of a row, `max_position_embeddings` in the model's config.
+
+    Args:
+        count: Number of positions.
+        is_table: The model looks positions up in a table, which has no more of them. Otherwise it computes them, and
+            the limit is what its config says that it was trained for.
+        is_scaled: It stretches the positions that it computes, which its limit may not tell.
+    """
+
+    count: int
+    is_table: bool
+    is_scaled: bool = False
+
+
+def position_limit(model: PreTrainedModel) -> PositionLimit | None:
+    """The limit of a model; None if its config names none."""
+    config = model.config.get_text_config()
+    count = getattr(config, "max_position_embeddings", None)
+    if not isinstance(count, int) or count < 1:
+        return None
+    tokens = model.get_input_embeddings().weight
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not tokens]
+    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
+    # OPT and similar models have two more rows, for padding.
+    is_table = any(count <= shape_of(table)[0] <= count + 2 for table in tables)
+    return PositionLimit(count, is_table, is_scaled=_is_scaled(getattr(config, "rope_parameters", None) or {}))
+
+
+def _is_scaled(rope: dict[str, Any]) -> bool:
+    """Whether rotary embeddings are other than the default ones, in all layers or in those of one type."""
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return any(kind.get("rope_type", "default") != "default" for kind in kinds)

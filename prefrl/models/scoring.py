@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -21,49 +22,86 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from prefrl.distributed import is_sharded, max_over_ranks, sum_over_team
+from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
-from prefrl.losses.kl.full import ReferenceLogits
+from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
-from prefrl.models.heads import (
-    has_foreign_hooks,
-    is_classifier,
-    logit_transform,
-    output_head,
-    pad_token_id,
-)
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with
-from prefrl.models.precision import coarsest_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from typing_extensions import TypeIs
 
     from prefrl.losses.truncation import TokenTruncation
-    from prefrl.models.plans import ModelInputs, Verdict
+    from prefrl.models.plans import ModelInputs, PlanVerdict
     from prefrl.models.routers import RouterRecord
     from prefrl.types import TokenBatch
 
 __all__ = [
+    "is_classifier",
+    "needed_head",
+    "output_head",
+    "pad_token_id",
     "HEAD_FORWARD",
-    "ScoredSequences",
-    "ScoredTokens",
-    "ScoringState",
+    "Readout",
+    "ScoringRequest",
+    "TokenReadout",
     "head_logits",
     "inner_model",
     "inside",
     "packed",
-    "predicting",
     "prepare_for_scoring",
     "read_out",
     "score_sequences",
     "score_tokens",
+    "sequence_readout",
     "unpacked",
     "user_model",
 ]
+
+
+def is_classifier(model: PreTrainedModel) -> bool:
+    """Whether the model returns one vector of scores per sequence."""
+    return any(parent.__name__.endswith("ForSequenceClassification") for parent in type(model).__mro__)
+
+
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """The module that maps hidden states to logits: the language-model head or, in a sequence classifier, `score`."""
+    head: nn.Module | None = model._modules.get("score") if is_classifier(model) else model.get_output_embeddings()
+    return head
+
+
+def needed_head(model: PreTrainedModel) -> nn.Module:
+    """`output_head` of a model that needs one.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    head = output_head(model)
+    if head is None:
+        raise ConfigError(f"model is a {type(model).__name__}, whose scores do not come from a separate head.")
+    return head
+
+
+def pad_token_id(model: PreTrainedModel) -> int | None:
+    """The token that a classifier's own forward treats as padding when it looks for a row's last token."""
+    token: int | None = model.config.get_text_config().pad_token_id
+    return token
+
+
+def logit_transform(model: PreTrainedModel) -> tuple[float, float | None]:
+    """(scale, softcap) that the model's own forward applies to the head's output, according to its config.
+
+    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps at `final_logit_softcapping`.
+    """
+    config = model.config.get_text_config()
+    scale: float = getattr(config, "logit_scale", None) or 1.0
+    divisor: float = getattr(config, "logits_scaling", None) or 1.0
+    softcap: float | None = getattr(config, "final_logit_softcapping", None)
+    return scale / divisor, softcap
+
 
 _STATE = "_prefrl_scoring_state"
 # Attribute that holds the original forward of a head that can run a readout.
@@ -73,8 +111,11 @@ HEAD_FORWARD = "_prefrl_original_forward"
 class Readout(Protocol):
     """A computation at the end of the model's forward, inside the model's call."""
 
-    def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
-        """Named results, from the last hidden states [rows, width, h], or from the model's own logits."""
+    def __call__(self, model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        """Named results, from the last hidden states [M, h] at the positions, or the model's own logits [M, V] there.
+
+        Of a sequence classifier, its own scores [R, L] of whole sequences.
+        """
         ...
 
 
@@ -91,36 +132,25 @@ class ScoringRequest:
     routers: Callable[[PreTrainedModel, Any, int], None] | None  # `RouterRecord.add` with its first argument
 
 
-@dataclass(frozen=True, eq=False)
-class ScoredTokens:
-    """The M trainable tokens of a batch, scored."""
-
-    scores: TokenScores
-    positions: Tensor  # [M] int64: their indices among the N response tokens
-    compute_dtype: torch.dtype  # the coarsest dtype that the pass used
-
-
-@dataclass(frozen=True, eq=False)
-class ScoredSequences:
-    """The B rows of a batch, scored."""
-
-    scores: Tensor  # [B, L] float32
-    compute_dtype: torch.dtype  # the coarsest dtype that the pass used
-
-
 @dataclass(eq=False)
 class ScoringState:
-    """State of a prepared model. A copy of the model starts without a verdict, because the copy may be changed."""
+    """What is known of a prepared model. A copy of the model starts without a verdict, because it may be changed."""
 
+    model: PreTrainedModel  # without any wrapper
     original_forward: Callable[..., Any]
-    verdict: Verdict | None = None
+    is_classifier: bool  # whether it returns one vector of scores per sequence
+    transform: tuple[float, float | None]  # `logit_transform`
+    liger_options: dict[str, bool] | None = None  # with which Liger's kernels were put into it; None: it has none
+    verdict: PlanVerdict | None = None
     image_example: TokenBatch | None = None  # rows with images, for the self-check
     is_inside: bool = False  # whether a task is running inside the model's call
     is_compiled: bool = False  # whether passes that score run compiled layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
-        return type(self)(copy.deepcopy(self.original_forward, memo), image_example=self.image_example)
+        model, forward = (copy.deepcopy(part, memo) for part in (self.model, self.original_forward))
+        kept = {name: getattr(self, name) for name in ("is_classifier", "transform", "liger_options", "image_example")}
+        return type(self)(model, forward, **kept)
 
 
 def user_model(model: nn.Module) -> nn.Module:
@@ -151,6 +181,8 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     inner: Any = user_model(model)
     if not isinstance(inner, PreTrainedModel):
         inner = inner.get_base_model()
+    if _STATE in vars(inner):  # it was checked when it was prepared
+        return inner
     if inner.base_model is inner or not (is_classifier(inner) or output_head(inner) is not None):
         raise ConfigError(
             f"model is a {type(inner).__name__}, which has no language-model head and does not classify sequences. "
@@ -175,11 +207,11 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
                 f"{type(inner).__name__} was prepared by accelerate before prepare_for_scoring, so mixed precision "
                 "would not reach the scores. Call prepare_for_scoring(model) before accelerator.prepare(model)."
             )
-        state = ScoringState(inner.forward)
+        state = ScoringState(inner, inner.forward, is_classifier(inner), logit_transform(inner))
         setattr(inner, _STATE, state)
         inner.forward = MethodType(_scoring_forward(inner.forward), inner)
-    head = output_head(inner)
-    if head is not None and not is_classifier(inner) and HEAD_FORWARD not in vars(head):
+    head = None if state.is_classifier else output_head(inner)  # LoRA and new tokens may have put another one there
+    if head is not None and HEAD_FORWARD not in vars(head):
         setattr(head, HEAD_FORWARD, head.forward)
         head.forward = MethodType(_reading_forward, head)
     return state
@@ -211,10 +243,10 @@ def _scoring_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 return prefrl_task()
             finally:
                 state.is_inside = False
-        if prefrl_scoring is None:
-            with uncompiled(state.is_compiled):
-                return state.original_forward(*args, **kwargs)
-        return _score(self, state, prefrl_scoring, *args, **kwargs)
+        if prefrl_scoring is not None:
+            return _score(self, state, prefrl_scoring, *args, **kwargs)
+        with uncompiled() if state.is_compiled else nullcontext():
+            return state.original_forward(*args, **kwargs)
 
     # HF's Trainer and generate() read the signature. Not via `__wrapped__`: accelerate would unwrap our function.
     myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -251,8 +283,8 @@ def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it
     truncation: TokenTruncation | None = None,
     reference: ReferenceLogits | None = None,
     routers: RouterRecord | None = None,
-) -> ScoredTokens:
-    """Score the trainable tokens of `batch`, laid out as `inputs`, with a causal language model.
+) -> TokenScores:
+    """[N] scores of `batch`, laid out as `inputs`, by a causal language model; 0 or False where it is not trainable.
 
     Raises:
         ConfigError: Hidden states are wanted, but the model's log-probs come from its own logits.
@@ -266,11 +298,11 @@ def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it
     positions = batch.trainable_positions
     if reference is not None:
         reference = replace(reference, hidden=reference.hidden[positions])
-    readout = _TokenReadout(batch.response_ids[positions], temperature, want, truncation, reference)
-    where = inputs.predictors[positions]
+    readout = TokenReadout(batch.response_ids[positions], temperature, want, truncation, reference)
+    where, num_tokens = inputs.predictors[positions], batch.num_tokens
     output = read_out(model, inputs, where, readout, own_logits=own_logits, routers=routers)
     scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
-    return ScoredTokens(scores, positions, output["compute_dtype"])
+    return scores.map(lambda found: found.new_zeros(num_tokens, *found.shape[1:]).index_copy(0, positions, found))
 
 
 def score_sequences(
@@ -280,18 +312,28 @@ def score_sequences(
     *,
     own_logits: bool,
     routers: RouterRecord | None = None,
-) -> ScoredSequences:
-    """Score each row of `batch`, laid out as `inputs` and read up to its last token, with a sequence classifier."""
+    readout: Readout | None = None,
+) -> Tensor:
+    """[B, L] float32 scores of the rows of `batch`, laid out as `inputs` and read up to their last token.
+
+    Args:
+        model: A sequence classifier.
+        batch: B rows.
+        inputs: Its layout.
+        own_logits: Whether the model's own forward scores.
+        routers: See `token_logprobs`.
+        readout: What reads the scores; None: `sequence_readout`.
+    """
     if own_logits:
         inputs = padded_with(inputs, pad_token_id(inner_model(model)))  # by which the model finds the rows' ends
     # The last token of a response is not fed, so the position that would predict it is the last one that is fed.
     markers = torch.tensor([stop - 1 for stop in accumulate(batch.row_lengths)])
     predictors = inputs.predictors[markers.to(batch.device, non_blocking=True)]
-    output = read_out(model, inputs, predictors, _sequence_readout, own_logits=own_logits, routers=routers)
-    scores = output["scores"]
+    readout = readout or sequence_readout
+    scores = read_out(model, inputs, predictors, readout, own_logits=own_logits, routers=routers)["scores"]
     if own_logits:  # one score for each response
         scores = scores[batch.on_device([batch.responses[row][-1] for row in range(batch.num_rows)])]
-    return ScoredSequences(scores, output["compute_dtype"])
+    return scores
 
 
 def read_out(
@@ -302,8 +344,8 @@ def read_out(
     *,
     own_logits: bool,
     routers: RouterRecord | None = None,
-) -> dict[str, Any]:
-    """Run the (prepared, possibly wrapped) model on `inputs`; returns the results of `readout`, and `compute_dtype`.
+) -> dict[str, Tensor]:
+    """Run the (prepared, possibly wrapped) model on `inputs`; returns the results of `readout`.
 
     Processes that share a row each read out at the positions of their own part, and all get the combined results.
     """
@@ -316,20 +358,18 @@ def read_out(
         predictors = predictors[held]
     record = None if routers is None else partial(routers.add, inputs)
     request = ScoringRequest(predictors, held, width, layout, own_logits, readout, record)
-    state: ScoringState | None = vars(inner_model(model)).get(_STATE)
-    call = user_model(model).forward if state is not None and state.is_inside else model
-    output: dict[str, Any] = call(**inputs.keywords, prefrl_scoring=request)
+    state: ScoringState = getattr(inner_model(model), _STATE)
+    call = user_model(model).forward if state.is_inside else model
+    output: dict[str, Tensor] = call(**inputs.keywords, prefrl_scoring=request)
     return output if held is None else {name: _of_all(found, held, count) for name, found in output.items()}
 
 
-def _of_all(found: Any, held: Tensor, count: int) -> Any:
+def _of_all(found: Tensor, held: Tensor, count: int) -> Tensor:
     """[count, ...] the team's results at all positions, from this process's [M, ...] at the positions in `held`."""
-    if not isinstance(found, torch.Tensor):
-        return found
     return sum_over_team(found.new_zeros(count, *found.shape[1:]).index_copy(0, held, found))
 
 
-def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest, **inputs: Any) -> dict[str, Any]:
+def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest, **inputs: Any) -> dict[str, Tensor]:
     """The results as a dict, because wrappers look for tensors in dicts but not in our classes."""
     inputs = {name: value for name, value in inputs.items() if value is not None}
     if request.layout is not None:
@@ -340,58 +380,61 @@ def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest,
     output: Tensor = found.logits if request.own_logits else found.last_hidden_state
     if request.routers is not None:
         request.routers(model, found, output.shape[:-1].numel())
-    return {**request.readout(model, output, request), "compute_dtype": coarsest_dtype(model, output)}
-
-
-def predicting(output: Tensor, request: ScoringRequest) -> Tensor:
-    """[M, ...] outputs at the predicting positions, without virtual tokens that PEFT may have prepended to a row."""
-    return output[:, -request.width :].flatten(0, 1)[request.predictors]
+    if output.dim() == 3:  # PEFT may have put virtual tokens in front of each row
+        output = output[:, -request.width :].flatten(0, 1)[request.predictors]
+    return request.readout(model, output, request)
 
 
 @dataclass(frozen=True, eq=False)
-class _TokenReadout:
+class TokenReadout:
     """Log-probs of the tokens that follow the positions."""
 
     targets: Tensor  # [M] int64, for all requested positions
-    temperature: float
-    want: Collection[WantName]
-    cuts: TokenTruncation | None
-    reference: ReferenceLogits | None
+    temperature: float = 1.0
+    want: Collection[WantName] = ()
+    cuts: TokenTruncation | None = None
+    reference: ReferenceLogits | None = None
 
-    def __call__(self, model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+    def __call__(self, model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        """See `Readout`; `packed` log-probs, and what is wanted."""
+        targets = self.targets
         if request.held is not None:
             assert self.reference is None, "trainers that compare whole distributions do not share rows"
             assert self.cuts is None, "trainers that sample do not share rows"
-            part = replace(self, targets=self.targets[request.held])
-            return part(model, output, replace(request, held=None))
-        rows = predicting(output, request)
-        head = None if request.own_logits else output_head(model)
-        if head is None:
-            return packed(module_logprobs(rows, self.targets, _identity, **self._options))
-        if HEAD_FORWARD not in vars(head) or has_foreign_hooks(head):
-            return packed(module_logprobs(rows, self.targets, partial(head_logits, model, head), **self._options))
-        # One call for any number of chunks, so that ranks that gather weights for it make equally many calls.
-        scores: dict[str, Tensor] = head(rows, prefrl_readout=partial(self._in_head, model))
-        return scores
-
-    def _in_head(self, model: PreTrainedModel, head: nn.Module, rows: Tensor) -> dict[str, Tensor]:
-        if _is_bare_linear(head):
-            scale, softcap = logit_transform(model)
-            linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
-            return packed(chunked_logprobs(rows, self.targets, linear, **self._options))
-        forward = partial(head_logits, model, getattr(head, HEAD_FORWARD))
-        # Modules inside the head gather their own weights, chunk by chunk.
-        num_chunks = most_chunks(rows) if is_sharded(head) else 1
-        return packed(module_logprobs(rows, self.targets, forward, min_chunks=num_chunks, **self._options))
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {
+            targets = targets[request.held]
+        options: dict[str, Any] = {
             "temperature": self.temperature,
             "want": self.want,
             "truncation": self.cuts,
             "reference": self.reference,
         }
+        head = None if request.own_logits else output_head(model)
+        if head is None:
+            return packed(module_logprobs(rows, targets, _identity, **options))
+        hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+        # Hooks that are not a backend's expect logits: they must run in a call per chunk.
+        if HEAD_FORWARD not in vars(head) or not all(map(is_backend_hook, hooks)):
+            return packed(module_logprobs(rows, targets, partial(head_logits, model, head), **options))
+        # One call for any number of chunks, so that ranks that gather weights for it make equally many calls.
+        scores: dict[str, Tensor] = head(rows, prefrl_readout=partial(_in_head, model, targets, options))
+        return scores
+
+
+def _in_head(
+    model: PreTrainedModel, targets: Tensor, options: Mapping[str, Any], head: nn.Module, rows: Tensor
+) -> dict[str, Tensor]:
+    """What `TokenReadout` computes inside the call of the head."""
+    forward = getattr(head, HEAD_FORWARD)
+    # Just a weight and a bias: LoRA and quantization have a forward of their own.
+    if isinstance(head, nn.Linear) and getattr(forward, "__func__", None) is nn.Linear.forward:
+        scale, softcap = getattr(model, _STATE).transform
+        linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
+        return packed(chunked_logprobs(rows, targets, linear, **options))
+    # Modules inside the head gather their own weights, chunk by chunk.
+    num_chunks = most_chunks(rows) if is_sharded(head) else 1
+    return packed(
+        module_logprobs(rows, targets, partial(head_logits, model, forward), min_chunks=num_chunks, **options)
+    )
 
 
 def most_chunks(rows: Tensor) -> int:
@@ -405,7 +448,7 @@ def packed(scores: TokenScores, **more: Tensor) -> dict[str, Tensor]:
     Backends put hooks on the tensors that a call returns, and ZeRO-3 requires that the backward pass reaches equally
     many of them on all ranks. One tensor that every loss reads ensures this, also on ranks without rows.
     """
-    columns = [*scores.without("hidden").wanted.values(), *more.values()]
+    columns = [*(found for name, found in scores.wanted.items() if name != "hidden"), *more.values()]
     output = {"packed": torch.stack([scores.logprobs, *(tensor.to(scores.logprobs.dtype) for tensor in columns)], 1)}
     return {**output, "hidden": scores.hidden} if "hidden" in scores.wanted else output
 
@@ -427,25 +470,16 @@ def unpacked(output: Mapping[str, Tensor], want: Collection[str], *more: str) ->
 
 def head_logits(model: PreTrainedModel, head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """[m, V] logits before temperature: `head` followed by the model's own scaling and softcap."""
-    scale, softcap = logit_transform(model)
+    scale, softcap = getattr(model, _STATE).transform
     logits = head(hidden)
     if scale != 1.0:
         logits = logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _sequence_readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
-    """The head's scores at the positions, or the scores of the model's own forward."""
-    head = output_head(model)
-    if request.own_logits or head is None:
-        return {"scores": output.float()}
-    return {"scores": head(predicting(output, request)).float()}
-
-
-def _is_bare_linear(head: nn.Module) -> TypeIs[nn.Linear]:
-    """Whether the head is just a weight and a bias, without LoRA or quantization, which change its forward."""
-    forward = getattr(head, HEAD_FORWARD)
-    return isinstance(head, nn.Linear) and getattr(forward, "__func__", None) is nn.Linear.forward
+def sequence_readout(model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+    """See `Readout`; the head's scores at the positions, or the scores of the model's own forward."""
+    return {"scores": (rows if request.own_logits else needed_head(model)(rows)).float()}
 
 
 def _identity(logits: Tensor) -> Tensor:

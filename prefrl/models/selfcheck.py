@@ -7,27 +7,28 @@ therefore scores a few random rows, and the result is compared with one plain fo
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
-from prefrl.models.fp8 import without_fp8
-from prefrl.models.heads import is_classifier, needed_head, output_head, pad_token_id
 from prefrl.models.images import image_rules
-from prefrl.models.liger import liger_options_of, without_liger
-from prefrl.models.modes import eval_mode, uncompiled
-from prefrl.models.plans import FlatInputs, Verdict, lay_out
-from prefrl.models.precision import coarsest_dtype
+from prefrl.models.kernels import without_fp8, without_liger
+from prefrl.models.modes import coarsest_dtype, eval_mode, uncompiled
+from prefrl.models.plans import FlatInputs, PlanVerdict, lay_out
 from prefrl.models.scoring import (
+    TokenReadout,
     inner_model,
-    predicting,
+    needed_head,
+    output_head,
+    pad_token_id,
     prepare_for_scoring,
     read_out,
     score_sequences,
-    score_tokens,
+    sequence_readout,
+    unpacked,
     user_model,
 )
 from prefrl.types import TokenBatch
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.models.plans import ForwardPlan, ModelInputs
-    from prefrl.models.scoring import ScoringRequest
+    from prefrl.models.scoring import Readout, ScoringRequest
 
 __all__ = ["check_plans", "fingerprint"]
 
@@ -71,12 +72,12 @@ _LONGEST_TESTED_WINDOW = 128
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """The properties that a verdict depends on: the kind of head, of PEFT, of attention and of kernels."""
-    inner = inner_model(model)
-    head, attention_name = type(output_head(inner)), inner.config.get_text_config()._attn_implementation
-    return head, _uses_prompt_learning(model), attention_name, liger_options_of(inner)
+    state = prepare_for_scoring(model)
+    attention_name = state.model.config.get_text_config()._attn_implementation
+    return type(output_head(state.model)), _uses_prompt_learning(model), attention_name, state.liger_options
 
 
-def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Verdict:
+def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> PlanVerdict:
     """Compare every plan with the model's plain forward; our attention stays installed if a flat plan passed.
 
     It runs without gradients, in eval mode, with token ids from a separate generator, so weights, modes and random
@@ -91,33 +92,34 @@ def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Ve
             or torch.compile change what the model computes.
     """
     state = prepare_for_scoring(model)
-    with uncompiled(state.is_compiled), without_fp8(model):
+    with uncompiled() if state.is_compiled else nullcontext(), without_fp8(model):
         verdict = _checked_plans(model, image_example)
     if state.is_compiled:
         _check_compiled(model, verdict)
     return verdict
 
 
-def _checked_plans(model: nn.Module, image_example: TokenBatch | None) -> Verdict:
-    inner = inner_model(model)
+def _checked_plans(model: nn.Module, image_example: TokenBatch | None) -> PlanVerdict:
+    state = prepare_for_scoring(model)
+    inner, scores_rows = state.model, state.is_classifier
     bare = user_model(model)  # without gradients there is nothing to synchronize
-    foreign = _foreign_parts(inner) if is_classifier(inner) else None
+    foreign = _foreign_parts(inner) if scores_rows else None
     with eval_mode(bare), torch.no_grad():
         attention.uninstall(inner)
         batch = _random_batch(inner)
         example = None if image_example is None else image_example.to(inner.device)
-        if liger_options_of(inner) is not None:
+        if state.liger_options is not None:
             _check_kernels(bare, batch)
         if foreign is not None:
             failures, own_logits = [dict.fromkeys(_FLAT_PLANS, foreign)] * 2, True
         else:
-            kind = _SequenceProbe if is_classifier(inner) else _TokenProbe
+            kind = _SequenceProbe if scores_rows else _TokenProbe
             probes = [kind(bare, rows) for rows in (batch, example) if rows is not None]
             failures, own_logits = _compared(inner, probes, _known_limit(model))
-        if is_classifier(inner) and own_logits:
+        if scores_rows and own_logits:
             _check_own_padding(bare, batch)
     image_reasons = failures[1] if len(failures) > 1 else dict.fromkeys(_FLAT_PLANS, _NO_EXAMPLE)
-    return Verdict(failures[0], image_reasons, own_logits, fingerprint(model))
+    return PlanVerdict(failures[0], image_reasons, own_logits, fingerprint(model))
 
 
 def _compared(
@@ -247,6 +249,19 @@ def _sequences(batch: TokenBatch) -> Iterator[tuple[Tensor, int]]:
         yield torch.cat([*(prompts[prompt] for prompt in batch.contexts[i]), response])[None], len(response)
 
 
+class _Measured:
+    """A readout that remembers the coarsest dtype that its pass computed in."""
+
+    dtype: torch.dtype
+
+    def __init__(self, readout: Readout) -> None:
+        self._readout = readout
+
+    def __call__(self, model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        self.dtype = coarsest_dtype(model, rows)
+        return self._readout(model, rows, request)
+
+
 class _Probe(Protocol):
     """Rows for which the results of the model's plain forward are known."""
 
@@ -273,10 +288,11 @@ class _TokenProbe:
         return torch.cat(logprobs)
 
     def mistake(self, inputs: ModelInputs) -> str | None:
-        scored = score_tokens(self.model, self.batch, inputs, temperature=1.0, want=(), own_logits=False)
-        difference = (scored.scores.logprobs - self._logprobs).abs()
+        readout = _Measured(TokenReadout(self.batch.response_ids))
+        scores, _ = unpacked(read_out(self.model, inputs, inputs.predictors, readout, own_logits=False), ())
+        difference = (scores.logprobs - self._logprobs).abs()
         largest, mean = difference.max().item(), difference.mean().item()
-        allowed_largest, allowed_mean = _TOKEN_TOLERANCES[scored.compute_dtype]
+        allowed_largest, allowed_mean = _TOKEN_TOLERANCES[readout.dtype]
         if largest <= allowed_largest and mean <= allowed_mean:
             return None
         return f"its log-probs differ from the plain forward's by up to {largest:.2g} nats"
@@ -303,13 +319,14 @@ class _SequenceProbe:
         self._hidden = torch.cat([hidden.flatten(0, -2)[-1:] for hidden in read])  # [B, h], at each row's last token
 
     def mistake(self, inputs: ModelInputs) -> str | None:
+        readout = _Measured(sequence_readout)
         with self._head_inputs() as read:
-            scored = score_sequences(self.model, self.batch, inputs, own_logits=False)
-        allowed_hidden, allowed_scores = _SEQUENCE_TOLERANCES[scored.compute_dtype]
+            scores = score_sequences(self.model, self.batch, inputs, own_logits=False, readout=readout)
+        allowed_hidden, allowed_scores = _SEQUENCE_TOLERANCES[readout.dtype]
         hidden_error = _relative_error(torch.cat(read), self._hidden)
         if not hidden_error <= allowed_hidden:
             return f"its hidden states differ from the plain forward's by up to {hidden_error:.2g} of their size"
-        score_error = _relative_error(scored.scores, self._scores)
+        score_error = _relative_error(scores, self._scores)
         if not score_error <= allowed_scores:
             return f"its scores differ from the plain forward's by up to {score_error:.2g} of their size"
         return None
@@ -345,11 +362,12 @@ def _check_own_padding(model: nn.Module, batch: TokenBatch) -> None:
     """Check that a classifier's own forward gives padded rows the same scores as single rows."""
     try:
         truth = _own_scores(model, batch)
-        scored = score_sequences(model, batch, lay_out(batch, "padded"), own_logits=True)
+        readout = _Measured(sequence_readout)
+        scores = score_sequences(model, batch, lay_out(batch, "padded"), own_logits=True, readout=readout)
     except Exception:  # some pool at special tokens, which random rows lack; such models raise their own errors
         return
-    error = _relative_error(scored.scores, truth)
-    if not error <= _SEQUENCE_TOLERANCES[scored.compute_dtype][1]:
+    error = _relative_error(scores, truth)
+    if not error <= _SEQUENCE_TOLERANCES[readout.dtype][1]:
         raise ConfigError(
             f"model is a {type(inner_model(model)).__name__}, whose scores change by a relative {error:.2g} if rows "
             "are padded on the right. Use a decoder with a score head, or an encoder that reads the mask."
@@ -369,7 +387,7 @@ def _check_kernels(model: nn.Module, batch: TokenBatch) -> None:
         )
 
 
-def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
+def _check_compiled(model: nn.Module, verdict: PlanVerdict) -> None:
     """Check that compiled layers compute what the model does, with rows laid out as they will be.
 
     What is compared is the output of the layers, or of the model's own forward if that is what scores.
@@ -380,7 +398,7 @@ def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
     try:
         with eval_mode(bare), torch.no_grad():
             compiled = _read_hidden(bare, inputs, own_logits=verdict.own_logits)
-            with uncompiled(True):
+            with uncompiled():
                 eager = _read_hidden(bare, inputs, own_logits=verdict.own_logits)
     except Exception as error:
         cause = " ".join(str(error).partition("\n\n")[0].split())  # without torch's advice to its developers
@@ -399,8 +417,8 @@ def _check_compiled(model: nn.Module, verdict: Verdict) -> None:
 def _read_hidden(model: nn.Module, inputs: ModelInputs, *, own_logits: bool) -> Tensor:
     """[N, h] what a pass gives to its readout, at the positions that predict responses."""
 
-    def readout(model: PreTrainedModel, output: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
-        return {"output": output if output.dim() == 2 else predicting(output, request)}
+    def readout(model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
+        return {"output": rows}
 
     hidden: Tensor = read_out(model, inputs, inputs.predictors, readout, own_logits=own_logits)["output"]
     return hidden

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
-from prefrl.options.loss_rules import check_clip_range, check_decay_of_logits, check_scale
 from prefrl.options.params import Params
+from prefrl.options.rules import Rule, ascending, example, when
 
 __all__ = [
     "AdvantageParams",
@@ -40,7 +40,14 @@ class AdvantageParams(Params):
         None, "Clip advantages to this range: smallest value (<= 0) and largest value (>= 0); None: no clipping."
     )
 
-    rules = (check_clip_range,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ascending("clip_range", example("grpo", advantage_kwargs={"clip_range": [1.0]})),
+        when(
+            lambda p: p.clip_range is not None and not p.clip_range[0] <= 0 <= p.clip_range[1],
+            "clip_range={clip_range}: must contain 0, as in [-5, 5]",  # or rows without a reward would have a gradient
+            example("grpo", advantage_kwargs={"clip_range": [1.0, 2.0]}),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,18 @@ class GrpoParams(ScaleParams):
         "sum_then_normalize", "Several rewards: take their weighted sum first, or normalize each first (GDPO)."
     )
 
-    rules = (check_scale,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.multi_objective_aggregation == "normalize_then_sum" and p.scale_rewards != "group",
+            "scale_rewards={scale_rewards!r} has no effect with multi_objective_aggregation='normalize_then_sum', "
+            "which normalizes by group and then by batch. Use scale_rewards='group'.",
+            example(
+                "grpo",
+                scale_rewards="none",
+                advantage_kwargs={"multi_objective_aggregation": "normalize_then_sum"},
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,13 @@ class FamoParams(Params):
     rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
     decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits; rate * decay must be below 1.")
 
-    rules = (check_decay_of_logits,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.rate * p.decay >= 1,
+            "rate={rate} * decay={decay}: must be below 1. Lower one of them.",
+            example("grpo", reward_balance="famo", balance_kwargs={"decay": 1.0}),
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
 from prefrl.options.fields import opt, plain_value
 from prefrl.options.params import Params
 from prefrl.options.rules import Example, Rule, example, unset, when
@@ -43,6 +42,11 @@ class GrowthParams(Params):
         "without the prefix eval_.",
     )
 
+    @property
+    def key(self) -> str:
+        """The metric's name in the logs."""
+        return self.eval_metric if self.eval_split == "training" else f"eval_{self.eval_metric}"
+
 
 @dataclass(frozen=True)
 class EarlyStoppingParams(Params):
@@ -56,12 +60,6 @@ class SoupParams(Params):
     """What goes into a soup."""
 
     top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
-
-
-def _check_watched(params: Any) -> None:
-    """What is watched has to be known."""
-    if params.metrics is not None and not (params.metrics and {*params.metrics} <= {*_WATCHED}):
-        raise ConfigError(f"metrics={params.metrics!r}: must be one or several of {', '.join(map(repr, _WATCHED))}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,13 @@ class SpikeParams(Params):
         3, "Maximum number of rollbacks to the same checkpoint; after that, steps with a spike are skipped."
     )
 
-    rules = (_check_watched,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.metrics is not None and not (p.metrics and {*p.metrics} <= {*_WATCHED}),
+            f"metrics={{metrics!r}}: must be one or several of {', '.join(map(repr, _WATCHED))}",
+            example("sft", on_spike="rollback", spike_kwargs={"metrics": ["los"]}),
+        ),
+    )
 
 
 def name_best_metric(config: Any) -> None:

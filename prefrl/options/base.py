@@ -63,7 +63,7 @@ class BaseOptions(TrainingOptions):
     # What shows a spike if nothing is named.
     spike_metrics: ClassVar[tuple[str, ...]] = _WATCHED
     # Whether the numbers of processes and rows are those of the run.
-    _knows_sizes: ClassVar[bool] = True
+    knows_sizes: ClassVar[bool] = True
 
     early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -261,7 +261,7 @@ class BaseOptions(TrainingOptions):
         name_best_metric(self)
         self._complete()
         # Those of them that need a trial.
-        self.sought = derive_sizes(self, self.automatic) if self._knows_sizes else frozenset()
+        self.sought = derive_sizes(self, self.automatic) if self.knows_sizes else frozenset()
         self.validate()
 
     def __init_subclass__(cls) -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "about",
     "check_fields",
     "check_no_effect",
-    "check_range",
     "check_unset",
     "default_of",
     "json_mapping",
@@ -186,16 +185,6 @@ def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
     for name in names:
         unset = default_of(defaults[name])
         check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
-
-
-def check_range(bounds: Sequence[float] | None, name: str) -> None:
-    """Reject bounds that are not two numbers in ascending order.
-
-    Raises:
-        ConfigError: Names the field.
-    """
-    if bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]):
-        raise ConfigError(f"{name}={bounds}: must be two numbers, the smaller one first, such as [-5, 5]")
 
 
 @cache

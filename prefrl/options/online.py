@@ -305,16 +305,16 @@ class OnlineOptions(RolloutOptions):
         """See `BaseOptions.validate`."""
         super().validate()
         parse_json(self, "chat_template_kwargs")
-        if self._knows_sizes:
+        if self.knows_sizes:
             apply(self, GENERATION_SIZE_RULES)
         apply(self, PROMPTS_RULES, NUMBERS_RULES, AT_K_RULES, LOCAL_RULES)
         self._check_sampler()
         apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
-        if self._knows_sizes:
+        if self.knows_sizes:
             apply(self, GENERATION_MODE_RULES)
 
     @property
-    def _scores_truncated(self) -> bool:
+    def scores_truncated(self) -> bool:
         """Whether the losses score the distribution that was sampled from if its tail is cut off."""
         return False
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from prefrl.options.fields import check_fields
+from prefrl.options.rules import Rule, apply
 
 __all__ = ["Params"]
 
@@ -19,17 +19,15 @@ class Params:
         ConfigError: A value has another type, is out of bounds, or breaks one of the `rules`.
     """
 
-    # What the values must be together: functions of modules without torch, because the command calls them, too.
-    rules: ClassVar[tuple[Callable[[Any], None], ...]] = ()
+    rules: ClassVar[tuple[Rule, ...]] = ()  # what the values must be together
 
     def __post_init__(self) -> None:
         """Check types, bounds and rules."""
         check_fields(self)
-        for rule in self.all_rules():
-            rule(self)
+        apply(self, self.all_rules())
 
     @classmethod
-    def all_rules(cls) -> list[Callable[[Any], None]]:
+    def all_rules(cls) -> list[Rule]:
         """The rules of this class and its bases, which come first."""
         return [rule for base in reversed(cls.__mro__) for rule in vars(base).get("rules", ())]
 

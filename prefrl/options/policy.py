@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
-from prefrl.options.loss_rules import check_band, check_delta, check_horizon
 from prefrl.options.params import Params
+from prefrl.options.rules import Rule, example, when
 
 __all__ = [
     "AipoParams",
@@ -70,7 +70,13 @@ class CovarianceBand(Params):
     lb: float = opt(1.0, "Only tokens whose covariance is above this are excluded.")
     ub: float = opt(5.0, "Only tokens whose covariance is below this are excluded.")
 
-    rules = (check_band,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.lb >= p.ub,
+            "lb={lb}: must be below ub={ub}",
+            example("grpo", loss_type="clip_cov", loss_kwargs={"lb": 6.0}),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,10 @@ class PolicyLossParams(Params):
     )
 
 
+def _high(p: Any) -> Any:
+    return p.epsilon if p.epsilon_high is None else p.epsilon_high
+
+
 @dataclass(frozen=True)
 class BoundParams(PolicyLossParams):
     """Bounds of a ratio, or of the quantity that a loss bounds instead."""
@@ -115,7 +125,8 @@ class BoundParams(PolicyLossParams):
     @property
     def high(self) -> float:
         """The effective value of `epsilon_high`."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        high: float = _high(self)
+        return high
 
     @property
     def log_bounds(self) -> tuple[float, float]:
@@ -133,7 +144,14 @@ class ClipParams(BoundParams):
         "lower_bound_ratio in cosmos-rl.",
     )
 
-    rules = (check_delta,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.delta is not None and p.delta <= 1 + _high(p),
+            "delta={delta}: must be above 1 + epsilon_high = {least}, or the clipping never takes effect",
+            example("grpo", delta=1.1),
+            least=lambda p: 1 + _high(p),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -205,7 +223,13 @@ class KLParams(Params):
         10_000, "Number of rows over which beta adapts; a smaller number adapts faster."
     )
 
-    rules = (check_horizon,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.target is None and p.horizon != 10_000,
+            "horizon={horizon!r} has no effect because beta is fixed. Set target.",
+            example("grpo", kl_kwargs={"horizon": 20}),
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -273,8 +273,8 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
         return self.has_bonus and (selects or options.reduction != "token")
 
     @property
-    def _scores_truncated(self) -> bool:
-        """See `OnlineOptions._scores_truncated`."""
+    def scores_truncated(self) -> bool:
+        """See `OnlineOptions.scores_truncated`."""
         return self.truncated_logprobs == "exact"
 
     def validate(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
-from prefrl.options.loss_rules import check_exo, check_robust
 from prefrl.options.params import Params
+from prefrl.options.rules import Rule, example, when
 
 __all__ = [
     "AlphaParams",
@@ -50,7 +50,14 @@ class SmoothedParams(PairParams):
 class ExoParams(SmoothedParams):
     """Hyperparameters of `exo_pair`."""
 
-    rules = (check_exo,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.label_smoothing >= 0.5,
+            "label_smoothing={label_smoothing}: exo_pair needs it below 0.5: its target distribution is "
+            "[1 - label_smoothing, label_smoothing]. The paper's value is 1e-3.",
+            example("dpo", loss_type=["exo_pair"], label_smoothing=0.5),
+        ),
+    )
 
     @property
     def smoothing(self) -> float:
@@ -62,7 +69,13 @@ class ExoParams(SmoothedParams):
 class RobustParams(SmoothedParams):
     """Hyperparameters of `robust`."""
 
-    rules = (check_robust,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.label_smoothing == 0.5,
+            "label_smoothing=0.5: robust needs it below 0.5, because it divides by 1 - 2 * label_smoothing.",
+            example("dpo", loss_type=["robust"], label_smoothing=0.5),
+        ),
+    )
 
 
 @dataclass(frozen=True)

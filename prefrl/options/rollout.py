@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import InitVar, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -14,7 +14,7 @@ from prefrl.options.fields import opt
 from prefrl.options.flat_names import flat
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
 from prefrl.options.params import Params
-from prefrl.options.rollout_rules import check_clip_range, check_curriculum
+from prefrl.options.rules import Rule, ascending, example, when
 from prefrl.options.server_rules import unscored
 from prefrl.options.types import Seconds
 
@@ -46,7 +46,15 @@ class CurriculumParams(Params):
         0.5, "Weight of the past in a prompt's success rate, an exponential moving average."
     )
 
-    rules = (check_curriculum,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ascending("reward_bounds", example("grpo", curriculum="band", curriculum_kwargs={"reward_bounds": [1, 0]})),
+        ascending("band", example("grpo", curriculum="band", curriculum_kwargs={"band": [0.8, 0.2]})),
+        when(
+            lambda p: not 0 <= p.band[0] < p.band[1] <= 1,
+            "band={band}: success rates must be within 0 .. 1",
+            example("grpo", curriculum="band", curriculum_kwargs={"band": [0.5, 1.5]}),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,9 @@ class ShapingParams(Params):
         None, "Clip total rewards to this range: smallest and largest value; None: no clipping."
     )
 
-    rules = (check_clip_range,)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ascending("clip_range", example("grpo", reward_shaping_kwargs={"clip_range": [2.0, 1.0]})),
+    )
 
 
 SelectionRule = Literal["max_variance", "best", "random"]

@@ -13,7 +13,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, plain_value
 
-__all__ = ["Example", "Rule", "apply", "example", "unset", "when"]
+__all__ = ["Example", "Rule", "apply", "ascending", "example", "unset", "when"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,16 @@ def unset(
         )
 
     return tuple(row(name, value) for name, value in given.items())
+
+
+def ascending(name: str, example: Example) -> Rule:
+    """A row for two bounds: numbers, the smaller one first; None: no bounds."""
+
+    def breaks(options: Any) -> bool:
+        bounds = getattr(options, name)
+        return bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1])
+
+    return when(breaks, f"{name}={{{name}}}: must be two numbers, the smaller one first, such as [-5, 5]", example)
 
 
 def apply(options: Any, *tables: Iterable[Rule]) -> None:

@@ -25,7 +25,7 @@ def _guides(o: Any) -> dict[str, Any]:
 
 def unscored(o: Any) -> str:
     """The options that make the sampler's distribution differ from the one that the trainer scores, as text."""
-    cuts = cuts_of(o) if not o._scores_truncated else {}
+    cuts = cuts_of(o) if not o.scores_truncated else {}
     return ", ".join(f"{name}={value!r}" for name, value in (cuts | _guides(o)).items())
 
 

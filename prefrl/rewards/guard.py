@@ -18,7 +18,7 @@ from typing import TextIO
 import numpy as np
 import torch
 
-from prefrl.models.seeding import seeded
+from prefrl.models.modes import seeded
 
 __all__ = [
     "DeadlineError",

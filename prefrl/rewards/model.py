@@ -362,8 +362,8 @@ def _load_classifier(
     # Slow to import, and not every run has such a model.
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    from prefrl.models.classifier import add_classifier
     from prefrl.models.load import repository_arguments
-    from prefrl.models.vision_classifier import add_classifier
 
     warning = unpinned_code(name, arguments.get("revision")) if arguments.get("trust_remote_code") else None
     if warning is not None and is_main():

@@ -12,13 +12,13 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import token_weights
-from prefrl.losses.value import value_loss
+from prefrl.losses.supervised import value_loss
 from prefrl.metrics import ExplainedVariance, Metric
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.trainer.base.kernels import add_kernels
-from prefrl.trainer.online.policy_objective import token_mean
+from prefrl.trainer.online.policy_terms import token_mean
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:

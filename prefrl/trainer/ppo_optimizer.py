@@ -13,7 +13,7 @@ from torch import nn
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of
-from prefrl.trainer.base.scheduler import Scheduler, refresh
+from prefrl.trainer.scheduler import Scheduler, refresh
 
 if TYPE_CHECKING:
     from prefrl.models.critic import Critic

@@ -18,9 +18,10 @@ from typing import Any, get_args
 import torch
 from transformers import PreTrainedModel
 
-from prefrl.models import liger, selfcheck
+from prefrl.models import kernels as liger
+from prefrl.models import selfcheck
 from prefrl.models.forward import token_logprobs, verdict_of
-from prefrl.models.liger import apply_liger, liger_options
+from prefrl.models.kernels import apply_liger, liger_options
 from prefrl.models.plans import ForwardPlan
 from prefrl.types import TokenBatch
 from tests import interpreter

@@ -128,7 +128,7 @@ def test_state_that_adapts_in_training_is_left_alone_by_an_evaluation(tmp_path: 
     assert before["learner"]["moments"]["count"] > 0
     trainer.evaluate()
     assert state_of(trainer.learner) == before
-    assert not trainer.objective._observed.any()
+    assert not trainer.objective.adaptation.observed.any()
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])

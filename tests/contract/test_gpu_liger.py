@@ -16,9 +16,8 @@ from torch import nn
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs, verdict_of
-from prefrl.models.liger import apply_liger, liger_options
+from prefrl.models.kernels import OffloadActivations, apply_liger, liger_options
 from prefrl.models.modes import checkpoint_activations
-from prefrl.models.offload import OffloadActivations
 from prefrl.registry import REGISTRY
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 from tests.contract.cases import make_trainer, model_of, relative_difference, stopping_model, train_inside, update_of

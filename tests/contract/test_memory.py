@@ -12,7 +12,7 @@ from torch import nn
 from prefrl.losses import logprobs
 from prefrl.models.adapters import lora_config
 from prefrl.models.footprint import Footprint, activations_of, head_bytes, weights_of
-from prefrl.models.offload import OffloadActivations
+from prefrl.models.kernels import OffloadActivations
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.trainer import BaseTrainer
 from tests.contract.cases import make_trainer, relative_difference, update_of

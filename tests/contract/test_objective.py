@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from prefrl.registry import REGISTRY
 from prefrl.trainer.base.scorer import ScoreNeed, Scores
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.online.policy_batch import PolicyBatch
+from prefrl.trainer.online.policy_objective import PolicyObjective
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import TokenBatch
 from tests.contract.cases import dataset_of, make_trainer, ragged_reward
@@ -92,12 +94,13 @@ def test_a_divergence_in_the_reward_of_a_token_counts_for_those_before_it(tmp_pa
 
 
 def total_with(trainer: OnlineTrainer[PolicyBatch], batch: TokenBatch, **options: Any) -> float:
-    before = {name: getattr(trainer.args, name) for name in options}
+    """The loss of a trainer whose objective was made with other options."""
+    args, before = copy.copy(trainer.args), trainer.objective
     for name, value in options.items():
-        setattr(trainer.args, name, value)
+        setattr(args, name, value)
+    trainer.objective = PolicyObjective(args)
     total = float(trainer.loss(trainer.model, batch).total.detach())
-    for name, value in before.items():
-        setattr(trainer.args, name, value)
+    trainer.objective = before
     return total
 
 

@@ -19,11 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.distributed import check_devices, processes
 from prefrl.generation.weights import process_group, sync, wire
-from prefrl.models.attention import choice, segments, varlen
-from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
-from prefrl.models.attention.layout import Layout
-from prefrl.models.precision import of_products
-from prefrl.models.seeding import seeded
+from prefrl.models.attention import interface, segments, varlen
+from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
+from prefrl.models.attention.segments import Layout
+from prefrl.models.modes import of_products, seeded
 from prefrl.options.checkpoint import ProfileParams
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
@@ -35,15 +34,16 @@ from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
-from prefrl.trainer.base.early_read import EarlyRead
+from prefrl.trainer.account import StepAccount
 from prefrl.trainer.base.options.precision import check_precision
-from prefrl.trainer.base.profiling import StepProfiler, check_profile
-from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
-from prefrl.trainer.base.sizes.memory import TrialMemory, free_memory
-from prefrl.trainer.base.step_account import StepAccount
+from prefrl.trainer.features.guard import EarlyRead
+from prefrl.trainer.features.profile import StepProfiler, check_profile
+from prefrl.trainer.features.sizes import AutomaticSizes
+from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
 from tests.patience import PATIENCE
@@ -104,7 +104,7 @@ def options(**values: Any) -> Any:
 # Attention.
 
 
-@reaches("models.attention.choice:_is_for_varlen", "models.attention.choice:_is_for_blocks")
+@reaches("models.attention.interface:choose_kernel")
 def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blocks(gpus: Gpus) -> None:
     assert varlen.kernel() is not None
     for dtype, served in (
@@ -113,12 +113,12 @@ def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blo
         (torch.float64, [False] * 2),
     ):
         inputs = Inputs(OWN, dtype, 4, 2, 64, 64, scaling=None)
-        assert [kernel.serves(inputs) for kernel in choice.KERNELS[:2]] == served
+        assert [kernel.serves(inputs) for kernel in interface.KERNELS[:2]] == served
         elsewhere = Inputs(torch.device("mps"), dtype, 4, 2, 64, 64, scaling=None)
-        assert choose_kernel(elsewhere, Layout(((5, -1),))) is choice.KERNELS[-1]
+        assert choose_kernel(elsewhere, Layout(((5, -1),))) is interface.KERNELS[-1]
 
 
-@reaches("models.attention.choice:_mistake")
+@reaches("models.attention.interface:_mistake")
 def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alone(gpus: Gpus) -> None:
     seen: set[Any] = set()
     before = [generator.get_state() for generator in gpus.generators]
@@ -132,7 +132,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
 
     kernel = Kernel("new", attend, lambda inputs: True)
     inputs = Inputs(OWN, torch.float32, 4, 2, 8, 8, scaling=0.3)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is kernel
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is kernel
     assert seen == {(True, OWN, 3)}
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
         raise RuntimeError("no kernel image")
 
     kernel = Kernel("broken", broken, lambda inputs: True)
-    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, choice.KERNELS[-1])) is choice.KERNELS[-1]
+    assert choose_kernel(inputs, Layout(((5, -1),)), (kernel, interface.KERNELS[-1])) is interface.KERNELS[-1]
     assert (gpus[3].waits, gpus[0].waits) == (1, 0)  # for errors that come later
     assert all(torch.equal(g.get_state(), state) for g, state in zip(gpus.generators, before, strict=True))
 
@@ -174,7 +174,7 @@ def test_segments_are_given_to_the_kernels_of_cuda_as_they_take_them(
 # Time and memory.
 
 
-@reaches("trainer.base.step_account:_device_mark", "trainer.base.step_account:StepAccount.__init__")
+@reaches("trainer.account:_device_mark", "trainer.account:StepAccount.__init__")
 def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have_come(gpus: Gpus) -> None:
     account = StepAccount(OWN, clock=lambda: 0.0)
     torch.cuda.set_device(5)  # by a reward, say
@@ -192,9 +192,9 @@ def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have
 
 
 @reaches(
-    "trainer.base.sizes.memory:free_memory",
-    "trainer.base.sizes.memory:_used",
-    "trainer.base.sizes.memory:_peak",
+    "trainer.memory:free_memory",
+    "trainer.memory:_used",
+    "trainer.memory:_peak",
     "scripts.checkup.resources:_free",
     "scripts.checkup.resources:_available",
 )
@@ -219,7 +219,7 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     assert resources._available(subject) == (76 * GIB, place + others)
 
 
-@reaches("trainer.base.sizes.auto:AutomaticSizes._search", "trainer.base.sizes.auto:AutomaticSizes._wait")
+@reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:AutomaticSizes._wait")
 def test_trials_time_the_gpu_and_give_its_memory_back(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,27 +265,27 @@ def test_the_speed_of_products_is_that_of_the_gpu_without_its_first_call(
 
 
 @reaches(
-    "trainer.base.profiling:StepProfiler._follow",
-    "trainer.base.profiling:StepProfiler._write",
-    "trainer.base.profiling:StepProfiler._end_trace",
+    "trainer.features.profile:StepProfiler._follow",
+    "trainer.features.profile:StepProfiler._write",
+    "trainer.features.profile:StepProfiler._end_trace",
 )
 def test_a_snapshot_of_memory_is_written_for_each_trace_and_recording_ends(gpus: Gpus, tmp_path: Path) -> None:
     profiler = StepProfiler(ProfileParams(memory_snapshot=True, wait=0, active=1, repeat=2), tmp_path, is_traced=True)
-    state: Any = SimpleNamespace(max_steps=9, global_step=0)
-    nothing: Any = None
-    profiler.on_train_begin(nothing, state, nothing)
+    state = SimpleNamespace(max_steps=9, global_step=0)
+    run: Any = SimpleNamespace(state=state)
+    profiler.begin(run)
     for step in range(1, 6):
         num_calls = len(gpus.calls)
         state.global_step = step
-        profiler.on_step_end(nothing, state, nothing)
+        profiler.after_step(run)
         expected = {1: [("history",)], 2: [("history", None)], 3: [("history",)], 4: [("history", None)]}
         assert gpus.calls[num_calls:] == expected.get(step, [])
-    profiler.on_train_end(nothing, state, nothing)
+    profiler.ended(run)
     found = {path.name: path.read_text() for path in tmp_path.glob("*.pickle")}
     assert found == {f"steps-{step}-{step}-rank-0.memory.pickle": "GPU 3" for step in (2, 4)}
 
 
-@reaches("trainer.base.profiling:check_profile")
+@reaches("trainer.features.profile:check_profile")
 def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SFTConfig(output_dir="x", report_to="none", use_cpu=True, profile=True)
     config.profile_kwargs = {"memory_snapshot": True}
@@ -296,7 +296,7 @@ def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch)
         check_profile(config)
 
 
-@reaches("trainer.base.early_read:EarlyRead.__init__")
+@reaches("trainer.features.guard:EarlyRead.__init__")
 def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) -> None:
     numbers = torch.tensor([[1.0, 2.0]]).to(OWN)
     gpus[3].work(2.0)
@@ -334,7 +334,7 @@ def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCapture
     assert message.startswith("bf16=True on Pretend H300: it has no arithmetic in bfloat16")
 
 
-@reaches("models.precision:of_products")
+@reaches("models.modes:of_products")
 def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -383,7 +383,7 @@ def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> Non
 # Random numbers.
 
 
-@reaches("models.seeding:seeded")
+@reaches("models.modes:seeded")
 def test_seeds_are_for_all_generators_in_use_and_leave_no_trace(gpus: Gpus) -> None:
     generators = [torch.default_generator, *gpus.generators]
 

@@ -14,13 +14,13 @@ import pytest
 import prefrl
 from prefrl import ConfigError, DPOConfig, GRPOConfig, PPOConfig, SFTConfig, rewards
 from prefrl.options.flat_names import flat_names
-from prefrl.options.foreign import ARGUMENTS, LIBRARIES, advice, row_of
-from prefrl.options.foreign.transformers import TRANSFORMERS
-from prefrl.options.foreign.trl import DEFAULTS, REWARDS, TRAINER_NAMES, TRL, VALUES
-from prefrl.options.foreign.verl import VERL
+from prefrl.options.foreign import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice
 from prefrl.options.kwargs import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import every_option, options_of
+from prefrl.scripts.migrate.foreign import LIBRARIES, foreign_text, row_of
+from prefrl.scripts.migrate.foreign.trl import DEFAULTS, REWARDS, TRANSFORMERS, TRL, VALUES
+from prefrl.scripts.migrate.foreign.verl import VERL
 from prefrl.scripts.schema.parser import options_of as schema_options
 from tests.trl_defaults import CONFIGS, NOT_COMPARED, defaults_of
 
@@ -168,3 +168,7 @@ def test_there_is_no_advice_where_the_option_is_not_there() -> None:
 
 def test_arguments_that_must_be_none_are_those_of_trl() -> None:
     assert {*ARGUMENTS} <= {name for names in NAMES["trainers"].values() for name in names}
+
+
+def test_messages_read_the_tables_that_there_are_now() -> None:
+    assert FOREIGN_FILE.read_text(encoding="utf-8") == foreign_text()

@@ -17,6 +17,7 @@ import pytest
 
 import prefrl.options
 from prefrl.errors import ConfigError
+from prefrl.options.params import Params
 from prefrl.options.rules import Rule, apply, example, unset, when
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
@@ -34,7 +35,14 @@ def tables() -> dict[str, tuple[Rule, ...]]:
         for variable, table in vars(module).items() if name.startswith("prefrl.") else ():
             if isinstance(table, tuple) and table and all(isinstance(row, Rule) for row in table):
                 found.setdefault(id(table), (variable, table))
-    return dict(found.values())
+    return dict(found.values()) | {
+        params.__name__: vars(params)["rules"] for params in subclasses(Params) if "rules" in vars(params)
+    }
+
+
+def subclasses(params: type[Params]) -> list[type[Params]]:
+    """All classes of hyperparameters."""
+    return [other for direct in params.__subclasses__() for other in (direct, *subclasses(direct))]
 
 
 TABLES = tables()
@@ -82,6 +90,42 @@ def test_the_defaults_break_no_row(algorithm: str, tmp_path: Path) -> None:
 def test_all_tables_are_found() -> None:
     assert sum(map(len, TABLES.values())) > 150
     assert {"COMMON_RULES", "PACKING_RULES", "SERVER_RULES"} <= TABLES.keys()
+
+
+# In messages, an option may be shown by another name of its value.
+ALIASES = {
+    "advantage_estimator": "estimator",
+    "steps_per_generation": "micro_batches_per_generation",
+    "vllm_server_base_url": "server_urls",
+}
+
+
+def test_messages_say_of_each_option_its_own_value() -> None:
+    for row in (row for table in TABLES.values() for row in table):
+        for option, shown in re.findall(r"(\w+)=\{([\w.]+)", row.message.replace("{{", "").replace("}}", "")):
+            name = shown.rpartition(".")[2]
+            assert name in (option, ALIASES.get(option), "found") or name in row.values, row.message
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "said"),
+    [
+        ("grpo", {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "this loss supports 'token'."),
+        ("grpo", {"loss_type": "clip_cov", "importance_sampling_level": "sequence"}, "'sequence_token' and 'token'."),
+        ("grpo", {"generation_batch_size": 12}, "a multiple of 8 = 8 completions of a micro-batch * 1 processes"),
+        ("grpo", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "one generation. Set 2 or 4."),
+        ("grpo", {"num_generations": 3}, "* 1 processes = 8 completions: must be a multiple of num_generations=3."),
+        ("grpo", {"num_generations": 3}, "The nearest that works is 9, which is 9 on each process."),
+        ("grpo", {"temperature_eval": 1e-4}, "greedy decoding, or at least 0.001"),
+        ("grpo", {"use_vllm": True, "weight_sync": "shm", "vllm_server_host": "node5"}, "(http://node5:8000)"),
+        ("dpo", {"loss_type": ["sigmo"]}, "must be one or several of sigmoid, hinge, ipo"),
+        ("sft", {"optim": "adam", "optim_args": "momentum=1"}, "optim_args: momentum=1 is not an argument of"),
+        ("sft", {"use_liger_kernel": True}, "this run is on the CPU."),
+    ],
+)
+def test_messages_say_what_they_compute(algorithm: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config(algorithm, 1)(output_dir=str(tmp_path), use_cpu=True, **options)
 
 
 RULES = (

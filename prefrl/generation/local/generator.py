@@ -29,7 +29,7 @@ from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
 from prefrl.models.modes import eval_mode
-from prefrl.models.positions import position_limit
+from prefrl.models.plans import position_limit
 from prefrl.types import Completion
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.models.attention.layout import Layout
+    from prefrl.models.attention.segments import Layout
 
 __all__ = ["attend", "block_mask", "bucket"]
 

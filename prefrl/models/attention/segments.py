@@ -1,9 +1,18 @@
-"""Flat attention segment by segment: scaled-dot-product attention, once for each segment with its ancestors."""
+"""The structure of a flat row, a forest of segments, and attention over it segment by segment.
+
+A segment continues its parent, if it has one: its tokens see all tokens of its ancestors, and those of the segment up
+to themselves, never those of a sibling. In a block, the tokens of an image that its model reads so, all see all of the
+segment. A segment without parent and children is an ordinary sequence. Segments are laid end to end in depth-first
+order, so the descendants of a segment directly follow it. Everything that kernels need is computed from the layout on
+the host, once for all layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -12,9 +21,77 @@ from torch.nn.functional import scaled_dot_product_attention
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.models.attention.layout import Layout
+__all__ = ["Layout", "attend"]
 
-__all__ = ["attend"]
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of the flat row, and what they see before themselves."""
+
+    start: int
+    length: int
+    position: int  # of its first token: the number of tokens of its ancestors
+    ancestors: tuple[int, ...]  # numbers of the segments that it continues, root first
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.start + self.length
+
+
+@dataclass(eq=False)  # not frozen: torch 2.11 would compile layers for each value of its fields
+class Layout:
+    """The segments of a flat row, laid end to end."""
+
+    # The length of each segment, and the number of its parent; -1: none. In depth-first order.
+    forest: tuple[tuple[int, int], ...]
+    num_parts: int = 1  # number of processes that each have an equal part of the tokens
+    # Numbers of the segments whose tokens see all tokens of the segment, also those after themselves: images.
+    blocks: frozenset[int] = frozenset()
+    # Sliding windows that attention layers passed; the self-check reads them.
+    windows: set[int | None] = field(default_factory=set)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of all segments, in flat order."""
+        return [length for length, _ in self.forest]
+
+    @cached_property
+    def longest(self) -> int:
+        """Maximum number of keys that a query can see: a segment with its ancestors."""
+        return max(segment.position + segment.length for segment in self.segments)
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """All segments, in flat order.
+
+        Raises:
+            ValueError: They are not in depth-first order.
+        """
+        segments: list[Segment] = []
+        path: tuple[int, ...] = ()  # to the last segment, itself included
+        start = position = 0
+        for number, (length, parent) in enumerate(self.forest):
+            while path and path[-1] != parent:
+                position -= segments[path[-1]].length
+                path = path[:-1]
+            if not path and parent >= 0:
+                raise ValueError(f"segment {number} follows no descendant of its parent {parent}: needs to")
+            segments.append(Segment(start, length, position, path))
+            path = (*path, number)
+            start, position = start + length, position + length
+        return segments
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """The result of `make`, computed at the first call with `key` and cached for other layers and the backward."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
+
 
 # Number of queries that share one explicit mask, which bounds the mask's memory.
 _ROWS_PER_MASK = 512
@@ -35,25 +112,17 @@ def attend(
     Returns:
         [1, T, H, D].
     """
-    lengths = layout.lengths
-
-    def attend_to(q: Tensor, k: Tensor, v: Tensor, *, is_block: bool) -> list[Tensor]:
-        pieces = [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window)
-        outputs = [_sdpa(*piece, scale=scaling, dropout=dropout, is_block=is_block) for piece in pieces]
-        return [output.transpose(1, 2) for output in outputs]
-
     outputs: list[Tensor] = []
-    queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
+    queries, keys, values = (torch.split(x, layout.lengths, dim=2) for x in (query, key, value))
     for number, segment in enumerate(layout.segments):
-        seen = [*segment.ancestors, number]
+        q, k, v = queries[number], keys[number], values[number]
+        if segment.ancestors:
+            seen = [*segment.ancestors, number]
+            k, v = (torch.cat([parts[each] for each in seen], 2) for parts in (keys, values))
         is_block = number in layout.blocks
-        outputs += attend_to(queries[number], _joined(keys, seen), _joined(values, seen), is_block=is_block)
+        for piece in [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window):
+            outputs.append(_sdpa(*piece, scale=scaling, dropout=dropout, is_block=is_block).transpose(1, 2))
     return torch.cat(outputs, dim=1)
-
-
-def _joined(parts: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
-    """[1, heads, tokens, D] of some segments, one after another."""
-    return parts[numbers[0]] if len(numbers) == 1 else torch.cat([parts[number] for number in numbers], 2)
 
 
 _Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]

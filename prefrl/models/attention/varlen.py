@@ -23,7 +23,7 @@ from prefrl.optional import is_installed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.models.attention.layout import Layout
+    from prefrl.models.attention.segments import Layout
 
 __all__ = ["Sequences", "attend", "gather", "kernel", "sequences"]
 

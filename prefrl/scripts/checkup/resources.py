@@ -29,8 +29,8 @@ from prefrl.scripts.inputs import lora_of
 if TYPE_CHECKING:
     import datasets
 
-    from prefrl.scripts.checkup.batches import Batches
     from prefrl.scripts.checkup.findings import Section
+    from prefrl.scripts.checkup.rows import Batches
     from prefrl.scripts.checkup.subject import Subject
 
 __all__ = [

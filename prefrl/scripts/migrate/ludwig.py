@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.foreign import ludwig
 from prefrl.scripts.migrate.edits import Migrated
-from prefrl.scripts.migrate.run import Run
-from prefrl.scripts.migrate.values import of_yaml
+from prefrl.scripts.migrate.foreign import ludwig
+from prefrl.scripts.migrate.run import Run, of_yaml
 
 __all__ = ["migrate_ludwig"]
 

@@ -102,6 +102,6 @@ def check_together(algorithm: str, given: Mapping[str, Any], *, knows_processes:
     config = early()
     for field in dataclasses.fields(early):
         setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
-    config._knows_sizes = knows_processes and not config.parallelism_config
+    config.knows_sizes = knows_processes and not config.parallelism_config
     config.__post_init__(*(values.get(name, default) for name, default in init_vars(early).items()))
     return config

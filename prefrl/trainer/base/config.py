@@ -16,7 +16,7 @@ from transformers.trainer_utils import SchedulerType
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.models.liger import liger_options
+from prefrl.models.kernels import liger_options
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.optional import require
 from prefrl.options.base import BaseOptions
@@ -30,7 +30,6 @@ from prefrl.options.schedule import WsdParams
 from prefrl.options.schedule_rules import own_options
 from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
-from prefrl.trainer.base.optimizers.by_name import check_installed
 from prefrl.trainer.base.optimizers.schedules import (
     SCHEDULE_NAMES,
     SCHEDULES,
@@ -43,11 +42,12 @@ from prefrl.trainer.base.optimizers.schedules import (
 )
 from prefrl.trainer.base.options.optimizer import check_optimizer, named_for_huggingface
 from prefrl.trainer.base.options.precision import check_precision
-from prefrl.trainer.base.profiling import check_profile
+from prefrl.trainer.features.profile import check_profile
+from prefrl.trainer.optimizers import check_installed
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation
-    from prefrl.models.positions import PositionLimit
+    from prefrl.models.plans import PositionLimit
 
 _SOME_STEPS = 1009  # to try a schedule out before the number of steps is known
 # Exponent of the number of ranks.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from prefrl.models.compilation import compile_layers
-from prefrl.models.fp8 import compute_in_fp8
-from prefrl.models.liger import apply_liger
+from prefrl.models.kernels import apply_liger, compile_layers, compute_in_fp8
 from prefrl.models.modes import disable_dropout
 
 if TYPE_CHECKING:

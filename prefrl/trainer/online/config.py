@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
-from prefrl.models.positions import PositionLimit
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.options.server_rules import cuts_of
 from prefrl.trainer.base.config import BaseConfig
 
 __all__ = ["OnlineConfig", "PolicyGradientConfig"]
+if TYPE_CHECKING:
+    from prefrl.models.plans import PositionLimit
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
-"""The loss of policy-gradient trainers: policy loss, KL term, entropy bonus, and their adaptive coefficients."""
+"""The loss of policy-gradient trainers: the policy loss, and the terms that options add."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -10,17 +9,24 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.advantage.estimators import ADVANTAGES
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.kl.sequence import sequence_kl
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
-from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
 from prefrl.losses.policy.tokens import PolicyTokens
 from prefrl.losses.reduce import row_items, row_sums, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, host
-from prefrl.options.policy import SampledKLParams, SequenceKLParams
-from prefrl.trainer.online.controllers import AdaptiveEntropy, AdaptiveKL
 from prefrl.trainer.online.policy_batch import CriticBatch, PolicyBatch
-from prefrl.trainer.online.sampling_correction import correct_sampling
+from prefrl.trainer.online.policy_terms import (
+    Adaptation,
+    AdaptiveEntropy,
+    AdaptiveKL,
+    EntropyBonus,
+    KLTerm,
+    LikelihoodTerm,
+    LossPass,
+    LossTerm,
+    OffPolicyMask,
+    SamplingCorrection,
+    token_mean,
+)
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import TokenBatch
 
-__all__ = ["PolicyObjective", "token_mean"]
+__all__ = ["PolicyObjective"]
 
 
 class PolicyObjective:
@@ -47,56 +53,53 @@ class PolicyObjective:
     splits_groups = True  # what compares the rows of a group is part of their advantages
 
     def __init__(self, args: PolicyGradientConfig) -> None:
-        self.args = args
         if distributed.is_main():
             args.warn_of_lengths()
-        self._has_kl = args.beta > 0 and args.kl_in == "loss"
-        self._has_bonus = args.has_bonus
-        self._has_critic = "values" in ADVANTAGES[args.estimator].needs
-        self.stage: type[PolicyBatch] = CriticBatch if self._has_critic else PolicyBatch
+        self.args = args
         self.policy_loss = POLICY_LOSSES[args.loss_type]
-        self.loss_params = args.loss_params
-        self.correction_params = args.correction_params if args.corrects_sampling else None
-        self.kl_params = kl = args.kl_params
-        self.adaptive_kl = None if kl.target is None else AdaptiveKL(args.beta, target=kl.target, horizon=kl.horizon)
-        self.adaptive_entropy = (
-            AdaptiveEntropy(args.entropy_coef, args.entropy_params) if args.use_adaptive_entropy else None
-        )
-        # Sums of this optimizer step: KL, its tokens, its rows; entropy, its tokens.
-        self._observed = torch.zeros(5, dtype=torch.float64)
+        self.loss_params = params = args.loss_params
+        has_critic, has_kl = "values" in ADVANTAGES[args.estimator].needs, args.beta > 0 and args.kl_in == "loss"
+        self.stage: type[PolicyBatch] = CriticBatch if has_critic else PolicyBatch
+        self.adaptation = _adaptation(args)
+        self.correction = SamplingCorrection(args) if args.corrects_sampling else None
+        self.bonus = EntropyBonus(args, self.row_items, self.adaptation) if args.has_bonus else None
+        mask, likelihood = params.off_policy_mask_threshold, params.positive_nll_coef
+        self.token_terms: list[LossTerm] = [
+            *([] if self.correction is None else [self.correction]),
+            *([] if mask is None else [OffPolicyMask(mask)]),
+            *([KLTerm(args, lambda: self.beta, self.adaptation)] if has_kl else []),
+        ]
+        self.sum_terms: list[LossTerm] = [
+            *([] if likelihood is None else [LikelihoodTerm(likelihood)]),
+            *([] if self.bonus is None else [self.bonus]),
+        ]
+        # Weights of terms that are means over their own tokens.
+        self._own_counts = [
+            *(["nll_weights"] if likelihood is not None else []),
+            *(["entropy_weights"] if args.bonus_has_own_count else []),
+        ]
+        # With these, even rows with zero advantage have a gradient.
+        self._all_act = has_kl or has_critic or bool(self.sum_terms) or args.loss_type == "kl_cov"
+        # The scores of the reference that the loss reads. "full" compares whole distributions.
+        full: list[ScoreNeed] = ["ref_hidden"] if args.kl_estimator == "full" else []
+        self.reference_needs: frozenset[ScoreNeed] = frozenset(["ref_logprobs", *full] if has_kl else [])
 
     @property
     def beta(self) -> float:
         """Current weight of the KL term."""
-        return self.args.beta if self.adaptive_kl is None else self.adaptive_kl.value
-
-    @property
-    def entropy_coef(self) -> float:
-        """Current weight of the entropy bonus."""
-        return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.coef
+        adaptive = None if self.adaptation is None else self.adaptation.kl
+        return self.args.beta if adaptive is None else adaptive.value
 
     @property
     def want(self) -> tuple[WantName, ...]:
         """What a training pass computes in addition to log-probs."""
         # With weight 0 the gradient would be all zeros, at full cost, so do not ask for it.
-        return ("entropy", "entropy_gradient") if self._entropy_weight != 0 else ("entropy",)
-
-    @property
-    def reference_needs(self) -> frozenset[ScoreNeed]:
-        """The scores of the reference that the loss reads."""
-        if not self._has_kl:
-            return frozenset()
-        if self.args.kl_estimator == "full":  # compares the whole distributions of policy and reference
-            return frozenset({"ref_logprobs", "ref_hidden"})
-        return frozenset({"ref_logprobs"})
+        has_gradient = self.bonus is not None and self.bonus.value != 0
+        return ("entropy", "entropy_gradient") if has_gradient else ("entropy",)
 
     def has_gradient(self, batch: PolicyBatch) -> list[bool]:
-        """See `Objective`; with some terms, even rows with zero advantage have a gradient."""
-        args = self.args
-        has_term = (
-            self._has_kl or self._has_bonus or self._has_critic or self.loss_params.positive_nll_coef is not None
-        )
-        if has_term or args.loss_type == "kl_cov":
+        """See `Objective`."""
+        if self._all_act:
             return [True] * batch.num_rows
         sums = row_sums(batch.advantages.abs(), batch.trainable, batch.row_index, batch.num_rows)
         acts: list[bool] = (sums > 0).tolist()
@@ -110,11 +113,9 @@ class PolicyObjective:
 
     def prepared(self, batch: PolicyBatch, *, num_items: float) -> PolicyBatch:
         """See `Objective`; scales the weights of terms that are means over their own tokens: NLL and entropy."""
-        own = {"nll_weights": batch.nll_weights} if self.loss_params.positive_nll_coef is not None else {}
-        if self.args.bonus_has_own_count:
-            own["entropy_weights"] = batch.entropy_weights
-        if not own:
+        if not self._own_counts:
             return batch
+        own: dict[str, Tensor] = {name: getattr(batch, name) for name in self._own_counts}
         counts = [float(weights.sum()) for weights in own.values()]
         items, *counts = distributed.sum_over_ranks([num_items, *counts], self.args.device)
         scales = [items / max(count, 1.0) for count in counts]
@@ -128,13 +129,16 @@ class PolicyObjective:
         is_first: bool,
     ) -> PolicyBatch:
         """See `Objective`; computes the scores that the advantages did not need."""
-        if is_first:
-            # The policy is still the one that sampled. Its fresh log-probs serve as old ones: ratios are exactly 1.
-            batch = batch.replace(old_logprobs=None)
         needs: set[ScoreNeed] = set() if is_first or batch.old_logprobs is not None else {"old_logprobs"}
         if batch.ref_logprobs is None:
             needs |= self.reference_needs
-        return batch.replace(**{str(name): found for name, found in score(batch, needs).found.items()})
+        found: dict[str, Tensor | None] = {}
+        if needs:
+            found |= {str(name): values for name, values in score(batch, needs).found.items()}
+        if is_first:
+            # The policy is still the one that sampled. Its fresh log-probs serve as old ones: ratios are exactly 1.
+            found["old_logprobs"] = None
+        return batch.replace(**found)
 
     def visited(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
         """See `Objective`; these log-probs are the old ones of the later visits."""
@@ -147,54 +151,24 @@ class PolicyObjective:
             batch: The rows.
             scores: Scores from a training pass, including those that `want` names.
         """
-        args = self.args
         old_logprobs = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        # AIPO and VESPO use policy / sampler as their ratio, so they need no importance weights on top.
-        is_behavior_ratio = self.correction_params is not None and args.loss_type in ("aipo", "vespo")
-        behavior = batch.sampling_logprobs if is_behavior_ratio else None
-        tokens = PolicyTokens(
-            logprobs=scores.logprobs,
-            old_logprobs=old_logprobs if behavior is None else behavior,
-            advantages=batch.advantages,
-            trainable=batch.trainable,
-            row_index=batch.row_index,
-            num_rows=batch.num_rows,
-            level=args.importance_sampling_level,
-            cov_tokens=batch.cov_tokens,
-        )
-        params = self.loss_params
-        token = self.policy_loss.function(tokens, params)
+        is_behavior_ratio = self.correction is not None and self.correction.is_ratio_of_loss
+        tokens = self._tokens(batch, scores.logprobs, batch.sampling_logprobs if is_behavior_ratio else old_logprobs)
+        token = self.policy_loss.function(tokens, self.loss_params)
         metrics = _stats(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch)}
-        per_token = token.loss
-        if self.correction_params is not None:
-            mode = args.vllm_importance_sampling_mode
-            correction = correct_sampling(batch, old_logprobs, mode=mode, params=self.correction_params)
-            per_token = per_token if is_behavior_ratio else correction.weights * per_token
-            metrics |= correction.metrics
-        if params.off_policy_mask_threshold is not None:
-            kept = off_policy_sequence_mask(
-                tokens, batch.sampling_logprobs, off_policy_mask_threshold=params.off_policy_mask_threshold
-            )
-            per_token = kept * per_token
-            metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, batch)
-        per_token = batch.loss_scale * per_token
-        if self.adaptive_entropy is not None:
-            self._observe(3, scores.entropy, batch.entropy_weights > 0)
-        if batch.ref_logprobs is not None:
-            kl = self._kl(batch, scores, old_logprobs, batch.ref_logprobs)
-            per_token = per_token + self.beta * kl
-            metrics["kl"] = token_mean(kl.detach(), batch)
-            self.observe_kl(kl, batch)
+        seen = LossPass(batch, scores, tokens, old_logprobs, metrics)
+        per_token = batch.loss_scale * token.loss
+        for term in self.token_terms:
+            per_token = term(per_token, seen)
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=self.policy_loss.reduction)
         total = (weights * per_token).sum()
-        if params.positive_nll_coef is not None:
-            nll = positive_nll(tokens, batch.nll_weights > 0)
-            total = total + params.positive_nll_coef * (batch.nll_weights * nll).sum()
-        if self._has_bonus:
-            metrics |= {"policy_loss": Mean(total.detach(), self.row_items(batch).sum())}
-        if self._entropy_weight != 0:
-            total = total - self._entropy_weight * (batch.entropy_weights * scores.entropy).sum()
-        return LossOutput(total=total, metrics=metrics | self._weights_as_metrics())
+        for term in self.sum_terms:
+            total = term(total, seen)
+        if self.adaptation is not None and self.adaptation.kl is not None:
+            metrics["kl_coef"] = Mean(self.beta, 1)
+        if self.bonus is not None:
+            metrics["entropy_coef"] = Mean(self.bonus.coef, 1)
+        return LossOutput(total=total, metrics=metrics)
 
     def metrics_without_pass(self, batch: PolicyBatch) -> dict[str, Metric]:
         """Metrics of rows with zero advantage, which are left out of the forward pass; on the host.
@@ -206,9 +180,16 @@ class PolicyObjective:
         if batch.num_rows == 0:
             return {}
         no_change = torch.zeros_like(batch.advantages)
-        tokens = PolicyTokens(
-            logprobs=no_change,
-            old_logprobs=no_change,
+        stats = self.policy_loss.function(self._tokens(batch, no_change, no_change), self.loss_params).stats
+        metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
+        entropies = -batch.sampling_logprobs if batch.entropies is None else batch.entropies
+        metrics["entropy"] = token_mean(entropies, batch)
+        return {name: host(metric) for name, metric in metrics.items()}
+
+    def _tokens(self, batch: PolicyBatch, logprobs: Tensor, old_logprobs: Tensor) -> PolicyTokens:
+        return PolicyTokens(
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
             advantages=batch.advantages,
             trainable=batch.trainable,
             row_index=batch.row_index,
@@ -216,92 +197,28 @@ class PolicyObjective:
             level=self.args.importance_sampling_level,
             cov_tokens=batch.cov_tokens,
         )
-        stats = self.policy_loss.function(tokens, self.loss_params).stats
-        metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
-        entropies = -batch.sampling_logprobs if batch.entropies is None else batch.entropies
-        metrics["entropy"] = token_mean(entropies, batch)
-        return {name: host(metric) for name, metric in metrics.items()}
-
-    def _kl(self, batch: PolicyBatch, scores: TokenScores, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """[N] KL estimates in nats; gradient flows."""
-        name = self.args.kl_estimator
-        if name == "full":
-            return scores.full_kl
-        sampler = old_logprobs if self.correction_params is None else batch.sampling_logprobs
-        log_ratio = (scores.logprobs - sampler).where(batch.trainable, 0.0)
-        params = self.kl_params
-        if isinstance(params, SequenceKLParams):
-            return sequence_kl(
-                scores.logprobs,
-                ref_logprobs,
-                log_ratio,
-                batch.trainable,
-                batch.row_index,
-                batch.num_rows,
-                params,
-            )
-        if isinstance(params, SampledKLParams) and params.bias_correction:
-            return importance_corrected(scores.logprobs, ref_logprobs, log_ratio, kl_estimator=name)
-        return KL_ESTIMATORS[name].function(scores.logprobs, ref_logprobs)
-
-    @property
-    def _entropy_weight(self) -> float:
-        """Weight of the entropy in this step's loss. An adaptive weight changes only between steps."""
-        return self.args.entropy_coef if self.adaptive_entropy is None else self.adaptive_entropy.value
-
-    def _weights_as_metrics(self) -> dict[str, Metric]:
-        metrics: dict[str, Metric] = {}
-        if self.adaptive_kl is not None:
-            metrics["kl_coef"] = Mean(self.beta, 1)
-        if self._has_bonus:
-            metrics["entropy_coef"] = Mean(self.entropy_coef, 1)
-        return metrics
-
-    # Adaptive coefficients.
-
-    def observe_kl(self, kl: Tensor, batch: TokenBatch) -> None:
-        """Record the KL of these tokens, [N] nats, for the update at the end of the step."""
-        if self.adaptive_kl is not None:
-            self._observe(0, kl, batch.trainable)
-            self._observed[2] += batch.num_rows
-
-    def _observe(self, place: int, values: Tensor, counts: Tensor) -> None:
-        """Add the sum and the number of those [N] values that count."""
-        self._observed = self._observed.to(counts.device, non_blocking=True)
-        self._observed[place] += values.detach().where(counts, 0.0).sum(dtype=torch.float64)
-        self._observed[place + 1] += counts.sum()
 
     def end_step(self, device: torch.device) -> None:
-        """Adapt the coefficients to the KL and entropy of all ranks in this optimizer step."""
-        if self.adaptive_kl is None and self.adaptive_entropy is None:
-            return
-        observed = self._observed.tolist()
-        self._observed = torch.zeros(5, dtype=torch.float64)
-        kl, kl_tokens, rows, entropy, entropy_tokens = distributed.sum_over_ranks(observed, device)
-        if not math.isfinite(kl + entropy):  # the step will not be applied
-            return
-        if self.adaptive_kl is not None and kl_tokens:
-            self.adaptive_kl.update(kl / kl_tokens, num_completions=int(rows))
-        if self.adaptive_entropy is not None and entropy_tokens:
-            self.adaptive_entropy.update(entropy / entropy_tokens)
+        """See `Objective`."""
+        if self.adaptation is not None:
+            self.adaptation.end_step(device)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """The state of the adaptive coefficients."""
-        parts = {"kl": self.adaptive_kl, "entropy": self.adaptive_entropy}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {} if self.adaptation is None else self.adaptation.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Restore what `state_dict` returned, between optimizer steps."""
-        self._observed = torch.zeros(5, dtype=torch.float64)
-        if self.adaptive_kl is not None:
-            self.adaptive_kl.load_state_dict(state["kl"])
-        if self.adaptive_entropy is not None:
-            self.adaptive_entropy.load_state_dict(state["entropy"])
+        if self.adaptation is not None:
+            self.adaptation.load_state_dict(state)
 
 
-def token_mean(values: Tensor, batch: TokenBatch) -> Mean:
-    """Mean of [N] values over trainable tokens."""
-    return Mean((values * batch.trainable).sum(), batch.trainable.sum())
+def _adaptation(args: PolicyGradientConfig) -> Adaptation | None:
+    """What adapts the weights of KL and entropy; None: both are constant."""
+    params = args.kl_params
+    kl = None if params.target is None else AdaptiveKL(args.beta, target=params.target, horizon=params.horizon)
+    entropy = AdaptiveEntropy(args.entropy_coef, args.entropy_params) if args.use_adaptive_entropy else None
+    return None if kl is None and entropy is None else Adaptation(kl, entropy)
 
 
 def _stats(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:

@@ -13,7 +13,7 @@ from benchmarks import gpu
 from benchmarks.gpu import Stage, main
 from benchmarks.gpu_stages import _tiny_workloads, plans
 from benchmarks.workloads import CUDA_WORKLOADS
-from prefrl.models.attention.choice import KERNELS
+from prefrl.models.attention.interface import KERNELS
 
 # What a stage does: it keeps a record, and goes on, ends or fails.
 ENDS = {"sleeps": "import time; time.sleep(3600)", "ends": "", "fails": "raise SystemExit(1)"}

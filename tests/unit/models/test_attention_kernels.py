@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from prefrl.models.attention import choice as kernels
+from prefrl.models.attention import interface as kernels
 from prefrl.models.attention import segments
-from prefrl.models.attention.choice import Inputs, Kernel, choose_kernel
-from prefrl.models.attention.layout import Layout
+from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
+from prefrl.models.attention.segments import Layout
 from tests.unit.models.test_attention import forest
 
 INPUTS = Inputs(torch.device("cpu"), torch.float32, num_heads=4, num_kv_heads=2, key_size=8, value_size=8, scaling=0.3)
@@ -95,7 +95,7 @@ def test_kernels_are_asked_only_for_what_they_are_made_for(dtype, sizes, served)
     on_cuda = Inputs(torch.device("cuda", 0), dtype, 4, 2, *sizes, scaling=None)
     on_cpu = Inputs(torch.device("cpu"), dtype, 4, 2, *sizes, scaling=None)
     assert {k.name for k in (first, second) if k.serves(on_cuda)} == served
-    assert not any(k.serves(on_cpu) for k in (first, second))
+    assert all(k.needs_cuda for k in (first, second))
     assert last.serves(on_cuda)
     assert choose_kernel(on_cpu, LAYOUT) is last
 

@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from prefrl.models.attention import block_mask, segments
 from prefrl.models.attention import interface as attention
-from prefrl.models.attention.choice import KERNELS
-from prefrl.models.attention.layout import Layout
+from prefrl.models.attention.interface import KERNELS
+from prefrl.models.attention.segments import Layout
 from tests.assets import tiny_model
 from tests.unit.models.test_attention import (
     DEEP,

@@ -9,10 +9,9 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import add_adapter, lora_config
-from prefrl.models.chat_formats import CHAT_FORMATS
+from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_tokenizer
-from prefrl.models.outline import outline_of
-from prefrl.models.tokenizer_changes import TokenizerChanges
+from prefrl.models.tokenizer_changes import CHAT_FORMATS, TokenizerChanges
 from prefrl.trainer.dpo_config import DPOConfig
 from prefrl.trainer.reward_config import RewardConfig
 from prefrl.trainer.sft_config import SFTConfig

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 
 from prefrl import ConfigError
 from prefrl.models import selfcheck
-from prefrl.models.compilation import compile_layers
 from prefrl.models.forward import token_logprobs, verdict_of
+from prefrl.models.kernels import compile_layers
 from prefrl.models.modes import checkpoint_activations
 from prefrl.models.plans import ForwardPlan
 from prefrl.types import TokenBatch

@@ -23,9 +23,8 @@ from prefrl.models import critic as critic_module
 from prefrl.models import scoring
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, ValueHead, value_model
-from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.forward import in_pieces, prepare_for_scoring, token_logprobs
 from prefrl.models.modes import checkpoint_activations
-from prefrl.models.no_grad import in_pieces
 from prefrl.models.plans import lay_out
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model

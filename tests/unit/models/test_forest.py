@@ -11,8 +11,7 @@ import torch
 from prefrl.data import collate
 from prefrl.data.collate import flat_batch
 from prefrl.models.flops import ModelCost, Products, floor_flops
-from prefrl.models.forward import token_logprobs
-from prefrl.models.no_grad import in_pieces
+from prefrl.models.forward import in_pieces, token_logprobs
 from prefrl.models.plans import lay_out, part_of
 from prefrl.rollout.share import _cost
 from prefrl.types import TokenBatch

@@ -13,7 +13,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from prefrl import ConfigError
 from prefrl.models.forward import token_logprobs, verdict_of
-from prefrl.models.fp8 import compute_in_fp8
+from prefrl.models.kernels import compute_in_fp8
 from prefrl.models.plans import ForwardPlan
 from tests.assets import ragged_batch, tiny_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.models.frozen_copy import create_reference_model
+from prefrl.models.reference import create_reference_model
 from tests.assets import tiny_model
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from prefrl.models.attention import choice as kernels
 from prefrl.models.attention import interface as attention
+from prefrl.models.attention import interface as kernels
 from prefrl.models.attention import segments, varlen
-from prefrl.models.attention.choice import Inputs, choose_kernel
-from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
-from prefrl.models.attention.layout import Layout
+from prefrl.models.attention.interface import LAYOUT_KWARG, Inputs, choose_kernel, mask_placeholder
+from prefrl.models.attention.segments import Layout
 from prefrl.models.forward import token_logprobs, verdict_of
 from prefrl.models.modes import checkpoint_activations
 from prefrl.models.plans import lay_out

@@ -15,8 +15,8 @@ from torch import nn
 from transformers.utils.import_utils import is_liger_kernel_available
 
 from prefrl import ConfigError, SFTConfig
-from prefrl.models.forward import token_logprobs, verdict_of
-from prefrl.models.liger import apply_liger, liger_options, liger_options_of, without_liger
+from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
+from prefrl.models.kernels import apply_liger, liger_options, without_liger
 from prefrl.models.selfcheck import check_plans
 from prefrl.trainer.base.config import BaseConfig
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
@@ -131,7 +131,7 @@ def test_a_copy_has_the_kernels_with_weights_of_its_own() -> None:
     with torch.no_grad():
         twin.model.norm.weight.mul_(0.5)
     assert patched(twin) == patched(model)
-    assert liger_options_of(twin) == NO_LOSSES
+    assert prepare_for_scoring(twin).liger_options == NO_LOSSES
     assert torch.equal(logprobs(model), expected)
     assert not torch.allclose(logprobs(twin), expected, atol=1e-2)
 
@@ -192,7 +192,7 @@ def test_a_model_that_cannot_have_them_is_refused(architecture: str, options: An
     model = tiny_model(architecture)
     with pytest.raises(ConfigError, match=message):
         apply_liger(model, liger_options(options))
-    assert liger_options_of(model) is None
+    assert prepare_for_scoring(model).liger_options is None
 
 
 @pytest.mark.usefixtures("liger")

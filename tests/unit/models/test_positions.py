@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from prefrl.models.positions import PositionLimit, position_limit
+from prefrl.models.plans import PositionLimit, position_limit
 from tests.assets import tiny_model
 
 

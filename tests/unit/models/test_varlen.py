@@ -12,8 +12,8 @@ import torch
 
 from prefrl.models.attention import interface as attention
 from prefrl.models.attention import varlen
-from prefrl.models.attention.choice import KERNELS, choose_kernel
-from prefrl.models.attention.layout import Layout
+from prefrl.models.attention.interface import KERNELS, choose_kernel
+from prefrl.models.attention.segments import Layout
 from tests.assets import tiny_model
 from tests.flash import HALF, Flash, as_package, as_torchs_kernel
 from tests.unit.models.test_attention import (

@@ -13,13 +13,12 @@ from prefrl.data.image_example import example_batch
 from prefrl.data.images import ImageReader
 from prefrl.errors import ConfigError
 from prefrl.models import forward, selfcheck
-from prefrl.models.classifier import sequence_scores
+from prefrl.models.classifier import add_classifier, sequence_scores
 from prefrl.models.critic import ModelCritic, value_model
 from prefrl.models.forward import set_image_example, verdict_of
 from prefrl.models.images import image_rules
 from prefrl.models.load import load_reward_model
 from prefrl.models.plans import lay_out
-from prefrl.models.vision_classifier import add_classifier
 from tests.unit.models.test_images import VISION, gradients
 from tests.vlms import FAMILIES, forget_classifiers, tiny_vision_judge, tiny_vlm
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from prefrl import ConfigError
-from prefrl.options.foreign.ludwig import LUDWIG_KEYS
 from prefrl.scripts.migrate.edits import every_option
+from prefrl.scripts.migrate.foreign.ludwig import LUDWIG_KEYS
 from prefrl.scripts.migrate.ludwig import migrate_ludwig
-from prefrl.scripts.migrate.values import library_of
+from prefrl.scripts.migrate.run import library_of
 
 HEAD = """\
 model_type: llm

@@ -14,8 +14,8 @@ from torch import nn
 
 from prefrl import ConfigError, SFTConfig, SFTTrainer
 from prefrl.models.forward import token_logprobs
+from prefrl.models.kernels import OffloadActivations
 from prefrl.models.modes import checkpoint_activations
-from prefrl.models.offload import OffloadActivations
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model, tiny_tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.options.policy import EntropyParams
-from prefrl.trainer.online.controllers import AdaptiveEntropy, AdaptiveKL
+from prefrl.trainer.online.policy_terms import AdaptiveEntropy, AdaptiveKL
 
 VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_kl_0_9_1.json").read_text(encoding="utf-8"))
 

@@ -42,7 +42,7 @@ def batch_of(lengths: list[int], **fields: Any) -> PolicyBatch:
 def test_the_entropy_bonus_is_the_mean_over_tokens_for_every_loss(loss: str, tmp_path: Path) -> None:
     """Three micro-batches with 8 tokens, of which 2 have no loss: the others have a weight of 0.3 / 6 each."""
     level = "token" if "token" in POLICY_LOSSES[loss].levels else "sequence"
-    options: dict[str, Any] = {"loss_type": loss, "importance_sampling_level": level, "entropy_coef": 0.3}
+    options: dict[str, Any] = {"loss_type": loss, "importance_sampling_level": level, "entropy_coef": 0.3, "beta": 0.0}
     objective = PolicyObjective(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options))
     trainable = torch.tensor([True, True, True, True, False, True, False, True])
     batch = batch_of([1, 2, 5], trainable=trainable, entropy_weights=trainable.float())
@@ -77,7 +77,7 @@ def test_a_ratio_of_sequences_in_a_sum_over_tokens_is_warned_of(
 
 def test_a_loss_of_the_ratio_to_the_sampler_is_not_corrected_again(tmp_path: Path) -> None:
     """-r A log pi of two tokens, r = policy / sampler, A = 2."""
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, loss_type="aipo")
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, beta=0.0, loss_type="aipo")
     logprobs, ratios = torch.tensor([-1.0, -2.0]), torch.tensor([1.5, 0.5])
     batch = batch_of([2], sampling_logprobs=logprobs - ratios.log())
     output = PolicyObjective(args)(batch, TokenScores.of(logprobs, entropy=torch.zeros(2)))
