@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.options.fields import opt
 from prefrl.options.kwargs import ParamsOf, kwargs
 from prefrl.options.online import OnlineOptions
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.policy import ImportanceLevel, LossType
 from prefrl.options.policy_gradient import KLEstimate, PolicyGradientOptions
 from prefrl.options.policy_rules import (
@@ -127,7 +127,7 @@ class ReinforcePlusPlusOptions(PolicyGradientOptions):
         return self.advantage_estimator
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CriticOptimizer(Params):
     """How optimizer and schedule of the critic differ from those of the policy. None: they do not."""
 

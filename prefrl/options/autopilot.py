@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt, plain_value
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Example, Rule, example, unset, when
 
 __all__ = [
@@ -23,7 +22,7 @@ __all__ = [
 _WATCHED = ("loss", "grad_norm", "kl")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class GrowthParams(Params):
     """When the batch grows, and by how much."""
 
@@ -48,21 +47,21 @@ class GrowthParams(Params):
         return self.eval_metric if self.eval_split == "training" else f"eval_{self.eval_metric}"
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class EarlyStoppingParams(Params):
     """What counts as an improvement."""
 
     threshold: Annotated[float, Ge(0)] = opt(0.0, "Minimum improvement of the metric that counts.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SoupParams(Params):
     """What goes into a soup."""
 
     top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SpikeParams(Params):
     """What a spike is, and what happens after one."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import apply, example, when
 from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
@@ -18,7 +17,7 @@ from prefrl.printable import without_secrets
 __all__ = ["CheckpointParams", "UploadParams", "check_checkpoints"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CheckpointParams(Params):
     """What checkpoints hold besides the model, and what is read of them."""
 
@@ -36,7 +35,7 @@ class CheckpointParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class UploadParams(Params):
     """Settings of uploads to `upload_to`."""
 
@@ -98,7 +97,7 @@ def check_checkpoints(config: Any) -> None:
     apply(config, UPLOADS_RULES)
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ProfileParams(Params):
     """Which steps of which processes are traced, counted from where training starts or resumes, and what of them.
 

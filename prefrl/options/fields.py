@@ -23,6 +23,7 @@ __all__ = [
     "check_no_effect",
     "check_unset",
     "default_of",
+    "hints_of",
     "json_mapping",
     "mapping_of",
     "opt",
@@ -188,7 +189,13 @@ def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
 
 
 @cache
+def hints_of(config_class: Any) -> dict[str, Any]:
+    """The types of fields and `InitVar`s, with their bounds. They are texts until then, and there are hundreds."""
+    return typing.get_type_hints(config_class, include_extras=True)
+
+
+@cache
 def _typed_fields(config_class: type) -> dict[str, tuple[Any, Any]]:
     """The type of each field, and its default."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
+    hints = hints_of(config_class)
     return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(config_class)}

@@ -6,14 +6,13 @@ They are `dataclasses.InitVar`s of the config: its constructor and the command l
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import mapping_of
+from prefrl.options.fields import hints_of, mapping_of
 from prefrl.options.types import check_value
 
 __all__ = [
@@ -68,7 +67,7 @@ def init_vars(config_class: Any) -> dict[str, Any]:
 @cache
 def _types(config_class: type) -> dict[str, Any]:
     """The types of `dataclasses.InitVar`s."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
+    hints = hints_of(config_class)
     return {name: hint.type for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)}
 
 

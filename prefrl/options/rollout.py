@@ -13,7 +13,7 @@ from prefrl.options.base import BaseOptions
 from prefrl.options.fields import opt
 from prefrl.options.flat_names import flat
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Rule, ascending, example, when
 from prefrl.options.server_rules import unscored
 from prefrl.options.types import Seconds
@@ -35,7 +35,7 @@ __all__ = [
 CurriculumWeighting = Literal["variance", "band"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CurriculumParams(Params):
     """Hyperparameters of `SuccessCurriculum`."""
 
@@ -57,7 +57,7 @@ class CurriculumParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ResamplingParams(Params):
     """Hyperparameters of dynamic sampling."""
 
@@ -69,7 +69,7 @@ class ResamplingParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ShapingParams(Params):
     """Hyperparameters of `shaped`."""
 
@@ -104,7 +104,7 @@ ReweightMethod = Literal["pow", "max_min", "max_random"]
 RowSelection = Literal["max_variance", "best", "random", "pow", "max_min", "max_random"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class KeptParams(Params):
     """Hyperparameters of the rules of `kept_rows`."""
 
@@ -113,7 +113,7 @@ class KeptParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class PowParams(Params):
     """Hyperparameters of the method `pow` of `draw_counts`."""
 
@@ -131,7 +131,7 @@ SELECTIONS: dict[str, type[Params]] = {
 }
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class AtKParams(Params):
     """Which of pass@k, best@k and maj@k are computed, and what a correct sample is."""
 
@@ -145,7 +145,7 @@ class AtKParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class VLLMParams(Params):
     """Settings of requests and weight syncs that are rarely changed."""
 
@@ -160,7 +160,7 @@ class VLLMParams(Params):
     sync_timeout: Seconds = opt(300.0, "Time limit of a weight sync, in seconds.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CorrectionParams(Params):
     """Hyperparameters of every correction: `low` and `high` of `losses.policy.off_policy.importance_weights`."""
 
@@ -168,7 +168,7 @@ class CorrectionParams(Params):
     clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Upper bound of the importance ratio; None: no bound.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class EvalSamplingParams(Params):
     """How completions are sampled in evaluations; None: as in training."""
 

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 
 __all__ = ["CosineWarmRestartsParams", "ExponentialParams", "OneCycleParams", "WeightDecayParams", "WsdParams"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class OneCycleParams(Params):
     """Of `one_cycle`."""
 
@@ -23,7 +23,7 @@ class OneCycleParams(Params):
     final_div_factor: Annotated[float, Ge(1)] = opt(1e4, "The last rate is the first one / final_div_factor.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ExponentialParams(Params):
     """Of `exponential`."""
 
@@ -32,7 +32,7 @@ class ExponentialParams(Params):
     staircase: bool = opt(False, "Lower the rate once every decay_steps steps instead of in each step.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CosineWarmRestartsParams(Params):
     """Of `cosine_warm_restarts`."""
 
@@ -41,7 +41,7 @@ class CosineWarmRestartsParams(Params):
     eta_min: Annotated[float, Ge(0)] = opt(0.0, "Learning rate at the end of a cycle.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class WsdParams(Params):
     """Of `wsd`: warm-up, stable, decay. The stable phase is what the other two leave."""
 
@@ -55,7 +55,7 @@ class WsdParams(Params):
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = opt(0.0, "Final rate, as a fraction of learning_rate.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class WeightDecayParams(Params):
     """Of `weight_decay_schedule`."""
 
@@ -63,7 +63,7 @@ class WeightDecayParams(Params):
     end_factor: Annotated[float, Ge(0)] = opt(1.0, "Factor of weight_decay at the end.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class PlateauParams(Params):
     """Of `reduce_on_plateau`."""
 

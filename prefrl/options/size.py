@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
@@ -12,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt
 from prefrl.options.optimizers import optimizer_of
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import apply, example, when
 from prefrl.options.run_rules import HUGGINGFACE
 from prefrl.options.types import check_value
@@ -38,7 +37,7 @@ _LIKE_ADAM, _UNLIKE_ADAM = ("adam", "amsgrad", "adafactor", "muon", "soap"), ("g
 AUTOMATIC = (_ROWS, _STEPS, _TOKENS, "learning_rate")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class AutoSizeParams(Params):
     """How sizes are found by trial."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import hints_of
 from prefrl.options.flat_names import init_vars
 from prefrl.options.presets import PRESETS
 from prefrl.options.types import check_value
@@ -45,7 +45,7 @@ def options_of(algorithm: str) -> list[dict[str, Any]]:
 
 def _options(cls: Any) -> list[dict[str, Any]]:
     """The fields of a class as options; those that it has from HuggingFace alone as they are described in the file."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = hints_of(cls)
     inherited = {row["name"]: row for row in huggingface()["options"]} if issubclass(cls, EarlyConfig) else {}
     rows = []
     for field in dataclasses.fields(cls):
@@ -56,7 +56,7 @@ def _options(cls: Any) -> list[dict[str, Any]]:
 
 def _flat_names(cls: Any) -> list[dict[str, Any]]:
     """The keywords that fill places in options, which the help does not show."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = hints_of(cls)
     fields = cls.__dataclass_fields__
     return [{**option_of(fields[name], hints[name].type), "is_hidden": True} for name in init_vars(cls)]
 
