@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.evaluation import ComputeMetrics
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
 __all__ = ["OnlineTrainer"]
 
