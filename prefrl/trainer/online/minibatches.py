@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prefrl.trainer.base.scorer import ScoreNeed, Scorer, Scores
-    from prefrl.trainer.online.config import OnlineConfig
+    from prefrl.trainer.online.config import OnlineConfig, PolicyGradientConfig
     from prefrl.trainer.online.learner import Learned, Objective
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
     from prefrl.trainer.steps import MicroStep
     from prefrl.types import IdleBatch
 
