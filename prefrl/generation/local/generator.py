@@ -380,7 +380,10 @@ class _Wave:
             if is_last:
                 self._reasons[row] = "stop"
         is_done = [s or self._limits[row] == step + 1 for row, s in zip(self._live, has_stopped, strict=True)]
-        kept = _fill_gaps(is_done)
+        # In an order that moves as few rows as possible: the last ones fill the gaps.
+        num_kept = len(is_done) - sum(is_done)
+        movers = (place for place in range(len(is_done) - 1, num_kept - 1, -1) if not is_done[place])
+        kept = [next(movers) if is_done[place] else place for place in range(num_kept)]
         if kept and len(kept) < len(has_stopped):
             chosen = sent(kept, self._device)
             self._live = [self._live[place] for place in kept]
@@ -423,13 +426,6 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     if tokenizer is not None:
         ids.add(tokenizer.eos_token_id)
     return sorted(ids - {None})
-
-
-def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
-    """The positions without a gap, in an order that moves as few rows as possible: the last ones fill the gaps."""
-    num_kept = len(is_gap) - sum(is_gap)
-    movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
-    return [next(movers) if is_gap[place] else place for place in range(num_kept)]
 
 
 def _no_cache_error(model: PreTrainedModel, reason: str) -> GenerationError:

@@ -65,8 +65,16 @@ class MinibatchMaker(Generic[Rows, Ready]):
     def _minibatch(self, batch: Rows, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch[Ready]:
         batch = batch.select(rows)
         num_items = float(self.objective.row_items(batch).sum())
-        batch, rest = self._with_gradient(self.objective.prepared(batch, num_items=num_items))
-        metrics = self.objective.metrics_without_pass(rest)
+        batch = self.objective.prepared(batch, num_items=num_items)
+        # Of the rows with trainable tokens, those whose loss has a gradient, and those whose loss has none.
+        learning: list[int] = []
+        others: list[int] = []
+        acts = self.objective.has_gradient(batch)
+        for row, (count, has_gradient) in enumerate(zip(batch.trainable_counts, acts, strict=True)):
+            if count > 0:
+                (learning if has_gradient else others).append(row)
+        metrics = self.objective.metrics_without_pass(batch.select(others)) if others else {}
+        batch = batch.select(learning)
         if over_ranks and distributed.world_size() > 1:
             batch = share_out(
                 batch,
@@ -89,15 +97,6 @@ class MinibatchMaker(Generic[Rows, Ready]):
 
     def _score(self, batch: Rows, needs: Collection[ScoreNeed]) -> Scores:
         return self.scorer.needed(batch, needs, rows_per_pass=self.args.rows_per_micro_batch)
-
-    def _with_gradient(self, batch: Rows) -> tuple[Rows, Rows]:
-        """Split the rows with trainable tokens into those whose loss has a gradient, and those whose loss has none."""
-        acts = self.objective.has_gradient(batch)
-        rows: dict[bool, list[int]] = {True: [], False: []}
-        for row, (count, has_gradient) in enumerate(zip(batch.trainable_counts, acts, strict=True)):
-            if count > 0:
-                rows[has_gradient].append(row)
-        return batch.select(rows[True]), batch.select(rows[False])
 
 
 Batch = TypeVar("Batch", bound=TokenBatch)
