@@ -226,7 +226,7 @@ def _advantages() -> Iterator[list[str]]:
 
 def _kl() -> Iterator[list[str]]:
     says = {True: "yes", False: "no"}
-    for name, row in load("prefrl.losses.kl.estimators.KL_ESTIMATORS").items():
+    for name, row in load("prefrl.losses.kl.KL_ESTIMATORS").items():
         yield [f"`{name}`", says[row.unbiased_value], says[row.unbiased_gradient], row.source]
 
 
@@ -239,7 +239,7 @@ def _presets() -> Iterator[list[str]]:
 def _optimizers() -> Iterator[list[str]]:
     places = {"torch": "torch.optim", "bitsandbytes": "bitsandbytes.optim", "pytorch_optimizer": "pytorch_optimizer"}
     decays = {"L2": "L2", "decoupled": "decoupled", "none": "refused"}
-    works_under = load("prefrl.trainer.base.optimizers.by_name.works_under")
+    works_under = load("prefrl.trainer.optimizers.works_under")
     for name, row in load("prefrl.options.optimizers.OPTIMIZERS").items():
         decay = "L2, or decoupled" if "decoupled_weight_decay" in row.keys else decays[row.decay]
         works = ["yes" if value else "refused" for value in works_under(name).values()]

@@ -47,7 +47,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "transformers:PreTrainedModel": (
         *("_from_config", "_hf_peft_config_loaded", "_is_stateful", "_keys_to_ignore_on_save", "_no_split_modules"),
     ),
-    "transformers:Trainer": ("_get_learning_rate", "_globalstep_last_logged"),
+    "transformers:Trainer": ("_globalstep_last_logged",),
     "accelerate.optimizer:AcceleratedOptimizer": ("_is_overflow",),
     "accelerate.state:GradientState": ("_set_sync_gradients",),
     "torch": ("_subclasses",),

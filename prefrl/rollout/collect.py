@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.runner import RewardRunner
     from prefrl.rollout.samplers import RolloutSampler
 
-__all__ = ["Collected", "Collector", "Request", "add_greedy", "ask", "joined", "prompt_seed"]
+__all__ = ["Collected", "Collector", "Request", "add_greedy", "joined", "prompt_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +96,13 @@ class Request:
     seeds: list[int]  # [P] random seed of each prompt's samples
 
 
-def ask(
-    rows: Sequence[Mapping[str, Any]], *, sampler: RolloutSampler, sampling: SamplingParams, seeds: Mapping[int, int]
-) -> Request:
-    """Request rollouts of the prompts of dataset rows.
-
-    Args:
-        rows: [P] dataset rows with `prompt` and `prompt_ids`.
-        sampler: Samples them.
-        sampling: The sampling parameters; `num_samples` is G.
-        seeds: [P] group number of each prompt -> random seed of its samples.
-    """
-    values = list(seeds.values())
-    return Request(len(rows), sampler.start(rows, list(seeds), sampling, values), values)
-
-
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Waits for requested rollouts, and scores them.
+    """Requests rollouts of prompts, waits for them, and scores them.
 
     Args:
         rewards: Scores the rollouts.
-        sampler: Sampled them.
+        sampler: Samples them.
         trainer_state: Returns HuggingFace's state of the current training run, for rewards that ask for it.
         clock: Returns seconds.
         company: Context in which rewards are computed. All ranks enter it the same number of times.
@@ -128,6 +113,17 @@ class Collector:
     trainer_state: Callable[[], object]
     clock: Callable[[], float]
     company: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def ask(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams, seeds: Mapping[int, int]) -> Request:
+        """Request rollouts of the prompts of dataset rows.
+
+        Args:
+            rows: [P] dataset rows with `prompt` and `prompt_ids`.
+            sampling: The sampling parameters; `num_samples` is G.
+            seeds: [P] group number of each prompt -> random seed of its samples.
+        """
+        values = list(seeds.values())
+        return Request(len(rows), self.sampler.start(rows, list(seeds), sampling, values), values)
 
     def collect(self, request: Request) -> Collected:
         """Wait for all rollouts and score them together.
@@ -148,11 +144,37 @@ class Collector:
             yield self._scored(request, number, rollouts)
 
     def _scored(self, request: Request, first: int, rollouts: list[Rollout]) -> Collected:
-        """Score rollouts of the prompts from number `first` on."""
-        started = self.clock()
+        """Set rewards and totals of rollouts of the prompts from number `first` on."""
+        started, rewards = self.clock(), self.rewards
+        scored = [rollout for rollout in rollouts if not rollout.has_failed]
+        for rollout in rollouts:
+            rollout.rewards = dict.fromkeys(rewards.names)
+        metrics: dict[str, float] = {}
+        columns: dict[str, list[Any]] = {}
         with self.company():
-            seed = request.seeds[first] if rollouts else 0
-            metrics, columns = _score(rollouts, self.rewards, self.trainer_state(), seed)
+            if scored:
+                names = [name for name in scored[0].row if name not in ("prompt", "prompt_ids")]
+                scores = rewards.score(
+                    [rollout.prompt for rollout in scored],
+                    [rollout.text for rollout in scored],
+                    [rollout.sampled_ids for rollout in scored],
+                    {name: [rollout.row[name] for rollout in scored] for name in names},
+                    episodes=[rollout.episode for rollout in scored if rollout.episode is not None] or None,
+                    trainer_state=self.trainer_state(),
+                    seed=request.seeds[first],
+                )
+                for i, rollout in enumerate(scored):
+                    rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}
+                given = [[math.nan if value is None else value for value in r.rewards.values()] for r in rollouts]
+                totals = row_totals(torch.tensor(given, dtype=torch.float32), torch.tensor(rewards.weights))
+                for rollout, total in zip(rollouts, totals.tolist(), strict=True):
+                    rollout.reward = total  # NaN if all its rewards are None
+                places = {id(rollout): i for i, rollout in enumerate(scored)}
+                at = [places.get(id(rollout)) for rollout in rollouts]
+                metrics = dict(scores.metrics)
+                columns = {
+                    name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()
+                }
         self.sampler.release(rollouts)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
@@ -167,42 +189,7 @@ def add_greedy(collected: Collected, collector: Collector, sampling: SamplingPar
     """
     rows = {rollout.group: rollout.row for rollout in collected.rollouts}
     sampling = replace(sampling, num_samples=1, temperature=0.0)
-    asked = ask(list(rows.values()), sampler=collector.sampler, sampling=sampling, seeds=dict.fromkeys(rows, 0))
+    asked = collector.ask(list(rows.values()), sampling, dict.fromkeys(rows, 0))
     totals = {rollout.group: rollout.reward for rollout in collector.collect(asked).rollouts}
     for rollout in collected.rollouts:
         rollout.greedy_reward = totals[rollout.group]
-
-
-def _score(
-    rollouts: list[Rollout], rewards: RewardRunner, trainer_state: object, seed: int
-) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    scored = [rollout for rollout in rollouts if not rollout.has_failed]
-    for rollout in rollouts:
-        rollout.rewards = dict.fromkeys(rewards.names)
-    if not scored:
-        return {}, {}
-    names = [name for name in scored[0].row if name not in ("prompt", "prompt_ids")]
-    scores = rewards.score(
-        [rollout.prompt for rollout in scored],
-        [rollout.text for rollout in scored],
-        [rollout.sampled_ids for rollout in scored],
-        {name: [rollout.row[name] for rollout in scored] for name in names},
-        episodes=[rollout.episode for rollout in scored if rollout.episode is not None] or None,
-        trainer_state=trainer_state,
-        seed=seed,
-    )
-    for i, rollout in enumerate(scored):
-        rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}
-    _set_totals(rollouts, rewards.weights)
-    places = {id(rollout): i for i, rollout in enumerate(scored)}
-    at = [places.get(id(rollout)) for rollout in rollouts]
-    extra = {name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()}
-    return dict(scores.metrics), extra
-
-
-def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
-    """Set `reward`, the weighted sum of the rewards of each rollout; NaN if all its rewards are None."""
-    values = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in rollouts]
-    totals = row_totals(torch.tensor(values, dtype=torch.float32), torch.tensor(weights))
-    for rollout, total in zip(rollouts, totals.tolist(), strict=True):
-        rollout.reward = total

@@ -89,14 +89,14 @@ class _Decoded:
 
     def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
         for number, completions in self.pending.as_completed():
-            yield number, [self._rollout(number, completion) for completion in completions]
-
-    def _rollout(self, number: int, completion: Completion) -> Rollout:
-        row = self.rows[number]
-        is_conversational = not isinstance(row["prompt"], str)
-        text = completion_text(self.tokenizer, completion.token_ids, conversational=is_conversational)
-        turn = Turn(row["prompt_ids"], completion)
-        return Rollout([turn], row, self.groups[number], prompt=row["prompt"], text=text, images=self.images[number])
+            row, group, images = self.rows[number], self.groups[number], self.images[number]
+            is_conversational = not isinstance(row["prompt"], str)
+            found = []
+            for completion in completions:
+                text = completion_text(self.tokenizer, completion.token_ids, conversational=is_conversational)
+                turn = Turn(row["prompt_ids"], completion)
+                found.append(Rollout([turn], row, group, prompt=row["prompt"], text=text, images=images))
+            yield number, found
 
     def cancel(self) -> None:
         self.pending.cancel()

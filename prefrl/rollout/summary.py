@@ -20,7 +20,7 @@ from prefrl import distributed
 from prefrl.metrics import Max, Mean, Metric, Min, Std
 from prefrl.printable import printable
 from prefrl.rollout.tables import Tables
-from prefrl.types import Rollout, StopReason
+from prefrl.types import Episode, Rollout, StopReason
 
 if TYPE_CHECKING:
     from prefrl.rollout.collect import Collected
@@ -29,7 +29,6 @@ __all__ = [
     "as_text",
     "best_and_worst",
     "collected_metrics",
-    "is_unscored",
     "log_collected",
     "log_completions",
     "messages_of_turn",
@@ -68,11 +67,13 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         values = [value for rollout in rollouts if (value := rollout.rewards[name]) is not None]
         metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
         metrics[f"rewards/{name}/std"] = Std.of(values)
-    metrics |= _of_episodes(rollouts)
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if episodes:
+        metrics |= _of_episodes(rollouts, episodes)
     deviations = _group_deviations(rollouts)
     metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
-    metrics["frac_unscored"] = Mean(sum(is_unscored(rollout) for rollout in played), len(played))
+    metrics["frac_unscored"] = Mean(sum(rollout.reward != rollout.reward for rollout in played), len(played))
     return metrics
 
 
@@ -83,16 +84,8 @@ def collected_metrics(collected: Collected) -> dict[str, Metric]:
     return {**rollout_metrics(collected.rollouts), **logged}
 
 
-def is_unscored(rollout: Rollout) -> bool:
-    """Whether every reward returned None for a rollout that was scored."""
-    return not rollout.has_failed and rollout.reward != rollout.reward
-
-
-def _of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+def _of_episodes(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> dict[str, Metric]:
     """Turns, tool calls under TRL's names, and the share of episodes with each stop reason."""
-    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
-    if not episodes:
-        return {}
     num_calls = sum(episode.num_calls for episode in episodes)
     reasons = [episode.stop_reason for episode in episodes]
     return {

@@ -12,7 +12,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import token_weights
-from prefrl.losses.value import value_loss
+from prefrl.losses.supervised import value_loss
 from prefrl.metrics import ExplainedVariance, Metric
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.load import arguments_for_other

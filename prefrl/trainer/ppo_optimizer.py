@@ -13,8 +13,8 @@ from torch import nn
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of
-from prefrl.trainer.base.scheduler import Scheduler, refresh
 from prefrl.trainer.ppo_config import CRITIC_OPTIMIZER
+from prefrl.trainer.scheduler import Scheduler, refresh
 
 if TYPE_CHECKING:
     from prefrl.models.critic import Critic

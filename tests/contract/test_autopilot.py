@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from prefrl import GRPOConfig, SFTConfig
 from prefrl.errors import ConfigError
 from prefrl.metrics import Max
-from prefrl.trainer.base.early_stopping import best_metric
-from prefrl.trainer.base.guard import StepGuard
+from prefrl.trainer.evaluation import best_metric, check_metric_names
+from prefrl.trainer.features.averages import MovingAverage
+from prefrl.trainer.features.guard import StepGuard
 from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
@@ -293,7 +294,7 @@ def test_each_of_several_datasets_can_decide(metric: str, tmp_path: Path) -> Non
     options = {**STOPS, "metric_for_best_model": metric, "ema_decay": 0.5, "evaluate_training_set": True}
     several = {"a": dataset_of("sft", 2), "b": dataset_of("sft", 2)}
     trainer = make_trainer("sft", tmp_path, **options, max_eval_samples=2, eval_dataset=several)
-    trainer.check_metric_names()
+    check_metric_names(trainer.args, trainer.eval_dataset)
     assert best_metric(trainer.args) in trainer.evaluate() or metric.startswith("ema_")  # there is no average yet
 
 
@@ -414,8 +415,9 @@ def test_adapters_are_averaged_and_stay_adapters_that_learn(tmp_path: Path) -> N
     assert torch.allclose(weight, torch.stack([file[saved] for file in files]).mean(0), atol=1e-7)
     trainer.save_model(str(tmp_path / "out"))
     average = load_file(tmp_path / "out" / "ema" / "adapter_model.safetensors")[saved]
-    assert trainer.ema is not None
-    assert torch.equal(average, trainer.ema.average.state(keep=True)[name])
+    kept = trainer.parts[MovingAverage].average
+    assert kept is not None
+    assert torch.equal(average, kept.state(keep=True)[name])
 
 
 def test_without_two_evaluated_checkpoints_there_is_no_soup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, SFTConfig
-from prefrl.trainer.base.profiling import PROFILE, ProfileParams, StepProfiler, profilers
+from prefrl.trainer.features.profile import PROFILE, ProfileParams, StepProfiler, profiler
 from tests.contract.cases import make_trainer
 
 
@@ -42,7 +42,7 @@ def test_nothing_is_recorded_outside_of_the_window_and_other_processes(tmp_path:
     args = config(tmp_path, profile=True)
     for ranks, is_traced in ((None, True), ([0], True), ([1], False)):
         args.profile_kwargs = {"ranks": ranks}
-        (found,) = profilers(args)
+        found = profiler(args)
         assert isinstance(found, StepProfiler)
         assert found.is_traced is is_traced
 

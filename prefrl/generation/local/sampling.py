@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from prefrl.generation.local.cache import sent
-from prefrl.losses.determinism import cumsum_permitted
+from prefrl.losses.truncation import cumsum_permitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -31,8 +31,8 @@ from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
 from prefrl.trainer.base.options.schedule import PlateauParams
-from prefrl.trainer.base.step_dump import DumpedBatch, read_dump
 from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.step_dump import DumpedBatch, read_dump
 
 if TYPE_CHECKING:
     from prefrl.types import TokenBatch

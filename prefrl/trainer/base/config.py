@@ -33,7 +33,6 @@ from prefrl.options.run_rules import (
 )
 from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
-from prefrl.trainer.base.optimizers.by_name import check_installed
 from prefrl.trainer.base.options.autopilot import AUTOPILOT, AUTOPILOT_RULES, AutopilotOptions, name_best_metric
 from prefrl.trainer.base.options.checkpoint import CHECKPOINT_OPTIONS, CheckpointOptions, check_checkpoints
 from prefrl.trainer.base.options.evaluation import EVALUATION_RULES, EvaluationOptions
@@ -43,7 +42,8 @@ from prefrl.trainer.base.options.precision import PrecisionOptions, check_precis
 from prefrl.trainer.base.options.schedule import SCHEDULE_KWARGS, ScheduleOptions
 from prefrl.trainer.base.options.size import AUTO_SIZE, RATE_RULES, SizeOptions, derive_sizes, take_automatic
 from prefrl.trainer.base.options.tokenizer import TokenizerOptions
-from prefrl.trainer.base.profiling import PROFILE, ProfileOptions, check_profile
+from prefrl.trainer.features.profile import PROFILE, ProfileOptions, check_profile
+from prefrl.trainer.optimizers import check_installed
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation

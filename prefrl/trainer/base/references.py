@@ -41,9 +41,7 @@ def kept_reference(
     """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
     if given is not None:
         add_kernels(args, given)
-    reference = make_reference(
-        model, beta=options.beta, moves=options.sync_ref_model, plan=args.forward_plan, given=given
-    )
+    reference = make_reference(model, beta=options.beta, moves=options.sync_ref_model, given=given)
     if reference is not None and reference.own_model is not None:
         change_layers(args, reference.own_model)
         distributed.prepare_frozen(accelerator, reference.own_model)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefrl.trainer.base.predictions import NO_TOKEN
+from prefrl.trainer.evaluation import NO_TOKEN
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,9 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.losses.advantage.balance import RewardBalancer, gram, squared_weights
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.turns import turn_advantages
-from prefrl.losses.advantage.whitening import Moments, moments, whitened
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.advantage.scored import Moments, moments, whitened
+from prefrl.losses.advantage.tokens import turn_advantages
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.covariance import covariance, token_keys
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prefrl.rollout.buffer import Minibatch
-    from prefrl.trainer.base.steps import MicroStep
+    from prefrl.trainer.steps import MicroStep
     from prefrl.types import IdleBatch, TokenBatch
 
 __all__ = ["OverlapStep"]

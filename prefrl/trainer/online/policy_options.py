@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.fields import opt
 from prefrl.options.kwargs import KwargsOption, KwargsValue

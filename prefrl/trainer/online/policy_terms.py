@@ -16,10 +16,9 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, sequence_kl
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
-from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
+from prefrl.losses.policy.tokens import off_policy_sequence_mask, positive_nll
 from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min
 from prefrl.options.policy import EntropyParams, SampledKLParams, SequenceKLParams
 

@@ -11,8 +11,8 @@ from peft import LoraConfig
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.trainer.base.sizes.memory import TrialMemory
-from prefrl.trainer.base.sizes.search import Trial, best, candidates, search
+from prefrl.trainer.features.sizes import Trial, best, candidates, search
+from prefrl.trainer.memory import TrialMemory
 from tests.contract.cases import make_trainer
 
 BOTH = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": "auto"}

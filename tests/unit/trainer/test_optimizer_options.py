@@ -12,8 +12,8 @@ from transformers.training_args import OptimizerNames
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED
-from prefrl.trainer.base.optimized import OptimizedTrainer
-from prefrl.trainer.base.optimizers.by_name import works_under
+from prefrl.trainer.loop import Loop
+from prefrl.trainer.optimizers import works_under
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:
@@ -96,11 +96,9 @@ def test_names_are_neither_those_of_transformers_nor_refused() -> None:
 def test_arguments_reach_the_optimizer() -> None:
     args = config(optim="rprop", optim_args="etas=(0.4, 1.1), step_sizes=(1e-5, 1)", learning_rate=0.5)
     assert args.optim == "rprop"
-    found = OptimizedTrainer.get_optimizer_cls_and_kwargs(args)
+    found = Loop.get_optimizer_cls_and_kwargs(args)
     assert found == (torch.optim.Rprop, {"lr": 0.5, "etas": (0.4, 1.1), "step_sizes": (1e-5, 1)})
-    cls, arguments = OptimizedTrainer.get_optimizer_cls_and_kwargs(
-        config(optim="adamw_torch", optim_args="amsgrad=True")
-    )
+    cls, arguments = Loop.get_optimizer_cls_and_kwargs(config(optim="adamw_torch", optim_args="amsgrad=True"))
     assert cls is torch.optim.AdamW
     assert arguments["amsgrad"] is True
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefrl import ConfigError, SFTConfig
-from prefrl.losses.determinism import cumsum_permitted
+from prefrl.losses.truncation import cumsum_permitted
 from prefrl.models.modes import of_products
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import DataError, GenerationError, RewardError
-from prefrl.trainer.base.resumable import ResumableTrainer
+from prefrl.trainer.checkpointing import saved_at_errors
 
 
 @pytest.mark.parametrize(("error", "num_saved"), [(RewardError, 1), (DataError, 1), (GenerationError, 0)])
@@ -17,13 +17,12 @@ def test_errors_of_rewards_and_rows_they_cannot_use_lose_no_step(
     error: type[Exception], num_saved: int, tmp_path: Path
 ) -> None:
     saved: list[Any] = []
-    trainer: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         args=SimpleNamespace(save_strategy="steps"),
-        model="the model",
         state=SimpleNamespace(global_step=3),
         run_folder=SimpleNamespace(path=tmp_path, wait=lambda: saved.append("waited")),
-        _save_checkpoint=lambda model, trial: saved.append(model),
+        save_checkpoint=lambda: saved.append("the model"),
     )
-    with pytest.raises(error), ResumableTrainer._waiting(trainer):
+    with pytest.raises(error), saved_at_errors(run):
         raise error
     assert saved == ["the model", "waited"] * num_saved

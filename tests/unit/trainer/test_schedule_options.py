@@ -14,9 +14,9 @@ import pytest
 from prefrl import SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.checkpoints.run_identity import decisive_options
 from prefrl.trainer.base.options.schedule import SCHEDULE_KWARGS
-from prefrl.trainer.base.scheduler import refresh
+from prefrl.trainer.decisive import decisive_options
+from prefrl.trainer.scheduler import refresh
 from tests.unit.trainer.test_schedules import PLATEAU, RATES, VALUES, WSD, config, curve, optimizer_of, scheduler_of
 
 # Option and choice -> options that it needs, and another value for each of its keys.

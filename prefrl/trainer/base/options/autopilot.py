@@ -45,6 +45,11 @@ class GrowthParams(Params):
         "without the prefix eval_.",
     )
 
+    @property
+    def key(self) -> str:
+        """The metric's name in the logs."""
+        return self.eval_metric if self.eval_split == "training" else f"eval_{self.eval_metric}"
+
 
 @dataclass(frozen=True)
 class EarlyStoppingParams(Params):

@@ -23,7 +23,7 @@ from prefrl.options.optimizers import (
 )
 from prefrl.options.rules import apply
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.optimizers.by_name import added_keys, check_made
+from prefrl.trainer.optimizers import added_keys, check_made
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
