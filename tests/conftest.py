@@ -32,10 +32,16 @@ with contextlib.suppress(ImportError):  # `make gpu` runs where it may be missin
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
 
-# Files whose tests share what was trained.
+# What takes longest is given out first, so that no worker is left alone with it at the end.
+_FIRST = ("tests/vllm/", "tests/distributed/", "tests/contract/", "tests/cli/")
+# Files whose tests share what was trained or computed.
 _SHARING = (
     "tests/distributed/",
+    "tests/golden/",
+    "tests/property/",
+    "tests/unit/",
     "tests/contract/test_learning.py",
+    "tests/contract/test_memory.py",
     "tests/contract/test_options.py",
     "tests/contract/test_same_update.py",
 )
@@ -53,6 +59,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Modules that are left out of garbage collection, and how many more there may be until they are, too.
 _num_frozen = 0
 _MANY = 100
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which xdist gives tests out, without its own: it would begin with the largest number of tests."""
+    places = {folder: place for place, folder in enumerate(_FIRST)}
+    items.sort(key=lambda item: places.get("/".join(item.nodeid.split("/")[:2]) + "/", len(places)))
 
 
 def pytest_collection_finish() -> None:
@@ -76,10 +88,13 @@ def _freeze_modules() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker runs all tests with vLLM servers, so that they share one; they are the first that are given out.
 
-    One also runs all tests of a file that share what was trained, in tests/distributed by several processes.
+    One also runs all tests of a file that share what was trained, in tests/distributed by several processes, and all of
+    a file that are short, so that what its fixtures make is made once.
     `--dist loadgroup` would say the same with less, but pytest-xdist 3.8 groups nothing under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
 
     class OneWorkerForWhatIsShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

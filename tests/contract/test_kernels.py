@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.contract.kernels_worker import CANNOT, CASES, Finding
 from tests.interpreter import PACKAGES, environment
-from tests.launch import run_ranks
+from tests.launch import run
 
 # The first test waits for all that were asked for.
 _SECONDS = 5400
@@ -35,8 +36,8 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     items = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in items if isinstance(item, pytest.Function)]
     result = tmp_path_factory.mktemp("kernels") / "kernels.json"
-    module = "tests.contract.kernels_worker"
-    run_ranks(module, result, *names, num_processes=1, seconds=_SECONDS, environment=environment())
+    command = [sys.executable, "-m", "tests.contract.kernels_worker", str(result), *names]
+    run(command, seconds=_SECONDS, environment=environment() | {"OMP_NUM_THREADS": "1"})
     text = json.loads(result.read_text(encoding="utf-8"))
     if "PREFRL_KERNELS_JSON" in os.environ:  # for docs/make_tables.py
         kept = {name: finding for name, finding in text["findings"].items() if not finding["error"]}

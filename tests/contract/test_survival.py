@@ -23,7 +23,7 @@ from prefrl.run.checkpoints import find_last
 from prefrl.run.seal import problem_of
 from tests.contract.cases import dataset_of, make_trainer, ragged_reward, weights_of
 from tests.contract.survival_worker import forked
-from tests.launch import run
+from tests.launch import run_module
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
@@ -31,8 +31,7 @@ SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 def test_runs_that_are_killed_at_random_moments_end_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     kills = {"grpo": 30, "sft": 5, "dpo": 5, "ppo": 5}
     argv = [str(item) for pair in kills.items() for item in pair]
-    command = [sys.executable, "-m", "tests.contract.survival_worker", str(tmp_path), *argv]
-    results = json.loads(run(command).splitlines()[-1])
+    results = json.loads(run_module("tests.contract.survival_worker", tmp_path, *argv).splitlines()[-1])
     assert {result["name"]: result["kills"] for result in results} == kills
     for result in results:
         assert set(result["killed"]) == {result["whole"]}, result

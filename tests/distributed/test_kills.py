@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from tests.launch import run
+from tests.launch import run_module
 
 KILLS = {"ddp": 5, "zero3": 5}
 
 
 def test_runs_of_two_processes_survive_the_kill_of_one(tmp_path: Path) -> None:
     argv = [str(item) for pair in KILLS.items() for item in pair]
-    command = [sys.executable, "-m", "tests.distributed.kill_worker", str(tmp_path), *argv]
-    results = json.loads(run(command).splitlines()[-1])
+    results = json.loads(run_module("tests.distributed.kill_worker", tmp_path, *argv).splitlines()[-1])
     assert {result["backend"]: result["kills"] for result in results} == KILLS
     for result in results:
         assert set(result["killed"]) == {result["whole"]}, result

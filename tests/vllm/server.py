@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prefrl.generation.server import INFO_PATH, KEY_VARIABLE
 from prefrl.http import Http, HttpError
 from prefrl.scripts.launch.vllm_serve import CPU_FLAGS, ServeArguments, serve_command, serve_environment
 from tests.assets import tiny_model, tiny_tokenizer
+from tests.forks import Forks
 from tests.vlms import tiny_vlm
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +28,23 @@ MAX_MODEL_LEN = 256
 MAX_LORA_RANK = 8
 # Options of `prefrl vllm-serve` for a small machine.
 SMALL = {"dtype": "float32", "enforce_eager": True, "max_model_len": MAX_MODEL_LEN}
-START_SECONDS = 600.0  # 40 on a quiet machine; two replicas on a busy one have needed 300
+START_SECONDS = 600.0  # far more than it takes: afresh, two replicas on a busy machine have needed 300
 STOP_SECONDS = 20.0
+
+
+# What nearly all imports of a server's processes belong to.
+_IMPORTED = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen2",
+    "vllm.lora.worker_manager",
+    "prefrl.generation.vllm.plugin",
+    "prefrl.generation.vllm.guard",
+)
 
 
 # vLLM's attention on a CPU knows no head smaller than 32.
@@ -57,6 +74,9 @@ def free_port() -> int:
 
 class Server:
     """`vllm serve` as `prefrl vllm-serve` starts it, in a session of its own; ready when the constructor returns.
+
+    It is a fork of a process that has imported vLLM, and so are its engine and its workers: see forked.py. What users
+    run, where each of them starts afresh, is in test_serve.py and test_one_command.py.
 
     Args:
         model_dir: Folder of the model.
@@ -92,13 +112,14 @@ class Server:
             raise AssertionError(f"no vLLM environment: {PYTHON} does not exist; run `make .venv-vllm/.ready`")
         inherited = environment(key=self.key)
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [str(PYTHON), *serve_command(self._options, [*CPU_FLAGS, *self._flags])[1:]],
-                env=inherited | serve_environment(self._options, inherited),
-                cwd=self.log_path.parent,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            command = serve_command(self._options, [*CPU_FLAGS, *self._flags])
+            self.process = _forks().start(
+                "tests.vllm.forked",
+                command[command.index("serve") :],
+                environment=inherited | serve_environment(self._options, inherited),
+                output=log,
+                errors=log,
+                folder=self.log_path.parent,
             )
         try:
             self._wait_until_ready()
@@ -156,6 +177,11 @@ class Server:
         """Kill it and start another one with the same model, port and key."""
         self.kill()
         self.start()
+
+
+@cache
+def _forks() -> Forks:
+    return Forks(PYTHON, _IMPORTED, environment(key=None))
 
 
 def environment(*, key: str | None) -> dict[str, str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion
 from tests.assets import tiny_tokenizer
+from tests.launch import run_module
 from tests.patience import PATIENCE
 from tests.vllm.client import PROMPTS, SEEDS, MakeGenerator, generators, policy
 from tests.vllm.faults import (
@@ -40,7 +41,7 @@ from tests.vllm.faults import (
     status,
     vanish,
 )
-from tests.vllm.server import ROOT, START_SECONDS, Server, free_port
+from tests.vllm.server import START_SECONDS, Server, free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -477,16 +478,10 @@ def test_processes_recover_and_fail_together(server: Server, proxy: Proxy, tmp_p
         other.fail(INFO_PATH, status(403, "no stranger"), times=1)
         other.fail(GENERATE, drop, times=3 * len(PROMPTS))
         job = {"model_dir": str(server.model_dir), "key": server.key, "folder": str(tmp_path)}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.client_worker", json.dumps(job | {"rank": number, "url": url})],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for number, url in enumerate([proxy.url, other.url])
-        ]
-        results = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in processes]
+        jobs = [json.dumps(job | {"rank": rank, "url": url}) for rank, url in enumerate([proxy.url, other.url])]
+        with ThreadPoolExecutor() as threads:
+            outputs = threads.map(partial(run_module, "tests.vllm.client_worker"), jobs)
+            results = [json.loads(output.splitlines()[-1]) for output in outputs]
     assert f"{other.url} refuses the key" in results[1]["refusal"]
     assert results[0]["refusal"] == results[1]["refusal"]
     assert results[0]["completions"] == results[1]["completions"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from prefrl.options.fields import default_of, mapping_of, opt
 from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.optimizers import optimizer_of
 from prefrl.options.params import Params
-from prefrl.options.rules import example, when
+from prefrl.options.rules import apply, example, when
 from prefrl.options.run_rules import HUGGINGFACE
 from prefrl.options.types import BatchSize, check_value
 
@@ -111,21 +112,12 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
     Raises:
         ConfigError: The sizes contradict each other, or nothing decides them.
     """
+    apply(config, SIZE_RULES)
     automatic -= {"learning_rate"}
     if config.effective_batch_size is not None:
-        automatic -= _derived(config, config.effective_batch_size, automatic)
+        automatic -= _derived(config, automatic)
         check_value(_STEPS, config.gradient_accumulation_steps, HUGGINGFACE[_STEPS])
-    elif _STEPS in automatic:
-        raise ConfigError(
-            f"{_STEPS}='auto' without effective_batch_size: nothing decides how many micro-batches a step has. Set "
-            "effective_batch_size."
-        )
-    if _ROWS in automatic and _TOKENS in automatic | _set_tokens(config):
-        if config.effective_batch_size is None:
-            raise ConfigError(
-                f"{_ROWS}='auto' with {_TOKENS}: the budget decides what fits, but nothing decides how many rows a "
-                "step has. Set effective_batch_size."
-            )
+    if _ROWS in automatic and _has_budget(config):
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
     if not automatic and mapping_of(config, AUTO_SIZE.name):
         raise ConfigError(
@@ -135,28 +127,9 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
     return frozenset(automatic)
 
 
-def _set_tokens(config: Any) -> set[str]:
-    return set() if config.max_tokens_per_micro_batch is None else {_TOKENS}
-
-
-def _derived(config: Any, effective: int, automatic: frozenset[str]) -> set[str]:
+def _derived(config: Any, automatic: frozenset[str]) -> set[str]:
     """Set what follows from the effective batch size; the names of the options that are decided by that."""
-    ranks, known = num_ranks(config), {_ROWS, _STEPS} - automatic
-    sizes = {name: int(getattr(config, name)) for name in sorted(known)}
-    given = " * ".join([*(f"{name}={value}" for name, value in sizes.items()), f"{ranks} processes"])
-    product = ranks
-    for value in sizes.values():
-        product *= value
-    if len(known) == 2 and product != effective:
-        raise ConfigError(
-            f"effective_batch_size={effective}: {given} is {product}. Set {_STEPS}='auto', or leave "
-            "effective_batch_size out."
-        )
-    if effective % product:
-        lower = effective // product * product
-        fitting = f"{lower} or {lower + product}" if lower else f"{product}"
-        raise ConfigError(f"effective_batch_size={effective}: must be a multiple of {given}. Set {fitting}.")
-    rest = effective // product
+    known, rest = {_ROWS, _STEPS} - automatic, config.effective_batch_size // _known_product(config)
     if known == {_ROWS}:
         config.gradient_accumulation_steps = rest
     elif known == {_STEPS}:
@@ -166,6 +139,59 @@ def _derived(config: Any, effective: int, automatic: frozenset[str]) -> set[str]
         config.gradient_accumulation_steps = rest // config.per_device_train_batch_size
         return set()
     return {_ROWS, _STEPS}
+
+
+def _has_budget(o: Any) -> bool:
+    return _TOKENS in o.automatic or o.max_tokens_per_micro_batch is not None
+
+
+def _known_sizes(o: Any) -> dict[str, int]:
+    return {name: int(getattr(o, name)) for name in sorted({_ROWS, _STEPS} - o.automatic)}
+
+
+def _known_product(o: Any) -> int:
+    return num_ranks(o) * math.prod(_known_sizes(o).values())
+
+
+def _known_in_words(o: Any) -> str:
+    return " * ".join([*(f"{name}={value}" for name, value in _known_sizes(o).items()), f"{num_ranks(o)} processes"])
+
+
+def _nearest_multiples(o: Any) -> str:
+    product = _known_product(o)
+    lower = o.effective_batch_size // product * product
+    return f"{lower} or {lower + product}" if lower else f"{product}"
+
+
+SIZE_RULES = (
+    when(
+        lambda o: o.effective_batch_size is None and _STEPS in o.automatic,
+        "gradient_accumulation_steps='auto' without effective_batch_size: nothing decides how many micro-batches a "
+        "step has. Set effective_batch_size.",
+        example("sft", gradient_accumulation_steps="auto"),
+    ),
+    when(
+        lambda o: o.effective_batch_size is None and _ROWS in o.automatic and _has_budget(o),
+        "per_device_train_batch_size='auto' with max_tokens_per_micro_batch: the budget decides what fits, but "
+        "nothing decides how many rows a step has. Set effective_batch_size.",
+        example("sft", per_device_train_batch_size="auto", max_tokens_per_micro_batch=9),
+    ),
+    when(
+        lambda o: o.effective_batch_size not in (None, _known_product(o)) and len(_known_sizes(o)) == 2,
+        "effective_batch_size={effective_batch_size}: {given} is {product}. Set gradient_accumulation_steps='auto', "
+        "or leave effective_batch_size out.",
+        example("sft", effective_batch_size=16),
+        given=_known_in_words,
+        product=_known_product,
+    ),
+    when(
+        lambda o: o.effective_batch_size is not None and o.effective_batch_size % _known_product(o),
+        "effective_batch_size={effective_batch_size}: must be a multiple of {given}. Set {fitting}.",
+        example("sft", effective_batch_size=20, gradient_accumulation_steps="auto"),
+        given=_known_in_words,
+        fitting=_nearest_multiples,
+    ),
+)
 
 
 def _is_not_like_adam(o: Any) -> bool:
