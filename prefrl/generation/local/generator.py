@@ -23,7 +23,7 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.cache import keep_rows, rows_of_cache, sent
 from prefrl.generation.local.packed_linear import packed_linears
-from prefrl.generation.local.prompts import Prompt, Row, batches_of, in_space
+from prefrl.generation.local.prompts import LocalPrompt, SampleNumber, batches_of, in_space
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
@@ -140,7 +140,7 @@ class LocalGenerator:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
-        completions: dict[Row, Completion] = {}
+        completions: dict[SampleNumber, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
@@ -169,7 +169,7 @@ class LocalGenerator:
                     self._decode(wave, TokenSampler(sampling, never=self._never), stop_ids)
                     completions |= wave.completions(self._version)
         return [
-            [completions[Row(request, sample)] for sample in range(sampling.num_samples)]
+            [completions[SampleNumber(request, sample)] for sample in range(sampling.num_samples)]
             for request in range(len(prompts))
         ]
 
@@ -232,7 +232,7 @@ class LocalGenerator:
             tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[sent(kept, draw.tokens.device)]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
 
-    def _prefill(self, prompts: list[Prompt]) -> _Prefill:
+    def _prefill(self, prompts: list[LocalPrompt]) -> _Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = sent(ids, device)
@@ -319,7 +319,7 @@ class LocalGenerator:
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
 
-    def _logits_error(self, row: Row, step: int) -> GenerationError:
+    def _logits_error(self, row: SampleNumber, step: int) -> GenerationError:
         return GenerationError(
             f"prompt {row.request}, sample {row.sample}, token {step}: the logits of weight version {self._version} "
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
@@ -333,7 +333,7 @@ class _Wave:
     def __init__(
         self,
         prefill: _Prefill,
-        rows: list[tuple[int, Row]],
+        rows: list[tuple[int, SampleNumber]],
         seeds: Sequence[int],
         limits: Sequence[int],
         *,
@@ -366,7 +366,7 @@ class _Wave:
         self.first_logits = prefill.logits[prompts]
 
     @property
-    def live_rows(self) -> list[Row]:
+    def live_rows(self) -> list[SampleNumber]:
         """The rows that are not finished."""
         return [self._rows[row] for row in self._live]
 
@@ -416,7 +416,7 @@ class _Wave:
             keep_rows(self.cache, kept, self._device)
         return kept
 
-    def completions(self, version: int) -> dict[Row, Completion]:
+    def completions(self, version: int) -> dict[SampleNumber, Completion]:
         """The completions of all rows, on the host."""
         tokens: list[list[int]] = [[] for _ in self._rows]
         logprobs: list[list[float]] = [[] for _ in self._rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from prefrl.data.encode import Truncation
+from prefrl.data.encode import TruncationSide
 from prefrl.data.next_turn import ReasoningInHistory
 
 __all__ = ["EnvironmentErrorMode", "EpisodeLimits", "ToolErrorMode"]
@@ -19,7 +19,7 @@ class EpisodeLimits:
     """What each episode may take, and what follows a failure."""
 
     max_prompt_length: int | None  # tokens
-    truncation: Truncation  # of longer prompts
+    truncation: TruncationSide  # of longer prompts
     max_tokens: int  # of a context beyond the prompt: what was sampled, and what tools and the environment said
     max_characters: int  # a longer answer of a tool or the environment cannot fit into `max_tokens`
     max_turns: int | None

@@ -16,7 +16,15 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.arguments.model_config import ModelConfig
 from prefrl.scripts.migrate import options
-from prefrl.scripts.migrate.edits import Edit, Migrated, accepted, applied, every_option, options_of, parsed_options
+from prefrl.scripts.migrate.edits import (
+    Edit,
+    Migrated,
+    accepted,
+    applied,
+    every_option,
+    option_names_of,
+    parsed_options,
+)
 from prefrl.scripts.migrate.foreign.trl import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
 from prefrl.scripts.migrate.shell import migrate_commands
 
@@ -433,7 +441,7 @@ def _remedy_of(name: str) -> str:
 def _options_of(config: str | None) -> frozenset[str]:
     """The options of the command whose config it is; those of all commands if there is none."""
     command = next((row.name for row in REGISTRY.values() if row.config.endswith(f":{config}")), None)
-    return every_option() if command is None else options_of(command)
+    return every_option() if command is None else option_names_of(command)
 
 
 def _fields_of(name: str) -> frozenset[str]:

@@ -13,7 +13,7 @@ import yaml
 
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate import options
-from prefrl.scripts.migrate.edits import Edit, Migrated, applied, every_option, options_of
+from prefrl.scripts.migrate.edits import Edit, Migrated, applied, every_option, option_names_of
 
 __all__ = ["migrate_commands"]
 
@@ -143,8 +143,8 @@ class _Shell:
                     self._edit(match.start(), match.end(1), "--model-impl")
                     self._say(match.start(), f"{match[1]} is vLLM's --model-impl")
         elif command.name in REGISTRY:
-            config = options.config_of(command.name)
-            values = self.change_flags(command.start, command.end, config, options_of(command.name), command.head)
+            config = options.config_name_of(command.name)
+            values = self.change_flags(command.start, command.end, config, option_names_of(command.name), command.head)
             self._write_defaults(command, config, values)
 
     def change_flags(

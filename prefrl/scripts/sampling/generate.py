@@ -17,8 +17,8 @@ from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.command import command
 from prefrl.scripts.sampling.sampler import (
     RESPONSES,
-    Prompt,
     SamplingArguments,
+    TextOrMessages,
     check_output_file,
     has_messages,
     load_rows,
@@ -61,7 +61,7 @@ class GenerateArguments(SamplingArguments, ColumnArguments):
             raise ConfigError("output_file: not given. Set it to a .jsonl or .parquet file for the completions.")
         check_output_file("output_file", self.output_file)
 
-    def messages(self) -> Prompt:
+    def messages(self) -> TextOrMessages:
         """The prompt as a conversation, or as text."""
         assert self.prompt is not None
         if self.raw:
