@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 from prefrl import distributed
 from prefrl.errors import PrefrlError, RewardError
 from prefrl.rewards import adapted
-from prefrl.rewards.guard import DeadlineError, can_interrupt, end_process_after, guarded, leave_if_forked, logged_wait
+from prefrl.rewards.confinement import (
+    DeadlineError,
+    can_interrupt,
+    end_process_after,
+    guarded,
+    leave_if_forked,
+    logged_wait,
+)
 
 __all__ = ["Call", "EventLoopThread", "Outcome", "call_all", "is_async", "result_of"]
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
-from prefrl.sandbox.processes import Jailed, Output, run_jailed
+from prefrl.sandbox.jailed import Jailed, Output, run_jailed
+from prefrl.sandbox.protocol import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
 from prefrl.sandbox.walls import isolation_problem, number_of, seccomp_filter
 
 __all__ = ["Isolation", "LocalSandbox"]

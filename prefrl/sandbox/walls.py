@@ -18,8 +18,8 @@ import tempfile
 from typing import Protocol
 
 from prefrl.errors import ConfigError
-from prefrl.sandbox.base import SandboxLimits
-from prefrl.sandbox.processes import Output
+from prefrl.sandbox.jailed import Output
+from prefrl.sandbox.protocol import SandboxLimits
 
 __all__ = ["number_of", "seccomp_filter", "isolation_problem"]
 

@@ -17,7 +17,7 @@ from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 
 if TYPE_CHECKING:

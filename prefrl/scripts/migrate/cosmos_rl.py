@@ -8,7 +8,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import cosmos_rl
-from prefrl.scripts.migrate.run import ForeignRun, Values, of_toml
+from prefrl.scripts.migrate.values import ForeignRun, Values, of_toml
 
 __all__ = ["migrate_cosmos_rl"]
 

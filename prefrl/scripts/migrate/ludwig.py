@@ -7,7 +7,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import ludwig
-from prefrl.scripts.migrate.run import ForeignRun, of_yaml
+from prefrl.scripts.migrate.values import ForeignRun, of_yaml
 
 __all__ = ["migrate_ludwig"]
 

@@ -18,7 +18,7 @@ from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling.sampler import (
     RESPONSES,
     SampledText,
@@ -274,7 +274,7 @@ def _report(
     responses: Sequence[Sequence[SampledText]],
     scored: _Scored,
 ) -> None:
-    from prefrl.scripts.sampling.metrics import ALL, default_sizes, evaluation_table, summaries
+    from prefrl.scripts.sampling.at_k import ALL, default_sizes, evaluation_table, summaries
 
     prompts = _samples(options, rows, scored)
     found = summaries(prompts, options.k or default_sizes(prompts))

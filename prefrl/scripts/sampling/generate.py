@@ -14,7 +14,7 @@ from prefrl.printable import printable
 from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling.sampler import (
     RESPONSES,
     SamplingArguments,

@@ -15,7 +15,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.rewards.guard import own_randomness
+from prefrl.rewards.confinement import own_randomness
 from prefrl.run.records import write_identity
 from prefrl.trainer.base.options.size import AUTO_SIZE, AutoSizeParams, largest_divisor
 from prefrl.trainer.memory import TrialMemory

@@ -19,10 +19,7 @@ from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
 from prefrl.rewards.runner import RewardRunner
-from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
-from prefrl.scripts.checkup.processes import check_parallelism
-from prefrl.scripts.checkup.resources import check_memory, check_resources
-from prefrl.scripts.checkup.rows import (
+from prefrl.scripts.checkup.dataset import (
     UNLIMITED,
     Batches,
     check_dataset_columns,
@@ -31,6 +28,9 @@ from prefrl.scripts.checkup.rows import (
     show_rows,
     try_rewards,
 )
+from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
+from prefrl.scripts.checkup.parallel import check_parallelism
+from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 

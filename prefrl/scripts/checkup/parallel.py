@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from prefrl.models.footprint import Footprint
+    from prefrl.scripts.checkup.dataset import Batches
     from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.rows import Batches
     from prefrl.scripts.checkup.subject import LaunchPlan, Subject
 
 __all__ = ["check_parallelism", "footprint_of_process"]

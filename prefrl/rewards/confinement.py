@@ -122,7 +122,7 @@ def leave_if_forked(owner: int, name: str) -> None:
 
 
 def can_interrupt() -> bool:
-    """Whether `logged_wait` can raise in this thread: the main thread gets signals, and only Linux has one to spare."""
+    """Whether `logged_wait` can raise in this thread: the main one gets signals, and only Linux has one to spare."""
     return _SIGNAL is not None and threading.current_thread() is threading.main_thread()
 
 

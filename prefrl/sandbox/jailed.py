@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from prefrl.sandbox.base import SandboxError
+from prefrl.sandbox.protocol import SandboxError
 
 __all__ = ["Jailed", "Output", "run_jailed"]
 
