@@ -205,9 +205,19 @@ class Generator(Protocol):
         seeds: Sequence[int],
         images: Sequence[Images | None] | None = None,
     ) -> list[list[Completion]]:
-        """[P][G] completions. Sample g of prompt p depends only on (weights, prompts[p], sampling, seeds[p], g).
+        """Sample `sampling.num_samples` completions of each prompt.
 
-        With `images`, those of each prompt, it also depends on them. Placeholders of images are never sampled.
+        Sample g of prompt p depends only on (weights, prompts[p], its images, sampling, seeds[p], g). Placeholders of
+        images are never sampled.
+
+        Args:
+            prompts: [P] token ids.
+            sampling: The sampling parameters.
+            seeds: [P] random seeds, one for each prompt.
+            images: [P] the images of each prompt; None: there are none.
+
+        Returns:
+            [P][G] completions; a stop token is the last token of its completion.
         """
         ...
 

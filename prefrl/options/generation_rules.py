@@ -146,10 +146,9 @@ PROMPTS_RULES = (
     ),
     *unset(
         {"num_completions_to_print": 3, "log_unique_prompts": True},
-        if_=lambda o: not o.log_completions,
-        because="log_completions=False",
-        remedy="Set log_completions=True.",
-        example=example("grpo"),
+        lambda o: not o.log_completions,
+        "log_completions=False. Set log_completions=True.",
+        example("grpo"),
     ),
 )
 NUMBERS_RULES = (
@@ -175,10 +174,9 @@ GENERATION_SIZE_RULES = (
     ),
     *unset(
         {"steps_per_generation": 2},
-        if_=lambda o: {"per_device_train_batch_size", "gradient_accumulation_steps"} <= o.automatic,
-        because="micro-batches, which it counts, are cut by trial",
-        remedy="Set generation_batch_size.",
-        example=example(
+        lambda o: {"per_device_train_batch_size", "gradient_accumulation_steps"} <= o.automatic,
+        "micro-batches, which it counts, are cut by trial. Set generation_batch_size.",
+        example(
             "grpo",
             per_device_train_batch_size="auto",
             gradient_accumulation_steps="auto",

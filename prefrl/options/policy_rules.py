@@ -155,10 +155,9 @@ LEVEL_RULES = (
 KL_RULES = (
     *unset(
         {"kl_estimator": "k1", "kl_in": "reward"},
-        if_=lambda o: o.beta == 0,
-        because="beta=0.0: there is no KL term",
-        remedy="Set beta > 0.",
-        example=example("grpo", beta=0.0),
+        lambda o: o.beta == 0,
+        "beta=0.0: there is no KL term. Set beta > 0.",
+        example("grpo", beta=0.0),
     ),
     when(
         lambda o: o.kl_estimator == "full" and o.sync_ref_model,
@@ -250,10 +249,10 @@ HYPERPARAMETERS_RULES = (
     ),
     *unset(
         {"turn_discount": 0.5},
-        if_=lambda o: not _has_returns(o),
-        because="it discounts only with turn_credit='return' and advantages of completions",
-        remedy="Set turn_credit='return'; for advantages of tokens set gamma in advantage_kwargs.",
-        example=example("reinforce_plus_plus", turn_credit="return"),
+        lambda o: not _has_returns(o),
+        "it discounts only with turn_credit='return' and advantages of completions. Set turn_credit='return'; for "
+        "advantages of tokens set gamma in advantage_kwargs.",
+        example("reinforce_plus_plus", turn_credit="return"),
     ),
     when(
         lambda o: _has_returns(o) and o.estimator not in ("grpo", "rloo"),
@@ -295,10 +294,9 @@ REINFORCE_PLUS_PLUS_RULES = (
 CRITIC_RULES = (
     *unset(
         {"detach_trunk": True},
-        if_=lambda o: o.critic == "model",
-        because="critic='model' shares nothing with the policy",
-        remedy="Use critic='head'.",
-        example=example("ppo", critic="model"),
+        lambda o: o.critic == "model",
+        "critic='model' shares nothing with the policy. Use critic='head'.",
+        example("ppo", critic="model"),
     ),
     when(
         lambda o: 0 < o.max_steps <= o.critic_warmup,

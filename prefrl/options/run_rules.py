@@ -184,24 +184,21 @@ COMMON_RULES = (
     ),
     *unset(
         {"nan_patience": 2},
-        if_=lambda o: o.on_nan == "stop",
-        because="on_nan='stop': the first step ends training",
-        remedy="Set on_nan='skip'.",
-        example=example("sft"),
+        lambda o: o.on_nan == "stop",
+        "on_nan='stop': the first step ends training. Set on_nan='skip'.",
+        example("sft"),
     ),
     *unset(
         {"activation_checkpointing_kwargs": {"use_reentrant": True}},
-        if_=lambda o: not o.activation_checkpointing,
-        because="activation_checkpointing=False",
-        remedy="Set activation_checkpointing=True.",
-        example=example("sft"),
+        lambda o: not o.activation_checkpointing,
+        "activation_checkpointing=False. Set activation_checkpointing=True.",
+        example("sft"),
     ),
     *unset(
         {"liger_kernel_config": {"rope": True}},
-        if_=lambda o: not o.use_liger_kernel,
-        because="use_liger_kernel=False",
-        remedy="Set use_liger_kernel=True.",
-        example=example("sft"),
+        lambda o: not o.use_liger_kernel,
+        "use_liger_kernel=False. Set use_liger_kernel=True.",
+        example("sft"),
     ),
 )
 CPU_RULES = (
@@ -212,10 +209,10 @@ CPU_RULES = (
     ),
     *unset(
         {"activation_offloading": True},
-        if_=lambda o: o.device.type == "cpu",
-        because="this run is on the CPU, where activations are already in host memory",
-        remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
-        example=example("sft"),
+        lambda o: o.device.type == "cpu",
+        "this run is on the CPU, where activations are already in host memory. Leave it False; "
+        "activation_checkpointing and max_tokens_per_micro_batch save memory here.",
+        example("sft"),
     ),
 )
 LIGER_RULES = (

@@ -1,26 +1,164 @@
-"""Requests rollouts of prompts, and scores them."""
+"""From rows of a dataset to scored rollouts: samplers, requests made ahead, scores."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
 
+from prefrl.data.tokenize import completion_text
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.types import Rollout
+from prefrl.types import Rollout, Turn
 
 if TYPE_CHECKING:
-    from prefrl.generation.base import Pending, SamplingParams
-    from prefrl.rewards.runner import RewardRunner
-    from prefrl.rollout.samplers import RolloutSampler
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Collected", "Collector", "Request", "add_greedy", "joined", "prompt_seed"]
+    from prefrl.data.images import ImageReader
+    from prefrl.generation.base import Generator, Pending, SamplingParams
+    from prefrl.rewards.runner import RewardRunner
+    from prefrl.types import Completion, Images
+
+__all__ = [
+    "CompletionSampler",
+    "RolloutSampler",
+    "PrefetchQueue",
+    "Collected",
+    "Collector",
+    "Request",
+    "add_greedy",
+    "joined",
+    "prompt_seed",
+]
+
+
+class RolloutSampler(Protocol):
+    """Samples rollouts without rewards."""
+
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """Request rollouts.
+
+        Args:
+            rows: [P] rows of the dataset with `prompt` and `prompt_ids`.
+            groups: [P] group number of each prompt.
+            sampling: The sampling parameters; `num_samples` is G.
+            seeds: [P] random seed of each prompt's samples.
+        """
+        ...
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        """Say that these rollouts are scored, so that what they hold can be used for others."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSampler:
+    """Samples one completion for each rollout.
+
+    Args:
+        generator: Returns the current generator, which may change.
+        tokenizer: Decodes the completions for the rewards.
+        reader: Reads the images of prompts; None: there are none.
+    """
+
+    generator: Callable[[], Generator]
+    tokenizer: PreTrainedTokenizerBase
+    reader: ImageReader | None = None
+
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """See `RolloutSampler`."""
+        prompts = [row["prompt_ids"] for row in rows]
+        if self.reader is None or not any(row.get("images") for row in rows):
+            pending = self.generator().start(prompts, sampling, seeds=seeds)
+            return _Decoded(pending, rows, groups, self.tokenizer, [None] * len(rows))
+        images = [self.reader.of_prompt(row) for row in rows]
+        pending = self.generator().start(prompts, sampling, seeds=seeds, images=images)
+        return _Decoded(pending, rows, groups, self.tokenizer, images)
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        """No-op: they hold nothing."""
+
+    def close(self) -> None:
+        """No-op: the generator is the trainer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Requested completions, as rollouts."""
+
+    pending: Pending[Completion]
+    rows: Sequence[Mapping[str, Any]]
+    groups: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
+    images: Sequence[Images | None]
+
+    def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
+        for number, completions in self.pending.as_completed():
+            row, group, images = self.rows[number], self.groups[number], self.images[number]
+            is_conversational = not isinstance(row["prompt"], str)
+            found = []
+            for completion in completions:
+                text = completion_text(self.tokenizer, completion.token_ids, conversational=is_conversational)
+                turn = Turn(row["prompt_ids"], completion)
+                found.append(Rollout([turn], row, group, prompt=row["prompt"], text=text, images=images))
+            yield number, found
+
+    def cancel(self) -> None:
+        self.pending.cancel()
+
+
+class PrefetchQueue:
+    """A queue of requests that runs ahead of training by a bounded number of generation batches.
+
+    A batch is requested at most `num_ahead` batches before it is trained on, so no completion is ever too old and
+    none is thrown away.
+
+    Args:
+        ask: Requests the generation batch with this number, counted from the start of training.
+        num_ahead: Number of batches that may be requested in advance, in addition to the one that is needed.
+    """
+
+    def __init__(self, ask: Callable[[int], Request], *, num_ahead: int) -> None:
+        self._ask = ask
+        self._num_ahead = num_ahead
+        self._queue: deque[tuple[int, Request]] = deque()
+
+    def take(self, number: int, *, last: int) -> Request:
+        """The request of the generation batch that is needed now. First requests all batches that are allowed by now.
+
+        Args:
+            number: Number of the batch.
+            last: Number of the last batch of training.
+        """
+        if self._queue and self._queue[0][0] != number:
+            self.drop()
+        first_new = self._queue[-1][0] + 1 if self._queue else number
+        for new in range(first_new, min(number + self._num_ahead, last) + 1):
+            self._queue.append((new, self._ask(new)))
+        return self._queue.popleft()[1]
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def drop(self) -> None:
+        """Cancel all pending requests."""
+        for _, request in self._queue:
+            request.pending.cancel()
+        self._queue.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from prefrl.trainer.optimizers import (
     use_averaged_weights,
 )
 from prefrl.trainer.parts import Events, GoBack, Parts
-from prefrl.trainer.progress.trackers import contain_trackers
+from prefrl.trainer.progress.views import contain_trackers
 from prefrl.trainer.run_folder import RunFolder, StartingPoint
 from prefrl.trainer.scheduler import own_scheduler
 from prefrl.trainer.steps import StepPlan

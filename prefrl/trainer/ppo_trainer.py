@@ -15,18 +15,21 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.trainer import Optimizers
-from prefrl.trainer.online.policy_batch import CriticBatch
+from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
+    add_critic_groups,
     attach_critic,
+    clip_apart,
     critic_loss,
     make_critic,
     refuse_reward_model,
     save_gathered,
+    set_decays,
     split_state,
+    warm_up_critic,
 )
-from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_decays, warm_up_critic
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

@@ -129,9 +129,7 @@ def test_messages_say_what_they_compute(algorithm: str, options: dict[str, Any],
 
 
 RULES = (
-    *unset(
-        {"a": 1, "b": 2}, if_=lambda o: o.off, because="off={off!r} {{}}", remedy="Set on.", example=example("sft")
-    ),
+    *unset({"a": 1, "b": 2}, lambda o: o.off, "off={off!r} {{}}. Set on.", example("sft")),
     when(lambda o: [o.a] if o.a > 1 else None, "a={found[0]!r}, {twice:.1f}", example("sft"), twice=lambda o: 2 * o.a),
 )
 

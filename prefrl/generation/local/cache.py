@@ -27,15 +27,14 @@ def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = Fal
         room: Number of tokens to come in each row.
         offloads: Whether to keep the copies in host memory.
     """
-
-    def copied(layer: CacheLayerMixin) -> CacheLayerMixin:
-        if type(layer) is DynamicLayer:
-            return _RoomyLayer(layer, rows, room, offloads=offloads)
-        # Layers of other kinds (sliding windows, recurrent states) have a bounded size and can select rows themselves.
-        return _rows_of_layer(layer, rows)
-
     filled = copy.copy(cache)
-    filled.layers = [copied(layer) for layer in cache.layers]
+    # Layers of other kinds (sliding windows, recurrent states) have a bounded size and can select rows themselves.
+    filled.layers = [
+        _RoomyLayer(layer, rows, room, offloads=offloads)
+        if type(layer) is DynamicLayer
+        else _rows_of_layer(layer, rows)
+        for layer in cache.layers
+    ]
     return filled
 
 

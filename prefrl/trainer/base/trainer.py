@@ -27,10 +27,9 @@ from prefrl.run.folder import check_writable
 from prefrl.trainer.account import StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.facts import facts_of
-from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
 from prefrl.trainer.base.options.size import automatic_rate
-from prefrl.trainer.base.references import kept_reference
+from prefrl.trainer.base.references import kept_reference, reader_for
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.checkpointing import check_fingerprint, load_reference, save_fingerprint, save_reference

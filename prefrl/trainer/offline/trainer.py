@@ -35,9 +35,8 @@ from prefrl.trainer.base.references import kept_reference, loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
 from prefrl.trainer.offline.config import SampleOptions
-from prefrl.trainer.offline.longest_rows import longest_rows
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
-from prefrl.trainer.offline.predictions import predicted_pairs
+from prefrl.trainer.offline.rows import longest_rows, predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.steps import LongBatch
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch

@@ -45,10 +45,9 @@ class LocalOptions:
 LOCAL_RULES = (
     *unset(
         {"ds3_gather_for_generation": False, "cache_implementation": "dynamic"},
-        if_=lambda o: o.use_vllm,
-        because="use_vllm=True: a server samples",
-        remedy="Remove it.",
-        example=example("grpo", use_vllm=True),
+        lambda o: o.use_vllm,
+        "use_vllm=True: a server samples. Remove it.",
+        example("grpo", use_vllm=True),
     ),
     when(
         lambda o: o.cache_implementation == "offloaded" and o.device.type == "cpu",

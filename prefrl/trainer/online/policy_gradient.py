@@ -33,8 +33,8 @@ from prefrl.trainer.online.credit import (
     Whitening,
 )
 from prefrl.trainer.online.learner import Learned, rows_of_parts
-from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.policy_objective import PolicyObjective
+from prefrl.trainer.online.policy_terms import PolicyBatch
 
 if TYPE_CHECKING:
     from torch import Tensor

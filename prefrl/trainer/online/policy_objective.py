@@ -13,17 +13,18 @@ from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.tokens import PolicyTokens
 from prefrl.losses.reduce import row_items, row_sums, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, host
-from prefrl.trainer.online.policy_batch import CriticBatch, PolicyBatch
 from prefrl.trainer.online.policy_terms import (
     Adaptation,
     AdaptiveEntropy,
     AdaptiveKL,
+    CriticBatch,
     EntropyBonus,
     KLTerm,
     LikelihoodTerm,
     LossPass,
     LossTerm,
     OffPolicyMask,
+    PolicyBatch,
     SamplingCorrection,
     token_mean,
 )

@@ -17,9 +17,8 @@ from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBa
 from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
-from prefrl.rollout.collect import Collected, Request, add_greedy, prompt_seed
+from prefrl.rollout.collect import Collected, PrefetchQueue, Request, add_greedy, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
-from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
 from prefrl.trainer.base.config import TRUNCATION_SIDES
 

@@ -22,8 +22,7 @@ from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
-from prefrl.rollout.summary import collected_metrics, log_collected
-from prefrl.rollout.tables import Tables
+from prefrl.rollout.summary import Tables, collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
@@ -33,9 +32,7 @@ from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
-from prefrl.trainer.online.longest_rollouts import LongestRollouts
-from prefrl.trainer.online.minibatches import MinibatchMaker
-from prefrl.trainer.online.overlap import OverlapStep
+from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.online.prompts import (
     Prompts,

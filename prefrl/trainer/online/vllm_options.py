@@ -209,19 +209,17 @@ NO_SERVER_RULES = unset(
         "generation_mode": "overlap",
         "max_staleness": 2,
     },
-    if_=lambda o: not o.use_vllm,
-    because="use_vllm=False",
-    remedy="Set use_vllm=True.",
-    example=example("grpo"),
+    lambda o: not o.use_vllm,
+    "use_vllm=False. Set use_vllm=True.",
+    example("grpo"),
 )
 # With use_vllm.
 SERVER_RULES = (
     *unset(
         {"vllm_server_host": "a", "vllm_server_port": 1},
-        if_=lambda o: o.vllm_server_base_url is not None,
-        because="vllm_server_base_url is set",
-        remedy="Remove one of them.",
-        example=example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1"]),
+        lambda o: o.vllm_server_base_url is not None,
+        "vllm_server_base_url is set. Remove one of them.",
+        example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1"]),
     ),
     when(
         lambda o: o.vllm_server_base_url is None and not o.vllm_server_host,
@@ -278,10 +276,9 @@ SERVER_RULES = (
     ),
     *unset(
         {"vllm_importance_sampling_mode": "token_mask"},
-        if_=lambda o: not o.corrects_sampling,
-        because="sampling is not corrected",
-        remedy=f"Leave vllm_importance_sampling_correction None, and {_REMEDY}.",
-        example=example("grpo", use_vllm=True, vllm_importance_sampling_correction=False),
+        lambda o: not o.corrects_sampling,
+        f"sampling is not corrected. Leave vllm_importance_sampling_correction None, and {_REMEDY}.",
+        example("grpo", use_vllm=True, vllm_importance_sampling_correction=False),
     ),
     when(
         _masks_nothing,
@@ -301,9 +298,8 @@ SERVER_RULES = (
     ),
     *unset(
         {"max_staleness": 2},
-        if_=lambda o: o.generation_mode != "async",
-        because="generation_mode={generation_mode!r}",
-        remedy="Set generation_mode='async'.",
-        example=example("grpo", use_vllm=True),
+        lambda o: o.generation_mode != "async",
+        "generation_mode={generation_mode!r}. Set generation_mode='async'.",
+        example("grpo", use_vllm=True),
     ),
 )

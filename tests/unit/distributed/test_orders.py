@@ -18,10 +18,10 @@ from prefrl.errors import CheckpointError
 from prefrl.metrics import Mean, values_of
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.share import share_out
 from prefrl.run import seal
 from prefrl.run.records import Identity
 from prefrl.trainer import step_dump
+from prefrl.trainer.online.minibatches import share_out
 from prefrl.trainer.run_folder import RunFolder
 from prefrl.types import LabeledBatch
 from tests.threads import on_ranks

@@ -263,10 +263,9 @@ AUTOPILOT_RULES = (
     _compares("model_soup", example("sft", model_soup="uniform")),
     *unset(
         {"model_soup": "uniform", "on_spike": "rollback"},
-        if_=lambda o: o.save_strategy == "no",
-        because="save_strategy='no': it needs checkpoints",
-        remedy="Set save_strategy.",
-        example=example("sft", save_strategy="no", eval_strategy="epoch"),
+        lambda o: o.save_strategy == "no",
+        "save_strategy='no': it needs checkpoints. Set save_strategy.",
+        example("sft", save_strategy="no", eval_strategy="epoch"),
     ),
     when(
         lambda o: o.model_soup is not None and o.save_total_limit == 1,

@@ -42,10 +42,9 @@ class EvaluationOptions:
 def _interval(what: str, example: Example) -> tuple[Rule, ...]:
     return unset(
         {f"{what}_epochs": 2.0},
-        if_=lambda o: plain_value(getattr(o, f"{what}_strategy")) != "epoch",
-        because=f"{what}_strategy={{{what}_strategy!r}}",
-        remedy=f"Set {what}_strategy='epoch'.",
-        example=example,
+        lambda o: plain_value(getattr(o, f"{what}_strategy")) != "epoch",
+        f"{what}_strategy={{{what}_strategy!r}}. Set {what}_strategy='epoch'.",
+        example,
     )
 
 

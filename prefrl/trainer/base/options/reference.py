@@ -47,10 +47,9 @@ class OfflineReferenceOptions(ReferenceOptions):
 REFERENCE_RULES = (
     *unset(
         {"ref_model_mixup_alpha": 0.3, "ref_model_sync_steps": 3},
-        if_=lambda o: not o.sync_ref_model,
-        because="sync_ref_model=False",
-        remedy="Set sync_ref_model=True.",
-        example=example("grpo"),
+        lambda o: not o.sync_ref_model,
+        "sync_ref_model=False. Set sync_ref_model=True.",
+        example("grpo"),
     ),
     when(
         lambda o: o.sync_ref_model and o.beta == 0,
@@ -61,10 +60,9 @@ REFERENCE_RULES = (
 PRECOMPUTED_REFERENCE_RULES = (
     *unset(
         {"precompute_ref_batch_size": 3},
-        if_=lambda o: not o.precompute_ref_log_probs,
-        because="precompute_ref_log_probs=False",
-        remedy="Set precompute_ref_log_probs=True.",
-        example=example("dpo"),
+        lambda o: not o.precompute_ref_log_probs,
+        "precompute_ref_log_probs=False. Set precompute_ref_log_probs=True.",
+        example("dpo"),
     ),
     when(
         lambda o: o.precompute_ref_log_probs and o.sync_ref_model,

@@ -1,11 +1,16 @@
-"""What trainers on fixed datasets predict about a row, for `compute_metrics`."""
+"""Rows of prepared datasets: those that need the most memory, and what `compute_metrics` gets about a row."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import heapq
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
 
+import datasets
 import numpy as np
 
+from prefrl.data.samplers import dealing_of
+from prefrl.errors import ConfigError
 from prefrl.trainer.evaluation import NO_TOKEN
 
 if TYPE_CHECKING:
@@ -13,7 +18,33 @@ if TYPE_CHECKING:
 
     from prefrl.types import LabeledBatch, TokenBatch
 
-__all__ = ["predicted_pairs", "predicted_rows", "predicted_tokens"]
+__all__ = [
+    "longest_rows",
+    "predicted_pairs",
+    "predicted_rows",
+    "predicted_tokens",
+]
+
+
+def longest_rows(dataset: Any, num_rows: int, *, hidden_size: int) -> list[dict[str, Any]]:
+    """The rows whose forward pass costs the most, the costliest first; again from the first if there are too few.
+
+    Args:
+        dataset: Prepared.
+        num_rows: Number of rows.
+        hidden_size: Hidden size of the model.
+
+    Raises:
+        ConfigError: The dataset is a stream.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        raise ConfigError(
+            "train_dataset is an IterableDataset, whose longest rows are not known before they are read: sizes cannot "
+            "be 'auto'. Set numbers, or give a Dataset, such as Dataset.from_list(list(stream.take(n)))."
+        )
+    cost_of = dealing_of(dataset, hidden_size=hidden_size, equal_counts=True).cost_of
+    longest = heapq.nlargest(num_rows, range(len(dataset)), key=cost_of)
+    return [dataset[row] for row in islice(cycle(longest), num_rows)]
 
 
 def predicted_tokens(batch: TokenBatch, most_likely: Tensor) -> tuple[list[np.ndarray], list[np.ndarray]]:
