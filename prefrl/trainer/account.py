@@ -96,7 +96,9 @@ class StepAccount:
     ) -> None:
         self.clock = clock
         self.flops = flops
-        self.new_mark: Callable[[], Mark] = partial(_device_mark, device) if device.type == "cuda" else clock
+        self.new_mark: Callable[[], Mark] = (
+            partial(_device_mark, device) if device.type == "cuda" else lambda: self.clock()
+        )
         self._step: _Step | None = None
         self._phases: list[str | None] = []  # the current phases, innermost last
         self._waiting: list[_Step] = []  # steps that ended on the host, but perhaps not yet on the device
