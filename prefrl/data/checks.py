@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "num_ids_of",
-    "plain",
+    "with_lists",
     "read_flags",
     "read_ids",
     "read_labels",
@@ -46,7 +46,7 @@ __all__ = [
 NOT_LEARNED = -100  # the label of a token without a loss
 
 
-def plain(dataset: AnyDataset) -> AnyDataset:
+def with_lists(dataset: AnyDataset) -> AnyDataset:
     """The dataset with lists in its cells, although it was set to give arrays or tensors."""
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
         return dataset

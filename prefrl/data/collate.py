@@ -29,7 +29,7 @@ __all__ = [
     "sft_batch",
     "unpaired_batch",
     "batch_of",
-    "parts_of",
+    "parts_of_batch",
 ]
 
 # From this many tokens on, what prompts have in common becomes a segment of its own even if none of them ends there.
@@ -461,7 +461,7 @@ def _check_rows(
             )
 
 
-def parts_of(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def parts_of_batch(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a batch, by name after the prefix, and its fields that are tuples, by name."""
     tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in batch.tensors().items()}
     host = {name: value for name, value in batch.given().items() if isinstance(value, tuple)}
@@ -473,7 +473,7 @@ def parts_of(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], dict[st
 
 
 def batch_of(stage: type[Stage], host: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Stage:
-    """The batch that `parts_of` took apart.
+    """The batch that `parts_of_batch` took apart.
 
     Args:
         stage: Its class.

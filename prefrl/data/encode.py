@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EncodedPair",
     "RowEncoder",
-    "Truncation",
+    "TruncationSide",
     "check_limit",
     "kept",
     "of_environment",
@@ -50,7 +50,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-Truncation = Literal["left", "right", "error"]
+TruncationSide = Literal["left", "right", "error"]
 Found = TypeVar("Found")
 
 # `datasets` caches the result of a map under its arguments and does not notice changes to the code of this package.
@@ -324,7 +324,7 @@ def check_limit(max_length: int | None) -> None:
         raise ConfigError(f"a limit of {max_length} tokens: must be at least 1, or None for no limit")
 
 
-def kept(length: int, max_length: int | None, truncation: Truncation, image_stop: int = 0) -> slice:
+def kept(length: int, max_length: int | None, truncation: TruncationSide, image_stop: int = 0) -> slice:
     """The tokens of a row that truncation keeps.
 
     Args:

@@ -32,7 +32,7 @@ __all__ = [
     "ROLES",
     "AnyDataset",
     "Format",
-    "Kind",
+    "DatasetKind",
     "Message",
     "Style",
     "check_answered",
@@ -47,7 +47,7 @@ __all__ = [
     "read_tools",
 ]
 
-Kind = Literal["language_modeling", "prompt_only", "prompt_completion", "preference", "unpaired"]
+DatasetKind = Literal["language_modeling", "prompt_only", "prompt_completion", "preference", "unpaired"]
 Style = Literal["standard", "conversational"]
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 Message = dict[str, Any]
@@ -61,7 +61,7 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 class Format:
     """What a dataset holds: its kind, its style, and the columns that are read as text or messages."""
 
-    kind: Kind
+    kind: DatasetKind
     columns: tuple[str, ...]
     style: Style
     from_value: tuple[str, ...] = ()  # columns whose messages are written as from/value
@@ -69,7 +69,7 @@ class Format:
 
 @dataclass(frozen=True)
 class _Layout:
-    kind: Kind
+    kind: DatasetKind
     columns: tuple[str, ...]
     style: Style | None  # None: determined by the values
 
@@ -115,7 +115,7 @@ _ROWS_LOOKED_AT = 100
 _CONTENT_SUBSTITUTES = ("tool_calls", *REASONING_FIELDS)
 
 
-def detect_format(dataset: AnyDataset, kinds: Sequence[Kind], *, text_field: str = "text") -> Format:
+def detect_format(dataset: AnyDataset, kinds: Sequence[DatasetKind], *, text_field: str = "text") -> Format:
     """Detect the format of a dataset from its column names and from the values of its first row that has values.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 
 from prefrl.data.chat import EncodedText, common_length, join_prompt
-from prefrl.data.checks import num_ids_of, plain, read_ids
+from prefrl.data.checks import num_ids_of, read_ids, with_lists
 from prefrl.data.convert import (
     MISMATCHED,
     common_prompt,
@@ -26,7 +26,7 @@ from prefrl.data.convert import (
 from prefrl.data.encode import (
     EncodedPair,
     RowEncoder,
-    Truncation,
+    TruncationSide,
     check_limit,
     row_encoder,
     with_readable_images,
@@ -62,7 +62,7 @@ def prepare_preference_dataset(
     processing_class: ProcessingClass,
     *,
     max_length: int | None,
-    truncation: Truncation,
+    truncation: TruncationSide,
     invalid_rows: InvalidRows,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -96,7 +96,7 @@ def prepare_preference_dataset(
     images: Mapping[str, Any] = {}
     if has_columns(dataset, tuple(_PREFERENCE)):
         encode_row = _TokenizedPreferenceRow(num_ids_of(tokenizer_of(processing_class)), max_length, truncation)
-        dataset = plain(dataset)
+        dataset = with_lists(dataset)
     else:
         dataset_format = detect_format(dataset, ("preference",))
         check_not_reserved(dataset, tuple(_PREFERENCE))
@@ -152,7 +152,7 @@ def prepare_reward_dataset(
         dataset = dataset.rename_columns(_OLD_REWARD)
     if has_columns(dataset, tuple(_REWARD)):
         encode_row = _TokenizedRewardRow(num_ids_of(tokenizer_of(processing_class)), max_length, has_margin)
-        dataset = plain(dataset)
+        dataset = with_lists(dataset)
     else:
         dataset_format = detect_format(dataset, ("preference",))
         check_not_reserved(dataset, tuple(_REWARD))
@@ -179,7 +179,7 @@ def prepare_unpaired_dataset(
     processing_class: ProcessingClass,
     *,
     max_length: int | None,
-    truncation: Truncation,
+    truncation: TruncationSide,
     invalid_rows: InvalidRows,
     with_mismatched: bool,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -213,7 +213,7 @@ def prepare_unpaired_dataset(
     if has_columns(dataset, tuple(_UNPAIRED)):
         check_not_reserved(dataset, (MISMATCHED,))
         encode_row = _TokenizedUnpairedRow(num_ids_of(tokenizer_of(processing_class)), max_length, truncation)
-        dataset = plain(dataset)
+        dataset = with_lists(dataset)
     else:
         dataset_format = detect_format(dataset, ("unpaired", "preference"))
         if dataset_format.kind == "preference":
@@ -249,7 +249,7 @@ class _PreferenceRow:
     encoder: RowEncoder
     has_prompt: bool
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = self._sides(row)
@@ -333,7 +333,7 @@ class _TokenizedPreferenceRow:
 
     num_ids: int
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         prompt, *completions = (read_ids(row, column, self.num_ids) for column in _PREFERENCE)
@@ -361,7 +361,7 @@ class _TokenizedUnpairedRow:
 
     num_ids: int
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         prompt, completion = (read_ids(row, column, self.num_ids) for column in ("prompt_ids", "completion_ids"))
@@ -375,7 +375,7 @@ class _UnpairedRow:
 
     encoder: RowEncoder
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         label = _read_label(row)
@@ -419,7 +419,7 @@ def _fit(
     prompt: list[int],
     completions: Sequence[list[int]],
     max_length: int | None,
-    truncation: Truncation,
+    truncation: TruncationSide,
     *,
     has_images: bool,
 ) -> list[list[int]]:

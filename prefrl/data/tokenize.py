@@ -23,8 +23,8 @@ from prefrl.data.chat import (
     prompt_text,
     trim_after_end_token,
 )
-from prefrl.data.checks import num_ids_of, plain, read_flags, read_ids, read_labels
-from prefrl.data.encode import RowEncoder, Truncation, check_limit, kept, row_encoder, with_readable_images
+from prefrl.data.checks import num_ids_of, read_flags, read_ids, read_labels, with_lists
+from prefrl.data.encode import RowEncoder, TruncationSide, check_limit, kept, row_encoder, with_readable_images
 from prefrl.data.formats import (
     AnyDataset,
     Format,
@@ -44,7 +44,7 @@ from prefrl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SFT_COLUMNS", "Truncation", "completion_text", "prepare_prompt_dataset", "prepare_sft_dataset"]
+__all__ = ["SFT_COLUMNS", "TruncationSide", "completion_text", "prepare_prompt_dataset", "prepare_sft_dataset"]
 
 SFT_COLUMNS = ("input_ids", "trainable", "seq_lengths")
 
@@ -56,7 +56,7 @@ class _SFTRow:
     encoder: RowEncoder
     columns: tuple[str, ...]
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
     completion_only: bool
     assistant_only: bool
 
@@ -103,7 +103,7 @@ class _TokenizedSFTRow:
     masks: tuple[str, ...]  # columns that mark the trained tokens: labels, or flags, all of which such a token has
     has_padding: bool
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         token_ids = read_ids(row, "input_ids", self.num_ids)
@@ -118,7 +118,7 @@ class _TokenizedSFTRow:
         return _trained_part(EncodedText(token_ids, trainable), self.max_length, self.truncation)
 
 
-def _trained_part(encoded: EncodedText, max_length: int | None, truncation: Truncation) -> dict[str, Any]:
+def _trained_part(encoded: EncodedText, max_length: int | None, truncation: TruncationSide) -> dict[str, Any]:
     """The columns of a prepared row, from its tokens and those that are to have a loss."""
     part = kept(len(encoded.token_ids), max_length, truncation, encoded.image_stop)
     trainable = encoded.in_span[part]
@@ -140,7 +140,7 @@ class _TokenizedPromptRow:
     column: str
     num_ids: int
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         token_ids = read_ids(row, self.column, self.num_ids)
@@ -155,7 +155,7 @@ class _PromptRow:
     encoder: RowEncoder
     column: str
     max_length: int | None
-    truncation: Truncation
+    truncation: TruncationSide
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         encoded = self._encode(row)
@@ -188,7 +188,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
     processing_class: ProcessingClass,
     *,
     max_length: int | None,
-    truncation: Truncation,
+    truncation: TruncationSide,
     invalid_rows: InvalidRows,
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
@@ -232,7 +232,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
         masks = _masks(column_names(dataset), completion_only_loss, assistant_only_loss)
         num_ids, has_padding = num_ids_of(tokenizer_of(processing_class)), "attention_mask" in column_names(dataset)
         encode_row = _TokenizedSFTRow(num_ids, masks, has_padding, max_length, truncation)
-        dataset = plain(dataset)
+        dataset = with_lists(dataset)
     else:
         dataset_format = detect_format(dataset, ("language_modeling", "prompt_completion"), text_field=text_field)
         check_not_reserved(dataset, SFT_COLUMNS)
@@ -271,7 +271,7 @@ def prepare_prompt_dataset(
     processing_class: ProcessingClass,
     *,
     max_prompt_length: int | None,
-    truncation: Truncation = "left",
+    truncation: TruncationSide = "left",
     filter_overlong: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Mapping[str | None, Sequence[Mapping[str, Any]]] | None = None,
@@ -316,7 +316,7 @@ def prepare_prompt_dataset(
             )
         tokenizer = tokenizer_of(processing_class)
         encode_row = _TokenizedPromptRow(tokenizer, column, num_ids_of(tokenizer), *limits)
-        dataset = plain(dataset)
+        dataset = with_lists(dataset)
     else:
         dataset_format = detect_format(dataset, ("prompt_only",))
         if tools is not None:

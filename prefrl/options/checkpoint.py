@@ -91,9 +91,9 @@ def check_checkpoints(config: Any) -> None:
         return
     if isinstance(config.upload_to, os.PathLike):
         config.upload_to = os.fspath(config.upload_to)
-    from prefrl.run.uploads import check_url  # needs fsspec, which the other checks do not
+    from prefrl.run.uploads import check_place  # needs fsspec, which the other checks do not
 
-    check_url("upload_to", config.upload_to)
+    check_place("upload_to", config.upload_to)
     apply(config, UPLOADS_RULES)
 
 

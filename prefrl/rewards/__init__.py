@@ -11,8 +11,8 @@ from prefrl.rewards.format import (
     think_format_reward,
 )
 from prefrl.rewards.graders.combined import Combined
-from prefrl.rewards.graders.local import PythonGrader, StringCheck, TextSimilarity
 from prefrl.rewards.graders.models import LabelModel, PairwiseModel, ScoreModel
+from prefrl.rewards.graders.plain import PythonGrader, StringCheck, TextSimilarity
 from prefrl.rewards.maths import (
     accuracy_reward,
     get_cosine_scaled_reward,

@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 from prefrl import distributed
 from prefrl.errors import PrefrlError, RewardError
 from prefrl.rewards import adapted
-from prefrl.rewards.guard import DeadlineError, can_interrupt, end_process_after, guarded, leave_if_forked, watched
+from prefrl.rewards.confinement import (
+    DeadlineError,
+    can_interrupt,
+    end_process_after,
+    guarded,
+    leave_if_forked,
+    logged_wait,
+)
 
 __all__ = ["Call", "EventLoopThread", "Outcome", "call_all", "is_async", "result_of"]
 
@@ -194,7 +201,9 @@ def _call_sync(call: Call, timeout: float | None, num_completions: int) -> Outco
     interrupts = can_interrupt()
     in_thread = timeout is not None and not interrupts
     try:
-        with watched(f"reward {call.name!r}", num_completions=num_completions, timeout=timeout, interrupts=interrupts):
+        with logged_wait(
+            f"reward {call.name!r}", num_completions=num_completions, timeout=timeout, interrupts=interrupts
+        ):
             return _call_in_thread(call, timeout) if in_thread else _outcome(call, _REPORTED)
     except DeadlineError as error:
         return Outcome(error=error)
@@ -247,7 +256,7 @@ def _wait(
     if timeout is not None:
         end_process_after(timeout + _GRACE_S)
     try:
-        with watched(f"async rewards {names}", num_completions=num_completions, timeout=timeout, interrupts=False):
+        with logged_wait(f"async rewards {names}", num_completions=num_completions, timeout=timeout, interrupts=False):
             return future.result(None if timeout is None else timeout + _GRACE_S)
     except TimeoutError:  # our own timeout: timeouts of the functions are in their outcomes
         loop.abandon()

@@ -24,7 +24,7 @@ from prefrl.rewards.adapted import ComputeScore, is_compute_score
 from prefrl.rewards.base import Grader
 from prefrl.rewards.call import Call, EventLoopThread, Outcome, call_all, is_async, result_of
 from prefrl.rewards.check import RewardLog, checked_values, excerpt
-from prefrl.rewards.guard import own_randomness
+from prefrl.rewards.confinement import own_randomness
 from prefrl.rewards.model import ModelReward
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from prefrl.data.collate import batch_of, parts_of
+from prefrl.data.collate import batch_of, parts_of_batch
 from prefrl.errors import DataError
 from prefrl.metrics import Metric, from_json, merge, to_json
 from prefrl.types import TokenBatch
@@ -88,7 +88,7 @@ class RolloutBuffer(Generic[Ready]):
         for i, minibatch in enumerate([] if self.is_spent else self.minibatches):
             batches = []
             for j, batch in enumerate(minibatch.micro_batches):
-                of_batch, host = parts_of(batch, f"{i}.{j}.")
+                of_batch, host = parts_of_batch(batch, f"{i}.{j}.")
                 tensors |= of_batch
                 batches.append(host)
             metrics = {name: to_json(metric) for name, metric in minibatch.metrics.items()}

@@ -22,7 +22,7 @@ from prefrl.run.seal import FileSeal, manifest_of, problem_of, seal, sync_folder
 __all__ = [
     "WORDS_TO_RESUME",
     "WRITER",
-    "Found",
+    "FoundCheckpoint",
     "check_has_state",
     "check_whole",
     "checkpoint_name",
@@ -109,7 +109,7 @@ def clean(run_folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The checkpoint to resume from."""
 
     folder: Path | None  # None: there is none
@@ -117,7 +117,7 @@ class Found:
     foreign: list[str] = field(default_factory=list)  # newer ones of other runs
 
 
-def find_last(run_folder: Path, *, run: str | None, before: int | None = None) -> Found:
+def find_last(run_folder: Path, *, run: str | None, before: int | None = None) -> FoundCheckpoint:
     """The last whole checkpoint of a run.
 
     Args:
@@ -136,9 +136,9 @@ def find_last(run_folder: Path, *, run: str | None, before: int | None = None) -
             continue
         reason = problem_of(folder) if manifest is None or manifest.resumable else _MODEL_ONLY
         if reason is None:
-            return Found(folder, unusable, foreign)
+            return FoundCheckpoint(folder, unusable, foreign)
         unusable.append(f"{folder.name}: {reason}")
-    return Found(None, unusable, foreign)
+    return FoundCheckpoint(None, unusable, foreign)
 
 
 def check_whole(folder: Path, *, reads_files: bool = True) -> None:

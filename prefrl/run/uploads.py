@@ -26,7 +26,7 @@ from prefrl.printable import reason_of, without_secrets
 from prefrl.run.checkpoints import link_files, move_in_place, own_checkpoints, staging_folder, step_of
 from prefrl.run.seal import MANIFEST, Manifest, manifest_of, parsed, problem_of
 
-__all__ = ["Place", "check_url", "fetch", "is_url", "Uploads"]
+__all__ = ["Place", "check_place", "fetch", "is_url", "Uploads"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def is_url(text: object) -> bool:
     return isinstance(text, str) and "://" in text
 
 
-def check_url(option: str, url: str) -> None:
+def check_place(option: str, url: str) -> None:
     """Check that fsspec knows a place; it is not contacted.
 
     Args:
@@ -194,7 +194,7 @@ def fetch(option: str, url: str, run_folder: Path, *, run: str | None = None) ->
     Raises:
         ConfigError: The place cannot be read, or the checkpoint is not whole.
     """
-    check_url(option, url)
+    check_place(option, url)
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
         place = Place(parent if step_of(name) is not None else url)

@@ -1,6 +1,7 @@
 """Sandboxes for code that a model wrote."""
 
-from prefrl.sandbox.base import (
+from prefrl.sandbox.local import Isolation, LocalSandbox
+from prefrl.sandbox.protocol import (
     LANGUAGES,
     AssertionTest,
     InputOutputTest,
@@ -9,7 +10,6 @@ from prefrl.sandbox.base import (
     SandboxLimits,
     Verdict,
 )
-from prefrl.sandbox.local import Isolation, LocalSandbox
 from prefrl.sandbox.remote import RemoteSandbox
 
 __all__ = [

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
-from prefrl.sandbox.processes import Jailed, Output, run
-from prefrl.sandbox.walls import number_of, problem_of, seccomp_filter
+from prefrl.sandbox.jailed import Jailed, Output, run_jailed
+from prefrl.sandbox.protocol import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
+from prefrl.sandbox.walls import isolation_problem, number_of, seccomp_filter
 
 __all__ = ["Isolation", "LocalSandbox"]
 
@@ -167,7 +167,7 @@ class _Launcher:
         }
         with ExitStack() as stack:
             program = self._jailed(stack, settings, {"code": code}, rest=text.encode(errors="surrogatepass"))
-            return run([program], wall_s=self.limits.wall_s, output_bytes=self.limits.output_bytes)
+            return run_jailed([program], wall_s=self.limits.wall_s, output_bytes=self.limits.output_bytes)
 
     def run_assertions(self, code: str | None, tests: str, nonce: str) -> Output:
         """Run tests in one sandbox, against a completion in another, or against nothing."""
@@ -175,13 +175,13 @@ class _Launcher:
         with ExitStack() as stack:
             if code is None:
                 judge = self._jailed(stack, {"role": "tests"}, header)
-                return run([judge], wall_s=self.limits.wall_s, output_bytes=_VERDICT_BYTES)
+                return run_jailed([judge], wall_s=self.limits.wall_s, output_bytes=_VERDICT_BYTES)
             calls, replies = os.pipe(), os.pipe()
             ends = {"incoming": calls[0], "outgoing": replies[1]}
             candidate = self._jailed(stack, {"role": "functions", **ends}, {"code": code})
             ends = {"incoming": replies[0], "outgoing": calls[1]}
             judge = self._jailed(stack, {"role": "tests", **ends}, header)
-            return run([candidate, judge], wall_s=self.limits.wall_s, output_bytes=_VERDICT_BYTES)
+            return run_jailed([candidate, judge], wall_s=self.limits.wall_s, output_bytes=_VERDICT_BYTES)
 
     def _jailed(
         self, stack: ExitStack, settings: dict[str, Any], header: dict[str, str], *, rest: bytes = b""
@@ -268,7 +268,7 @@ def _working(sandbox: LocalSandbox) -> _Launcher:
             try:
                 launcher = _Launcher(isolation, sandbox.limits, python, _folders(python))
                 patient = replace(sandbox.limits, wall_s=_PROBE_S, cpu_s=_PROBE_S)
-                problem = problem_of(replace(launcher, limits=patient), is_isolating=isolation != "process")
+                problem = isolation_problem(replace(launcher, limits=patient), is_isolating=isolation != "process")
             except (OSError, ValueError, SandboxError, subprocess.SubprocessError) as error:
                 problem = str(error)
             if problem is None:

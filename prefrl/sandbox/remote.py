@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from prefrl.errors import ConfigError
 from prefrl.http import Http, HttpError, Overdue, Unreachable
-from prefrl.sandbox.base import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
+from prefrl.sandbox.protocol import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
 
 __all__ = ["RemoteSandbox"]
 

@@ -18,10 +18,10 @@ import tempfile
 from typing import Protocol
 
 from prefrl.errors import ConfigError
-from prefrl.sandbox.base import SandboxLimits
-from prefrl.sandbox.processes import Output
+from prefrl.sandbox.jailed import Output
+from prefrl.sandbox.protocol import SandboxLimits
 
-__all__ = ["number_of", "seccomp_filter", "problem_of"]
+__all__ = ["number_of", "seccomp_filter", "isolation_problem"]
 
 # The first number that was given since Linux 5.0.
 _FIRST_NEW = 424
@@ -215,7 +215,7 @@ class _Launcher(Protocol):
     def run_program(self, language: str, code: str, text: str) -> Output: ...
 
 
-def problem_of(launcher: _Launcher, *, is_isolating: bool) -> str | None:
+def isolation_problem(launcher: _Launcher, *, is_isolating: bool) -> str | None:
     """What a sandbox does not do; None: it does everything.
 
     Args:

@@ -6,7 +6,7 @@ import os
 import platform
 from importlib import metadata
 
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 
 __all__ = ["main"]
 

@@ -27,8 +27,8 @@ class Listed(NamedTuple):
     """A command that is not an algorithm.
 
     Args:
-        module: Its module in `prefrl.scripts`, which has `main(argv) -> exit code`, see `prefrl.scripts.command`. The
-            words follow the command's name, and what the user has to change raises PrefrlError.
+        module: Its module in `prefrl.scripts`, which has `main(argv) -> exit code`; see `prefrl.scripts.declaration`.
+            The words follow the command's name, and what the user has to change raises PrefrlError.
         text: What it does, for the help.
     """
 

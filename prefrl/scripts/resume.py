@@ -15,7 +15,7 @@ from prefrl.printable import MASK
 from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import find_last
 from prefrl.run.records import STARTS, read_identity, read_starts
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.inputs import read
 
 __all__ = ["command_to_resume", "main"]

@@ -18,7 +18,7 @@ from prefrl.options.offline import OfflineReferenceOptions
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

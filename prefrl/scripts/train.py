@@ -11,7 +11,7 @@ from prefrl.run.checkpoints import find_last
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.arguments.launch import ONLY_CHECK
-from prefrl.scripts.checkup.run import check_before
+from prefrl.scripts.checkup.checkup import check_before
 from prefrl.scripts.ending import print_ending
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 from prefrl.scripts.startup import uncollected

@@ -21,7 +21,7 @@ from prefrl.options.checkpoint import UploadParams
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
     WORDS_TO_RESUME,
-    Found,
+    FoundCheckpoint,
     check_whole,
     checkpoint_name,
     clean,
@@ -215,7 +215,7 @@ class RunFolder:
         return found
 
     def _tell_of_others(self) -> None:
-        found: Found = find_last(self.path, run=None)
+        found: FoundCheckpoint = find_last(self.path, run=None)
         if found.folder is not None:
             _log.warning(
                 "%s holds checkpoints of an earlier run, the last of them %s. This is a new run: it replaces "

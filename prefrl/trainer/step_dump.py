@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from prefrl import distributed
-from prefrl.data.collate import batch_of, parts_of
+from prefrl.data.collate import batch_of, parts_of_batch
 from prefrl.run.records import Identity, read_identity, write_identity
 from prefrl.types import IdleBatch, TokenBatch
 
@@ -103,7 +103,7 @@ def _write(path: Path, batches: Sequence[TokenBatch], num_items: float) -> None:
     tensors: dict[str, Tensor] = {}
     layout = []
     for i, batch in enumerate(batch for batch in batches if not isinstance(batch, IdleBatch)):
-        of_batch, host = parts_of(batch, f"{i}.")
+        of_batch, host = parts_of_batch(batch, f"{i}.")
         tensors |= {name: tensor.clone() for name, tensor in of_batch.items()}  # a file holds no tensor twice
         layout.append({"stage": type(batch).__name__, "host": host})
     save_file(tensors, path, metadata={"layout": json.dumps(layout), "num_items": json.dumps(num_items)})

@@ -19,9 +19,9 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
 from prefrl.scripts.migrate.edits import accepted
 from prefrl.scripts.migrate.foreign.trl import DEFAULTS
-from prefrl.scripts.migrate.options import NAMES, config_of, migrate_trl_yaml, missing_defaults
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.migrate.trl import NAMES, config_name_of, migrate_trl_yaml, missing_defaults
 from prefrl.scripts.schema.parser import SchemaParser, options_of
 from tests.parsers import parser_of
 from tests.trl_defaults import NOT_COMPARED, defaults_of
@@ -106,7 +106,7 @@ def shell_options(command: str, given: dict[str, Any], folder: Path) -> dict[str
 
 def script_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The same of a config in a script."""
-    name = config_of(command)
+    name = config_name_of(command)
     words = [f"{key}={value!r}" for key, value in given.items() if key in accepted(name) | NAMES.keys()]
     result = migrate_script(f"from trl import {name}\nx = {name}({', '.join(words)})\n")
     assert not result.open
@@ -120,7 +120,7 @@ def script_options(command: str, given: dict[str, Any], folder: Path) -> dict[st
 def test_a_migrated_run_has_the_options_that_it_has_in_trl(command: str, migrated: Any, tmp_path: Path) -> None:
     given = RUNS[command]
     ours = migrated(command, given, tmp_path)
-    theirs = {**defaults_of(config_of(command)), "bf16": "fp16" not in given}
+    theirs = {**defaults_of(config_name_of(command)), "bf16": "fp16" not in given}
     theirs |= {OURS.get(name, name): OURS.get(str(value), value) for name, value in given.items() if name in theirs}
     theirs |= {OURS[name]: value for name, value in given.items() if name in OURS}
     compared = ours.keys() & theirs.keys() - NOT_COMPARED

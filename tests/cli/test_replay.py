@@ -13,7 +13,7 @@ from peft import LoraConfig
 from prefrl import GRPOConfig
 from prefrl.errors import NonFiniteError
 from prefrl.scripts.main import main
-from prefrl.scripts.replay.steps import config_of
+from prefrl.scripts.replay.recompute import config_of_run
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of, stopping_model
 
@@ -157,7 +157,7 @@ def test_a_run_whose_rate_followed_evaluations_is_refused(tmp_path: Path, capsys
 def test_a_replay_has_no_use_for_what_surrounds_the_steps(options: dict[str, Any], tmp_path: Path) -> None:
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
     (tmp_path / "training_args.json").write_text(config.to_json_string(), encoding="utf-8")
-    replayed = config_of(tmp_path, "grpo", str(tmp_path / "scratch"))
+    replayed = config_of_run(tmp_path, "grpo", str(tmp_path / "scratch"))
     assert (replayed.eval_strategy, replayed.save_strategy, replayed.profile) == ("no", "no", False)
     assert replayed.warmup_steps == config.warmup_steps
 

@@ -51,7 +51,7 @@ OPTIONAL = {
     "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base/config.py"),
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
-    "rapidfuzz": ("prefrl/rewards/graders/local.py",),
+    "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
     "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
     "PIL": ("prefrl/data/image_example.py",),
     "matplotlib": ("prefrl/scripts/",),

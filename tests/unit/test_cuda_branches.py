@@ -27,7 +27,7 @@ from prefrl.options.checkpoint import ProfileParams
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
-from prefrl.rewards.guard import own_randomness
+from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import env
 from prefrl.scripts.arguments.model_config import get_kbit_device_map

@@ -17,7 +17,7 @@ from prefrl.options.flat_names import flat_names
 from prefrl.options.foreign import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice
 from prefrl.options.kwargs import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate.edits import every_option, options_of
+from prefrl.scripts.migrate.edits import every_option, option_names_of
 from prefrl.scripts.migrate.foreign import LIBRARIES, foreign_text, row_of
 from prefrl.scripts.migrate.foreign.trl import DEFAULTS, REWARDS, TRANSFORMERS, TRL, VALUES
 from prefrl.scripts.migrate.foreign.verl import VERL
@@ -41,7 +41,7 @@ def command_of(config: str) -> str:
 def test_each_option_of_trl_is_one_here_or_in_the_table(config: str) -> None:
     counted = {*("batch_size", "mini_batch_size", "micro_batch_size", "local_batch_size", "local_mini_batch_size")}
     computed = {*counted, "world_size", "num_total_batches", "stop_token_id"} if config == "PPOConfig" else set()
-    assert not defaults_of(config).keys() - options_of(command_of(config)) - TRL.keys() - computed
+    assert not defaults_of(config).keys() - option_names_of(command_of(config)) - TRL.keys() - computed
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -91,7 +91,7 @@ def test_what_has_no_counterpart_names_none(library: str) -> None:
 
 
 def test_no_name_of_the_table_is_an_option_of_every_command() -> None:
-    everywhere = frozenset.intersection(*(options_of(name) for name in REGISTRY))
+    everywhere = frozenset.intersection(*(option_names_of(name) for name in REGISTRY))
     assert not everywhere & (TRL.keys() | LIBRARIES["others"].keys())
 
 

@@ -25,7 +25,7 @@ from prefrl.generation.vllm.requests import (
     Expected,
     Guided,
     OtherWeights,
-    Prompt,
+    PromptRequest,
     answer_limit,
     completions_of,
     request_body,
@@ -173,7 +173,7 @@ class ServerAsker:
         self._guided = guided
 
     def submit(
-        self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], *, checks: bool = True
+        self, prompts: Sequence[PromptRequest], report: Callable[[Outcome], None], *, checks: bool = True
     ) -> Future[None]:
         """Request the completions of prompts on the request thread; each outcome is reported there, exactly once.
 
@@ -196,7 +196,7 @@ class ServerAsker:
         self._balance.trust_all()
 
     async def _ask_all(
-        self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], version: str | None
+        self, prompts: Sequence[PromptRequest], report: Callable[[Outcome], None], version: str | None
     ) -> None:
         if version is not None:
             await asyncio.gather(*(self._check_version(server, version) for server in self._balance.servers))
@@ -212,14 +212,14 @@ class ServerAsker:
         if found != version and not self._fleet.is_sending:
             self._balance.distrust(server, f"{server.url} has the weights {found!r}, not {version!r}")
 
-    async def _ask_and_report(self, prompt: Prompt, report: Callable[[Outcome], None]) -> None:
+    async def _ask_and_report(self, prompt: PromptRequest, report: Callable[[Outcome], None]) -> None:
         try:
             outcome = await self._ask(prompt)
         except Exception as error:
             outcome = Failed(prompt, error)
         report(outcome)
 
-    async def _ask(self, prompt: Prompt) -> Outcome:
+    async def _ask(self, prompt: PromptRequest) -> Outcome:
         """Request a prompt's completions until a server returns them, in at most `_MAX_TRIES` tries."""
         clock = asyncio.get_running_loop().time
         deadline = None
@@ -255,7 +255,7 @@ class ServerAsker:
             await asyncio.sleep(backoff)
         return outcome
 
-    async def _outcome_of(self, problem: Exception, server: Server, prompt: Prompt) -> Outcome:
+    async def _outcome_of(self, problem: Exception, server: Server, prompt: PromptRequest) -> Outcome:
         """The outcome if this failed request is the last try. `Lost` if the server may recover."""
         server.num_failures += 1
         if not await is_healthy(self._http, server.url):
@@ -267,7 +267,7 @@ class ServerAsker:
         message = f"is healthy but failed several requests for the completions. Last error: {problem}.{hint}"
         return Failed(prompt, _error(server, prompt, message))
 
-    async def _ask_once(self, server: Server, prompt: Prompt, timeout: float) -> list[Completion]:
+    async def _ask_once(self, server: Server, prompt: PromptRequest, timeout: float) -> list[Completion]:
         """Request the completions of a prompt once.
 
         Raises:
@@ -287,7 +287,7 @@ class ServerAsker:
                 raise OtherWeights(f"refuses the request and has other weights ({found!r}): {error}") from error
             raise _error(server, prompt, f"refuses: {error}") from error
 
-    async def _completions(self, server: Server, prompt: Prompt, timeout: float) -> list[Completion]:
+    async def _completions(self, server: Server, prompt: PromptRequest, timeout: float) -> list[Completion]:
         expected = Expected(
             request_id=secrets.token_hex(8),
             run=self._fleet.run,
@@ -313,5 +313,5 @@ class ServerAsker:
         return completions
 
 
-def _error(server: Server, prompt: Prompt, reason: str) -> GenerationError:
+def _error(server: Server, prompt: PromptRequest, reason: str) -> GenerationError:
     return GenerationError(f"prompt {prompt.number} of process {rank()}: the vLLM server at {server.url} {reason}")

@@ -9,9 +9,9 @@ from prefrl.distributed import rank
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.vllm.asker import Balance, ServerAsker
 from prefrl.generation.vllm.fleet import Fleet, VLLMStats
-from prefrl.generation.vllm.handshake import check_url
+from prefrl.generation.vllm.handshake import check_server_url
 from prefrl.generation.vllm.pending import VLLMPending, VLLMTurns
-from prefrl.generation.vllm.requests import Guided, Prompt, check_prompts, check_sampling
+from prefrl.generation.vllm.requests import Guided, PromptRequest, check_sampling, check_token_prompts
 
 if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams, WeightSource
@@ -69,10 +69,10 @@ class VLLMGenerator:
         for name, value in positive.items():
             if not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
-        if not urls or len({*map(check_url, urls)}) < len(urls):
+        if not urls or len({*map(check_server_url, urls)}) < len(urls):
             raise ConfigError(f"vLLM servers {list(urls)}: must be at least one URL, without duplicates")
         first = rank() % len(urls)  # among equally busy servers, each process prefers a different one
-        bases = [check_url(url) for url in [*urls[first:], *urls[:first]]]
+        bases = [check_server_url(url) for url in [*urls[first:], *urls[:first]]]
         self.weight_sync = weight_sync
         self._http = http
         self._guided = guided
@@ -131,9 +131,9 @@ class VLLMGenerator:
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         self._check(sampling)
-        check_prompts(prompts, sampling.max_tokens, self.context_limit)
+        check_token_prompts(prompts, sampling.max_tokens, self.context_limit)
         asked = [
-            Prompt(number, prompt, seed, sampling, self.fleet.step, images=of_prompt)
+            PromptRequest(number, prompt, seed, sampling, self.fleet.step, images=of_prompt)
             for number, (prompt, seed, of_prompt) in enumerate(
                 zip(prompts, seeds, images or [None] * len(prompts), strict=True)
             )

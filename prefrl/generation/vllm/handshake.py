@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from prefrl.http import Http
 
-__all__ = ["Waiting", "PROBE_SECONDS", "Requirements", "check_url", "handshake", "is_healthy", "weight_version"]
+__all__ = ["Waiting", "PROBE_SECONDS", "Requirements", "check_server_url", "handshake", "is_healthy", "weight_version"]
 
 _FIRST_S, _NEXT_S = 2.0, 10.0  # a server that answers at once is not worth a line
 
@@ -116,7 +116,7 @@ class Requirements:
         return GenerationError(f"The vLLM server at {url} {reason}. Start it with `{self.start_command(url)}`.")
 
 
-def check_url(url: str) -> str:
+def check_server_url(url: str) -> str:
     """The base URL of a server, without trailing slashes.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prefrl.distributed import gather_objects
 from prefrl.errors import GenerationError, PrefrlError
-from prefrl.generation.vllm.requests import Prompt
+from prefrl.generation.vllm.requests import PromptRequest
 
 if TYPE_CHECKING:
     from prefrl.generation.base import Conversations, Home, SamplingParams
@@ -26,7 +26,7 @@ MAX_RECOVERIES = 3
 class Done:
     """A prompt's completions."""
 
-    prompt: Prompt
+    prompt: PromptRequest
     completions: list[Completion]
 
 
@@ -34,7 +34,7 @@ class Done:
 class Lost:
     """A prompt that is requested again once servers and weights are back."""
 
-    prompt: Prompt
+    prompt: PromptRequest
     reason: str
 
 
@@ -42,7 +42,7 @@ class Lost:
 class Failed:
     """A prompt that cannot be completed: repeating the request would not help."""
 
-    prompt: Prompt
+    prompt: PromptRequest
     error: Exception
 
 
@@ -53,7 +53,7 @@ class Asker(Protocol):
     """Sends requests to servers, and waits for servers that are gone."""
 
     def submit(
-        self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], *, checks: bool = True
+        self, prompts: Sequence[PromptRequest], report: Callable[[Outcome], None], *, checks: bool = True
     ) -> Future[None]:
         """Request the completions of prompts.
 
@@ -82,11 +82,11 @@ class VLLMPending:
         prompts: The prompts whose completions are requested.
     """
 
-    def __init__(self, asker: Asker, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, asker: Asker, prompts: Sequence[PromptRequest]) -> None:
         self._asker = asker
         self._submit(prompts)
 
-    def _submit(self, prompts: Sequence[Prompt]) -> None:
+    def _submit(self, prompts: Sequence[PromptRequest]) -> None:
         self._asked = prompts
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._work = self._asker.submit(prompts, self._outcomes.put)
@@ -189,7 +189,7 @@ class VLLMTurns:
             self._answers[number] = answer
         sampling = replace(self._sampling, max_tokens=max_tokens)
         work = self._asker.submit(
-            [Prompt(number, prompt, seed, sampling, self._step(), home)], self._note, checks=number == 0
+            [PromptRequest(number, prompt, seed, sampling, self._step(), home)], self._note, checks=number == 0
         )
         answer.add_done_callback(lambda answer: self._forget(number, work) if answer.cancelled() else None)
         return answer

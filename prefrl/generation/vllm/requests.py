@@ -22,8 +22,17 @@ if TYPE_CHECKING:
     from prefrl.generation.base import Home, SamplingParams
     from prefrl.types import Images
 
-__all__ = ["Aborted", "BadAnswer", "Expected", "Guided", "OtherWeights", "Prompt", "completions_of", "request_body"]
-__all__ += ["answer_limit", "check_prompts", "check_sampling", "version_name"]
+__all__ = [
+    "Aborted",
+    "BadAnswer",
+    "Expected",
+    "Guided",
+    "OtherWeights",
+    "PromptRequest",
+    "completions_of",
+    "request_body",
+]
+__all__ += ["answer_limit", "check_token_prompts", "check_sampling", "version_name"]
 
 # vLLM gives sample g the seed `seed + g`, which must fit in 63 bits.
 _SEED_MASK = 2**62 - 1
@@ -90,7 +99,7 @@ def _schema(schema: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRequest:
     """A prompt of a call, and how its completions are sampled."""
 
     number: int  # its index in the call
@@ -145,7 +154,7 @@ def _is_undistorted(sampling: SamplingParams, guided: Guided | None) -> bool:
     return sampling.temperature == 0 or (sampling.temperature == 1 and is_whole)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
+def check_token_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
     """Refuse prompts that the server cannot complete.
 
     Raises:
@@ -163,7 +172,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_l
 
 
 def request_body(
-    prompt: Prompt, expected: Expected, *, model: str, salt: str, guided: Guided | None
+    prompt: PromptRequest, expected: Expected, *, model: str, salt: str, guided: Guided | None
 ) -> dict[str, Any]:
     """The body of POST /inference/v1/generate.
 
@@ -220,13 +229,13 @@ def _data_url(picture: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def answer_limit(prompt: Prompt) -> int:
+def answer_limit(prompt: PromptRequest) -> int:
     """The most bytes that an answer with all completions of a prompt can have."""
     num_tokens = prompt.sampling.num_samples * prompt.sampling.max_tokens
     return _BASE_BYTES + _PROMPT_TOKEN_BYTES * len(prompt.token_ids) + _TOKEN_BYTES * num_tokens
 
 
-def completions_of(answer: Any, prompt: Prompt, expected: Expected, *, newest_step: int) -> list[Completion]:
+def completions_of(answer: Any, prompt: PromptRequest, expected: Expected, *, newest_step: int) -> list[Completion]:
     """The [G] completions in an answer.
 
     Args:

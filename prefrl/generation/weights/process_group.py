@@ -27,9 +27,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-__all__ = ["HOST_DEVICE", "Group", "Host", "Invitation", "Transport", "join"]
+__all__ = ["HOST_DEVICE", "Group", "Host", "Invitation", "GroupKind", "join"]
 
-Transport = Literal["nccl", "gloo"]
+GroupKind = Literal["nccl", "gloo"]
 
 HOST_DEVICE = torch.device("cpu")
 _POLL_SECONDS = 0.0005
@@ -43,7 +43,7 @@ _ABORT_POLL_SECONDS = 0.1
 class Invitation:
     """What a worker needs to join the group; the trainer sends it as `init_info`."""
 
-    transport: Transport
+    transport: GroupKind
     host: str
     port: int
     tag: str  # unique to this group, so that workers of an earlier group cannot join it
@@ -130,7 +130,7 @@ class Group:
             is_aborted.wait(_ABORT_SECONDS)
 
 
-def device_of(transport: Transport) -> torch.device:
+def device_of(transport: GroupKind) -> torch.device:
     """Where this process's messages are: with NCCL, on the current GPU of the calling thread; another has another."""
     return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else HOST_DEVICE
 
@@ -216,7 +216,7 @@ class Host:
     """
 
     def __init__(
-        self, transport: Transport, host: str, port: int, *, num_workers: int, tag: str, timeout: float
+        self, transport: GroupKind, host: str, port: int, *, num_workers: int, tag: str, timeout: float
     ) -> None:
         self._address = address_towards(host, port)
         self._device = device_of(transport)  # now: the thread that joins starts with the first GPU

@@ -136,7 +136,7 @@ class GroupSync:
 
     adapter_name: str | None = None
 
-    def __init__(self, backend: process_group.Transport) -> None:
+    def __init__(self, backend: process_group.GroupKind) -> None:
         self._backend = backend
 
     def send(self, transfer: Transfer, servers: Sequence[Receiver], weights: Iterable[wire.Named]) -> None:

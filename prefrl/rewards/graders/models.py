@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from prefrl.errors import ConfigError
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
-from prefrl.rewards.graders.chat import ChatModel, Messages
-from prefrl.rewards.graders.template import Template, fill_rows, prompt_text
+from prefrl.rewards.graders.endpoint import ChatModel, Messages
+from prefrl.rewards.graders.template import Template, fill_rows, joined_prompt
 
 __all__ = ["LabelModel", "PairwiseModel", "ScoreModel"]
 
@@ -280,7 +280,7 @@ class PairwiseModel(ChatModel):
         ]
 
     def _question(self, prompt: Any, first: Any, second: Any) -> Messages:
-        texts = {"prompt": prompt_text(prompt), "first": completion_text(first), "second": completion_text(second)}
+        texts = {"prompt": joined_prompt(prompt), "first": completion_text(first), "second": completion_text(second)}
         return self._conversation.messages(texts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.rewards.base import completion_text, message_text
 
-__all__ = ["Template", "check_column", "fill_rows", "prompt_text"]
+__all__ = ["Template", "check_column", "fill_rows", "joined_prompt"]
 
 # Fields that are no columns.
 _OWN_FIELDS = ("prompt", "completion")
@@ -112,12 +112,12 @@ def fill_rows(
             rows.append(None)
             continue
         texts = {name: _text(value) for name, value in values.items()}
-        prompt = "" if prompts is None else prompt_text(prompts[i])
+        prompt = "" if prompts is None else joined_prompt(prompts[i])
         rows.append({**texts, "prompt": prompt, "completion": completion_text(completion)})
     return rows
 
 
-def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+def joined_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """The text of a prompt: of its message, or if there are several, each with its role in front."""
     if isinstance(prompt, str):
         return prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefrl.data.encode import Truncation
+from prefrl.data.encode import TruncationSide
 from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 
 __all__ = [
@@ -17,7 +17,7 @@ class EpisodeLimits:
     """What each episode may take, and what follows a failure."""
 
     max_prompt_length: int | None  # tokens
-    truncation: Truncation  # of longer prompts
+    truncation: TruncationSide  # of longer prompts
     max_tokens: int  # of a context beyond the prompt: what was sampled, and what tools and the environment said
     max_characters: int  # a longer answer of a tool or the environment cannot fit into `max_tokens`
     max_turns: int | None

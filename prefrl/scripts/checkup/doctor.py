@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         from rich.console import Console
 
         from prefrl.scripts.arguments.launch import launch_options
-        from prefrl.scripts.checkup.run import checkup_of
+        from prefrl.scripts.checkup.checkup import checkup_of
 
     launch = launch_options(given, os.environ)
     checkup = checkup_of(algorithm, given, launch, device_memory=own.device_memory)

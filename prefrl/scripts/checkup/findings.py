@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkup", "Section", "logged_into"]
 
-Level = Literal["ok", "note", "warning", "problem"]
-_SIGNS: dict[Level, str] = {
+Severity = Literal["ok", "note", "warning", "problem"]
+_SIGNS: dict[Severity, str] = {
     "ok": "[green]ok[/]",
     "note": "[dim]note[/]",
     "warning": "[yellow]warning[/]",
@@ -32,7 +32,7 @@ class Section:
     """The findings about one thing, such as the data."""
 
     title: str
-    entries: list[tuple[Level, str]] = field(default_factory=list)
+    entries: list[tuple[Severity, str]] = field(default_factory=list)
     shown: list[RenderableType] = field(default_factory=list)  # below the entries
 
     def ok(self, text: str) -> None:
@@ -51,7 +51,7 @@ class Section:
         """The run would fail."""
         self._add("problem", text)
 
-    def _add(self, level: Level, text: str) -> None:
+    def _add(self, level: Severity, text: str) -> None:
         """Once, without the control characters that names of columns and models may have."""
         entry = (level, printable(text))
         if entry not in self.entries:
@@ -83,7 +83,7 @@ class Checkup:
         except ImportError as error:
             section.problem(str(error))
 
-    def count(self, level: Level) -> int:
+    def count(self, level: Severity) -> int:
         """Number of findings of a level."""
         return sum(entry[0] == level for section in self.sections for entry in section.entries)
 

@@ -22,15 +22,15 @@ from prefrl.models.footprint import (
     weights_of,
 )
 from prefrl.options.reference import ReferenceOptions
-from prefrl.scripts.checkup.processes import footprint_of_process
-from prefrl.scripts.checkup.rows import row_lengths
+from prefrl.scripts.checkup.dataset import row_lengths
+from prefrl.scripts.checkup.parallel import footprint_of_process
 from prefrl.scripts.inputs import lora_of
 
 if TYPE_CHECKING:
     import datasets
 
+    from prefrl.scripts.checkup.dataset import Batches
     from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.rows import Batches
     from prefrl.scripts.checkup.subject import Subject
 
 __all__ = [

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from prefrl.registry import Algorithm
     from prefrl.scripts.arguments.command import CommandArguments
 
-__all__ = ["Plan", "plan_of", "Subject"]
+__all__ = ["LaunchPlan", "plan_of", "Subject"]
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """How a run would be started.
 
     Args:
@@ -68,13 +68,13 @@ class Plan:
         return self.partition.num_processes // self.partition.team_size
 
 
-def plan_of(config: Any, launch: LaunchArguments | None, *, device_memory: float | None = None) -> Plan:
+def plan_of(config: Any, launch: LaunchArguments | None, *, device_memory: float | None = None) -> LaunchPlan:
     """The plan that options describe.
 
     Args:
         config: Options of the trainer; it knows the number of processes.
         launch: How the run is started; None: in one process.
-        device_memory: GiB; see `Plan`.
+        device_memory: GiB; see `LaunchPlan`.
 
     Raises:
         ConfigError: The accelerate config cannot be read, or the processes do not form whole teams.
@@ -90,7 +90,7 @@ def plan_of(config: Any, launch: LaunchArguments | None, *, device_memory: float
             "one of them."
         )
     memory = None if device_memory is None else int(device_memory * _GIB)
-    return Plan(partition, launch.num_machines or 1, memory)
+    return LaunchPlan(partition, launch.num_machines or 1, memory)
 
 
 def _accelerate_config(launch: LaunchArguments, config: Any) -> Mapping[str, Any]:
@@ -125,7 +125,7 @@ class Subject:
     script: CommandArguments
     config: Any
     is_partitioned: bool = False
-    plan: Plan | None = None
+    plan: LaunchPlan | None = None
 
     @property
     def is_online(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from prefrl.options.fields import check_fields, opt
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 
 __all__ = ["main"]
 

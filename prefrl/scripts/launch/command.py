@@ -29,7 +29,7 @@ from prefrl.scripts.arguments.launch import (
 )
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.run import ServerProgram, check_start, choose_port, plan_server, run_together
+from prefrl.scripts.launch.together import ServerProgram, check_start, choose_port, plan_server, run_together
 from prefrl.scripts.parsing.option_parser import OptionParser, boolean
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema.help import option_list

@@ -8,7 +8,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import cosmos_rl
-from prefrl.scripts.migrate.run import Run, Values, of_toml
+from prefrl.scripts.migrate.values import ForeignRun, Values, of_toml
 
 __all__ = ["migrate_cosmos_rl"]
 
@@ -28,7 +28,7 @@ def migrate_cosmos_rl(text: str) -> Migrated:
     idle = _without_effect(values)
     command = "sft" if values.get(f"{_POLICY}.type", (0, "grpo"))[1] == "sft" else "grpo"
     own = cosmos_rl.GRPO_DEFAULTS if command == "grpo" else {}
-    run = Run(values, cosmos_rl.COSMOS_RL, cosmos_rl.DEFAULTS | own)
+    run = ForeignRun(values, cosmos_rl.COSMOS_RL, cosmos_rl.DEFAULTS | own)
     run.changes += idle
     names = ("dp_shard_size", "dp_replicate_size")
     shards, copies = (max(1, run.number(f"policy.parallelism.{name}", 1)) for name in names)
@@ -60,7 +60,7 @@ def _without_effect(values: Values) -> list[tuple[int, str]]:
     return [(line, f"{path}={value!r} has no effect, because the feature is off") for path, line, value in taken]
 
 
-def _rollouts(run: Run) -> None:
+def _rollouts(run: ForeignRun) -> None:
     """Rollouts come from servers, and by default from older weights; a prompt may take what a completion leaves."""
     options, is_async = run.options, not run.value(f"{_POLICY}.on_policy", False)
     options |= {"use_vllm": True, "generation_mode": "async" if is_async else "sync"}
@@ -81,11 +81,11 @@ def _rollouts(run: Run) -> None:
         run.leave_open(f"{_POLICY}.unbiased_loss_max_tokens", here)
 
 
-def _longest(run: Run) -> int:
+def _longest(run: ForeignRun) -> int:
     return run.number("rollout.max_response_length", 2048, least=1)
 
 
-def _rewards(run: Run) -> None:
+def _rewards(run: ForeignRun) -> None:
     """The rewards, the column of the answer, whose name depends on them, and which of them selects prompts."""
     weights = _weights(run, _POLICY)
     if run.value(f"{_OVERLONG}.enable_overlong_penalty", False):
@@ -102,7 +102,7 @@ def _rewards(run: Run) -> None:
     _selection(run, names)
 
 
-def _weights(run: Run, section: str) -> dict[str, float]:
+def _weights(run: ForeignRun, section: str) -> dict[str, float]:
     path = f"{section}.reward_function"
     rewards = run.value(path, None)
     if not isinstance(rewards, dict):
@@ -112,7 +112,7 @@ def _weights(run: Run, section: str) -> dict[str, float]:
     return rewards
 
 
-def _reward(run: Run, name: str) -> str | None:
+def _reward(run: ForeignRun, name: str) -> str | None:
     """An entry of `reward_funcs`; None: there is none."""
     if name != "overlong":
         return cosmos_rl.REWARDS.get(name, (None, None))[0]
@@ -122,7 +122,7 @@ def _reward(run: Run, name: str) -> str | None:
     return f"soft_overlong_punishment_reward(max_completion_len={longest}, soft_punish_cache={buffer})"
 
 
-def _answers(run: Run, rewards: list[str]) -> None:
+def _answers(run: ForeignRun, rewards: list[str]) -> None:
     theirs = run.value(f"{_POLICY}.response_column_name", "")
     read = {column for name in rewards if (column := cosmos_rl.REWARDS.get(name, (None, None))[1])} or {"answer"}
     if theirs and len(read) > 1:
@@ -132,7 +132,7 @@ def _answers(run: Run, rewards: list[str]) -> None:
         run.options["columns"] = {**run.options.get("columns", {}), read.pop(): theirs}
 
 
-def _selection(run: Run, names: dict[str, str]) -> None:
+def _selection(run: ForeignRun, names: dict[str, str]) -> None:
     """DAPO samples other prompts where a reward, or their sum, is the same for all completions."""
     if not run.options.get("dynamic_sampling"):
         return
@@ -150,13 +150,13 @@ def _selection(run: Run, names: dict[str, str]) -> None:
         run.options["dynamic_sampling_kwargs"] = kwargs
 
 
-def _reference(run: Run) -> None:
+def _reference(run: ForeignRun) -> None:
     interval = run.number(f"{_POLICY}.reference_reset_interval", 0)
     if interval:
         run.options |= {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": interval}
 
 
-def _schedule(run: Run) -> None:
+def _schedule(run: ForeignRun) -> None:
     """The learning rate rises in 20 steps and stays, and falls at the end if a kind of decay is given."""
     options, kind = run.options, run.value("train.optm_decay_type", "none")
     options.setdefault("warmup_steps", 20)
@@ -174,7 +174,7 @@ def _schedule(run: Run) -> None:
         options["lr_scheduler_kwargs"]["warmup_fraction"] = 0.0
 
 
-def _checkpoints(run: Run) -> None:
+def _checkpoints(run: ForeignRun) -> None:
     options = run.options
     if (where := run.value("train.ckpt.upload_s3", None)) and (bucket := run.value("train.ckpt.s3_bucket", "")):
         options["upload_to"] = f"s3://{bucket}/{run.value('train.ckpt.s3_prefix', 'outputs')}"
@@ -183,7 +183,7 @@ def _checkpoints(run: Run) -> None:
         run.drop("save_steps", because="checkpoints are counted in epochs")
 
 
-def _evaluation(run: Run) -> None:
+def _evaluation(run: ForeignRun) -> None:
     """Evaluation reads another split, or rows that are held out; its rewards and lengths are those of training."""
     if run.options.get("eval_strategy", "no") == "no":
         return
@@ -201,7 +201,7 @@ def _evaluation(run: Run) -> None:
         run.leave_open("validation.reward_function", "evaluations have the rewards of training")
 
 
-def _batches(run: Run, command: str, processes: int) -> None:
+def _batches(run: ForeignRun, command: str, processes: int) -> None:
     """A replica learns from its batch in one optimizer step, or in several; a generation has whole groups."""
     options = run.options
     micro = run.number(f"{_POLICY}.mini_batch", 2, least=1)

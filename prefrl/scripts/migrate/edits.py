@@ -12,10 +12,10 @@ from typing import Any, AnyStr
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
-from prefrl.scripts.migrate.foreign import Row
+from prefrl.scripts.migrate.foreign import Counterpart
 from prefrl.scripts.schema.parser import options_of as schema_options
 
-__all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "options_of", "parsed_options", "switches"]
+__all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "option_names_of", "parsed_options", "switches"]
 
 
 @dataclass
@@ -60,7 +60,7 @@ def accepted(config: str) -> frozenset[str]:
     """The options of a config with this name, without those of the command alone; none if there is no such class."""
     of_command = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     found = (row.name for row in REGISTRY.values() if row.config.endswith(f":{config}"))
-    return frozenset[str]().union(*(options_of(name) for name in found)) - of_command - {"preset"}
+    return frozenset[str]().union(*(option_names_of(name) for name in found)) - of_command - {"preset"}
 
 
 @cache
@@ -71,7 +71,7 @@ def switches() -> dict[str, list[str]]:
 
 
 @cache
-def options_of(command: str) -> frozenset[str]:
+def option_names_of(command: str) -> frozenset[str]:
     """The options of `prefrl <command>`."""
     return frozenset(option["name"] for option in schema_options(command))
 
@@ -79,10 +79,10 @@ def options_of(command: str) -> frozenset[str]:
 @cache
 def every_option() -> frozenset[str]:
     """The options of all commands."""
-    return frozenset[str]().union(*(options_of(command) for command in REGISTRY))
+    return frozenset[str]().union(*(option_names_of(command) for command in REGISTRY))
 
 
-def converted(row: Row, value: Any) -> Mapping[str, Any] | str:
+def converted(row: Counterpart, value: Any) -> Mapping[str, Any] | str:
     """The options that a value becomes, or why it cannot be converted."""
     if row.convert is None:
         return row.text

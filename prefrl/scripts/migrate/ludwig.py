@@ -7,7 +7,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import ludwig
-from prefrl.scripts.migrate.run import Run, of_yaml
+from prefrl.scripts.migrate.values import ForeignRun, of_yaml
 
 __all__ = ["migrate_ludwig"]
 
@@ -32,7 +32,7 @@ def migrate_ludwig(text: str) -> Migrated:
         ConfigError: It trains no language model, or a value cannot be read.
     """
     values = of_yaml(text, ludwig.LUDWIG_KEYS)
-    run = Run(values, ludwig.LUDWIG_KEYS, ludwig.DEFAULTS)
+    run = ForeignRun(values, ludwig.LUDWIG_KEYS, ludwig.DEFAULTS)
     kind, model = run.value("trainer.type", "none"), run.value("model_type", "ecd")
     if model != "llm":
         raise ConfigError(f"model_type={model!r}: only language models, model_type: llm, can be migrated. {_GUIDE}")
@@ -54,7 +54,7 @@ def migrate_ludwig(text: str) -> Migrated:
     return run.written(command, 1)
 
 
-def _columns(run: Run, command: str) -> None:
+def _columns(run: ForeignRun, command: str) -> None:
     """One text becomes the prompt, or a template that may have several columns; the answer is one column."""
     inputs, outputs = (_texts(run, f"{side}_features") for side in ("input", "output"))
     columns = {"prompt": inputs[0]} if inputs else {}
@@ -73,7 +73,7 @@ def _columns(run: Run, command: str) -> None:
         run.options["columns"] = columns | run.options.get("columns", {})
 
 
-def _texts(run: Run, path: str) -> list[str]:
+def _texts(run: ForeignRun, path: str) -> list[str]:
     """The columns of features, which are texts."""
     features: list[Any] = run.value(path, [])
     if not all(isinstance(feature, dict) and isinstance(feature.get("name"), str) for feature in features):
@@ -84,7 +84,7 @@ def _texts(run: Run, path: str) -> list[str]:
     return [feature.get("column", feature["name"]) for feature in features if feature not in others]
 
 
-def _schedule(run: Run) -> None:
+def _schedule(run: ForeignRun) -> None:
     options, decay = run.options, run.value("trainer.learning_rate_scheduler.decay", "none")
     given = options.pop("lr_scheduler_kwargs", {})
     if decay not in (*_SCHEDULES, "none"):
@@ -97,7 +97,7 @@ def _schedule(run: Run) -> None:
         options["lr_scheduler_kwargs"] = kwargs
 
 
-def _intervals(run: Run) -> None:
+def _intervals(run: ForeignRun) -> None:
     """Ludwig evaluates where it saves, by default after each epoch, and keeps the best model."""
     options, steps = run.options, run.number("trainer.steps_per_checkpoint", 0)
     per_epoch = run.number("trainer.checkpoints_per_epoch", 0)
@@ -116,7 +116,7 @@ def _intervals(run: Run) -> None:
         run.open.append((1, _RANDOM))
 
 
-def _sizes(run: Run) -> None:
+def _sizes(run: ForeignRun) -> None:
     """Automatic sizes need one that is fixed."""
     options = run.options
     if "effective_batch_size" not in options and options.get("gradient_accumulation_steps") == "auto":

@@ -15,8 +15,16 @@ from prefrl.options.foreign import ARGUMENTS, TRAINER_NAMES
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.arguments.model_config import ModelConfig
-from prefrl.scripts.migrate import options
-from prefrl.scripts.migrate.edits import Edit, Migrated, accepted, applied, every_option, options_of, parsed_options
+from prefrl.scripts.migrate import trl
+from prefrl.scripts.migrate.edits import (
+    Edit,
+    Migrated,
+    accepted,
+    applied,
+    every_option,
+    option_names_of,
+    parsed_options,
+)
 from prefrl.scripts.migrate.foreign.trl import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
 from prefrl.scripts.migrate.shell import migrate_commands
 
@@ -138,7 +146,7 @@ class _Script:
             self._edit(start, start + len("trl"), "prefrl")
         if self.parsed is not None and base in self.parsed.variables and self._of_other_class(node, base):
             return
-        row = options.NAMES.get(node.attr) if "args" in base or "config" in base else None
+        row = trl.NAMES.get(node.attr) if "args" in base or "config" in base else None
         is_user = bool(self.names or self.module)
         if row is None or not is_user or any(node.attr in accepted(name) for name in self.names.values()):
             return
@@ -255,7 +263,7 @@ class _Script:
                 self._rename(keyword, TRAINER_NAMES[keyword.arg])
             elif keyword.arg in ARGUMENTS and not is_none:
                 self.result.open.append((keyword.lineno, f"{where}: {ARGUMENTS[keyword.arg]}"))
-            elif keyword.arg in of_config or keyword.arg in options.NAMES:
+            elif keyword.arg in of_config or keyword.arg in trl.NAMES:
                 self.result.open.append((keyword.lineno, f"{where}: an option of {name.replace('Trainer', 'Config')}"))
 
     def _config(self, node: ast.Call, name: str) -> None:
@@ -264,7 +272,7 @@ class _Script:
         if node.args:
             values["output_dir"] = _literal(node.args[0])
         removed: list[ast.expr | ast.keyword] = []
-        for step in options.steps_of(name, accepted(name), values):
+        for step in trl.steps_of(name, accepted(name), values):
             keyword = keywords[step.name]
             said = f"{name}({step.name}=...) {step.says}"
             if step.kind == "rename":
@@ -294,14 +302,14 @@ class _Script:
 
     def _defaults(self, node: ast.Call, name: str, values: dict[str, Any]) -> list[str]:
         """The arguments that say what TRL would have taken, where the default differs."""
-        missing = options.missing_defaults(name, values)
+        missing = trl.missing_defaults(name, values)
         parts = _assignments(missing)
         if parts and any(keyword.arg is None for keyword in node.keywords):
             text = f"{name}: TRL's defaults are {', '.join(parts)}, unless ** sets them"
             self.result.open.append((node.lineno, text))
             return []
         if parts:
-            said = options.say_written(missing, values, ", ".join(parts))
+            said = trl.say_written(missing, values, ", ".join(parts))
             self.result.changes.append((node.lineno, f"{name}: {said}"))
         return parts
 
@@ -358,7 +366,7 @@ class _Script:
         """Give the parser TRL's defaults where they differ; if it has no name, say so."""
         statement = None if self.parsed is None else self.parsed.statement
         config = None if self.parsed is None else self.parsed.config
-        missing = options.missing_defaults(str(config), {})
+        missing = trl.missing_defaults(str(config), {})
         if statement is not None and missing:
             parts = _assignments(missing)
             start, end = self._span(statement.targets[0])
@@ -369,13 +377,13 @@ class _Script:
                 line = f"{call}{''.join(f'{indent}    {part},' for part in parts)}{indent})"
             _, end = self._span(statement)
             self._edit(end, end, line)
-            said = options.say_written(missing, {}, ", ".join(parts))
+            said = trl.say_written(missing, {}, ", ".join(parts))
             self.result.changes.append((statement.lineno, f"{config}: {said}"))
             return
         called = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         for node in ast.walk(self.tree):
             name = self._name(node) if isinstance(node, ast.Name) and node not in called else None
-            if isinstance(node, ast.Name) and (missing := options.missing_defaults(str(name), {})):
+            if isinstance(node, ast.Name) and (missing := trl.missing_defaults(str(name), {})):
                 shown = ", ".join(_assignments(missing))
                 text = f"{name} is parsed from options, and some defaults differ; TRL's are {shown}"
                 self.result.open.append((node.lineno, text))
@@ -433,7 +441,7 @@ def _remedy_of(name: str) -> str:
 def _options_of(config: str | None) -> frozenset[str]:
     """The options of the command whose config it is; those of all commands if there is none."""
     command = next((row.name for row in REGISTRY.values() if row.config.endswith(f":{config}")), None)
-    return every_option() if command is None else options_of(command)
+    return every_option() if command is None else option_names_of(command)
 
 
 def _fields_of(name: str) -> frozenset[str]:
@@ -460,7 +468,7 @@ def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        return options.UNKNOWN
+        return trl.UNKNOWN
 
 
 def _arguments(node: ast.Call) -> list[ast.expr | ast.keyword]:

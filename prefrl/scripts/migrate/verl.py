@@ -8,7 +8,7 @@ from pathlib import Path
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import verl, verl_sft
-from prefrl.scripts.migrate.run import Run, Values, of_command, of_yaml
+from prefrl.scripts.migrate.values import ForeignRun, Values, of_command, of_yaml
 
 __all__ = ["migrate_verl"]
 
@@ -45,7 +45,7 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
 def _of_ppo(values: Values) -> Migrated:
     if not values.get("reward_model.enable", (0, False))[1]:
         values = {path: found for path, found in values.items() if not path.startswith(_REWARD_MODEL)}
-    run = Run(values, verl.VERL, verl.DEFAULTS)
+    run = ForeignRun(values, verl.VERL, verl.DEFAULTS)
     estimator = run.value("algorithm.adv_estimator", "gae")
     command = {"gae": "ppo", "rloo": "rloo"}.get(estimator, "grpo")
     command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
@@ -82,7 +82,7 @@ def _of_sft(values: Values, script: str) -> Migrated:
     has_messages = "data.messages_key" in values or values.get("data.multiturn.enable", (0, False))[1]
     unread = ("data.prompt_", "data.response_") if has_messages else ("data.multiturn.",)
     values = {path: found for path, found in values.items() if not path.startswith(unread)}
-    run = Run(values, verl_sft.VERL_SFT, verl_sft.DEFAULTS)
+    run = ForeignRun(values, verl_sft.VERL_SFT, verl_sft.DEFAULTS)
     run.options |= {} if has_messages else {"conversational": True}
     _files(run)
     processes = _processes(run, of_a_node=1) * _torchrun(run, script)
@@ -90,11 +90,11 @@ def _of_sft(values: Values, script: str) -> Migrated:
     return run.written("sft", processes, shards_weights=True)
 
 
-def _processes(run: Run, *, of_a_node: int) -> int:
+def _processes(run: ForeignRun, *, of_a_node: int) -> int:
     return run.number("trainer.nnodes", 1, least=1) * run.number("trainer.n_gpus_per_node", of_a_node, least=1)
 
 
-def _torchrun(run: Run, script: str) -> int:
+def _torchrun(run: ForeignRun, script: str) -> int:
     """The processes that the script starts."""
     found = [re.search(rf"--{name}[ =]+(\d+)", script) for name in ("nnodes", "nproc[_-]per[_-]node")]
     if "torchrun" in script and found[1] is None:
@@ -102,7 +102,7 @@ def _torchrun(run: Run, script: str) -> int:
     return int(found[0][1] if found[0] else 1) * int(found[1][1] if found[1] else 1)
 
 
-def _sft_batches(run: Run, processes: int) -> None:
+def _sft_batches(run: ForeignRun, processes: int) -> None:
     """A batch has rows of all processes."""
     options, batch = run.options, run.number("data.train_batch_size", 256, least=1)
     if run.value("data.use_dynamic_bsz", False):
@@ -118,7 +118,7 @@ def _sft_batches(run: Run, processes: int) -> None:
         run.open.append((1, f"{sizes}: check the batch sizes"))
 
 
-def _files(run: Run) -> None:
+def _files(run: ForeignRun) -> None:
     """Files to train on and to evaluate on are splits of one dataset here."""
     paths = [path for name in ("train", "val") for path in run.texts(f"data.{name}_files")]
     files = {"train": run.value("data.train_files", None), "test": run.value("data.val_files", None)}
@@ -131,7 +131,7 @@ def _files(run: Run) -> None:
         run.open.append((1, f"files of several formats: {', '.join(paths)}. Convert them to one"))
 
 
-def _kl(run: Run) -> None:
+def _kl(run: ForeignRun) -> None:
     """There is a weight and an estimate for the KL in the loss, and others for that in the reward."""
     options, in_loss = run.options, bool(run.value("actor_rollout_ref.actor.use_kl_loss", False))
     is_on = in_loss or bool(run.value("algorithm.use_kl_in_reward", False))
@@ -155,7 +155,7 @@ def _kl(run: Run) -> None:
         }
 
 
-def _loss(run: Run) -> None:
+def _loss(run: ForeignRun) -> None:
     """Keep the hyperparameters of the loss that is on."""
     options, actor = run.options, "actor_rollout_ref.actor.policy_loss"
     mode = run.value(f"{actor}.loss_mode", "vanilla")
@@ -175,7 +175,7 @@ def _loss(run: Run) -> None:
         options.pop("selection_kwargs", None)
 
 
-def _batches(run: Run, processes: int) -> None:
+def _batches(run: ForeignRun, processes: int) -> None:
     """Prompts of a step are counted over all processes there, completions of a process here."""
     options, actor = run.options, "actor_rollout_ref.actor"
     group = run.number("actor_rollout_ref.rollout.n", 1, least=1)

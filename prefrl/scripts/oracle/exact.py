@@ -34,7 +34,7 @@ __all__ = [
     "OBJECTIVES",
     "Agreement",
     "Estimate",
-    "Objective",
+    "ObjectiveName",
     "Problem",
     "Samples",
     "Tree",
@@ -48,7 +48,7 @@ __all__ = [
 END = 0  # the token that ends a completion
 _WHOLE = Truncation()
 
-Objective = Literal["reward", "kl", "token_kl", "reverse_token_kl", "token_variation", "entropy", "token_entropy"]
+ObjectiveName = Literal["reward", "kl", "token_kl", "reverse_token_kl", "token_variation", "entropy", "token_entropy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _token_entropy(problem: Problem, parameters: Tensor) -> Tensor:
 # All are means over prompts. For whole completions: E_pi[R], KL(pi || ref), H(pi). For the token distributions, summed
 # over the sampler's prefixes, which stay fixed while the policy changes: KL(pi || ref), KL(ref || pi),
 # sum_v |pi - ref|, H(pi).
-OBJECTIVES: dict[Objective, Callable[[Problem, Tensor], Tensor]] = {
+OBJECTIVES: dict[ObjectiveName, Callable[[Problem, Tensor], Tensor]] = {
     "reward": lambda problem, parameters: problem.expectation(problem.rewards, parameters),
     "kl": _kl,
     "token_kl": lambda problem, parameters: _token_kl(problem, parameters, problem.reference),
@@ -266,7 +266,7 @@ OBJECTIVES: dict[Objective, Callable[[Problem, Tensor], Tensor]] = {
 }
 
 
-def exact_gradient(problem: Problem, objective: Objective) -> Tensor:
+def exact_gradient(problem: Problem, objective: ObjectiveName) -> Tensor:
     """[D] gradient of an objective at the policy, from differentiating the sum over all completions."""
     parameters = problem.policy.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(OBJECTIVES[objective](problem, parameters), parameters)

@@ -10,7 +10,7 @@ from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
 from prefrl.options.policy import ImportanceLevel
 from prefrl.scripts.oracle.exact import (
     Agreement,
-    Objective,
+    ObjectiveName,
     Problem,
     agreement,
     estimate,
@@ -142,7 +142,7 @@ def measure_kl(
     def value(samples: Samples) -> Tensor:
         return function(samples.logprobs, samples.logprobs_of(samples.problem.reference))
 
-    objective: Objective = "token_kl"
+    objective: ObjectiveName = "token_kl"
     recipe = Recipe(policy=silent, reduction=reduction, term=value)
     if placement == "reward":
         objective, weights = "kl", sampling_weights("sequence_truncate")
@@ -157,7 +157,7 @@ def measure_kl(
 
 
 def _measure(
-    setting: str, problem: Problem, recipe: Recipe, *, objective: Objective, sign: int, group_size: int = 2
+    setting: str, problem: Problem, recipe: Recipe, *, objective: ObjectiveName, sign: int, group_size: int = 2
 ) -> Measurement:
     # A function under test may let batches affect each other, so each batch gets its own call.
     found = estimate(every_batch(problem, group_size=group_size), recipe, stacked=False)

@@ -19,7 +19,15 @@ from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
 from prefrl.options.policy import LossType, SequenceKLParams
-from prefrl.scripts.oracle.exact import Agreement, Objective, Problem, agreement, estimate, every_batch, exact_gradient
+from prefrl.scripts.oracle.exact import (
+    Agreement,
+    ObjectiveName,
+    Problem,
+    agreement,
+    estimate,
+    every_batch,
+    exact_gradient,
+)
 from prefrl.scripts.oracle.measure import STEPS, one_prompt, silent, two_prompts
 from prefrl.scripts.oracle.recipe import (
     PerToken,
@@ -80,7 +88,7 @@ class TableOfLines:
 
 
 def _agree(
-    problem: Problem, recipe: Recipe, *, objective: Objective = "reward", group_size: int = 2, stacked: bool = True
+    problem: Problem, recipe: Recipe, *, objective: ObjectiveName = "reward", group_size: int = 2, stacked: bool = True
 ) -> Agreement:
     sign = -1 if objective == "reward" else 1  # losses minimize minus the reward
     found = estimate(every_batch(problem, group_size=group_size), recipe, stacked=stacked)
@@ -313,7 +321,7 @@ def _loss_cells(value: PerToken) -> tuple[str, ...]:
     return *map(_bias, cells), _number(_agree(problem, recipe, objective="kl").noise)
 
 
-_KL_OBJECTIVES: tuple[Objective, ...] = ("token_kl", "kl")
+_KL_OBJECTIVES: tuple[ObjectiveName, ...] = ("token_kl", "kl")
 
 
 def _reward_cells(value: PerToken) -> tuple[str, ...]:

@@ -27,13 +27,13 @@ def main(argv: Sequence[str]) -> int:
     if any(options.run.glob("step_*_of_*.safetensors")):
         if options.step is not None:
             raise ConfigError(f"step={options.step} has no effect: {options.run} holds a single step. Leave it out.")
-        from prefrl.scripts.replay.steps import replay_dump  # imports torch, as the other below does
+        from prefrl.scripts.replay.recompute import replay_dump  # imports torch, as the other below does
 
         replay_dump(options.run, identity)
         return 0
     if options.step is None or options.step < 1:
         raise ConfigError(f"step={options.step}: must be the number of a step, 1 or more. Set --step.")
-    from prefrl.scripts.replay.steps import Replay
+    from prefrl.scripts.replay.recompute import Replay
 
     with tempfile.TemporaryDirectory() as scratch:
         Replay(options.run, identity, options.step, scratch).run()

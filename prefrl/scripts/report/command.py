@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.report.page import page
 
 __all__ = ["RunArguments", "main"]

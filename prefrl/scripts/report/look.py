@@ -19,7 +19,7 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.printable import printable
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 
 __all__ = ["LookArguments", "main"]
 

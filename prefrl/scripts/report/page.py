@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from prefrl import __version__
 from prefrl.printable import printable
-from prefrl.scripts.report.run import Point, events_of, read_run, series_of, thinned
+from prefrl.scripts.report.record import Point, events_of, read_run, series_of, thinned
 
 __all__ = ["page", "histograms_of", "side_by_side"]
 
@@ -163,7 +163,7 @@ _BINS = 20
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownCompletion:
     """A completion, with texts that are safe to show."""
 
     group: int
@@ -182,7 +182,7 @@ class SideBySide:
 
     title: str
     columns: tuple[str, str]
-    pairs: list[tuple[Sample, Sample]]
+    pairs: list[tuple[ShownCompletion, ShownCompletion]]
 
 
 @dataclass(frozen=True)
@@ -266,15 +266,17 @@ def _histograms(name: str, of_steps: Sequence[tuple[int, list[float]]]) -> list[
     return rows
 
 
-def _shared(title: str, columns: tuple[str, str], left: Iterable[Sample], right: Iterable[Sample]) -> SideBySide:
+def _shared(
+    title: str, columns: tuple[str, str], left: Iterable[ShownCompletion], right: Iterable[ShownCompletion]
+) -> SideBySide:
     """The first completions of each prompt's last group on both sides."""
     of_left, of_right = _by_prompt(left), _by_prompt(right)
     keys = [key for key in of_left if key in of_right][:_MAX_PROMPTS]
     return SideBySide(title, columns, [(of_left[key], of_right[key]) for key in keys])
 
 
-def _by_prompt(samples: Iterable[Sample]) -> dict[str, Sample]:
-    chosen: dict[str, Sample] = {}
+def _by_prompt(samples: Iterable[ShownCompletion]) -> dict[str, ShownCompletion]:
+    chosen: dict[str, ShownCompletion] = {}
     for sample in samples:
         old = chosen.get(sample.key)
         if old is None or (sample.step, sample.group) != (old.step, old.group):
@@ -283,7 +285,7 @@ def _by_prompt(samples: Iterable[Sample]) -> dict[str, Sample]:
 
 
 def _best_and_worst(folder: Path, title: str) -> SideBySide:
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[ShownCompletion]] = {}
     batches = _batches(folder)
     for sample in _samples(*batches[-1]) if batches else []:
         if math.isfinite(sample.reward):
@@ -306,7 +308,7 @@ def _batches(folder: Path) -> list[tuple[int, list[Path]]]:
     return sorted(paths.items())
 
 
-def _evaluations(folder: Path, place: int) -> list[Sample]:
+def _evaluations(folder: Path, place: int) -> list[ShownCompletion]:
     """The samples of an evaluation, those of all its datasets."""
     paths: dict[int, list[Path]] = {}
     for path in sorted((folder / "evaluations").glob("*.parquet")):
@@ -316,11 +318,11 @@ def _evaluations(folder: Path, place: int) -> list[Sample]:
     return _samples(steps[place], paths[steps[place]]) if steps else []
 
 
-def _samples(step: int, paths: Iterable[Path]) -> list[Sample]:
+def _samples(step: int, paths: Iterable[Path]) -> list[ShownCompletion]:
     return [sample for path in paths for sample in _read(step, path)]
 
 
-def _read(step: int, path: Path) -> Iterator[Sample]:
+def _read(step: int, path: Path) -> Iterator[ShownCompletion]:
     """The rows of a file, one for each rollout; none if it has been deleted meanwhile or is damaged."""
     try:
         schema = pq.read_schema(path)
@@ -335,10 +337,10 @@ def _read(step: int, path: Path) -> Iterator[Sample]:
             yield _sample(step, row, names)
 
 
-def _sample(step: int, row: Mapping[str, Any], names: Sequence[str]) -> Sample:
+def _sample(step: int, row: Mapping[str, Any], names: Sequence[str]) -> ShownCompletion:
     prompt = str(row.get("prompt", ""))
     rewards = {name: float(row[name]) for name in names if isinstance(row.get(name), int | float)}
-    return Sample(
+    return ShownCompletion(
         group=row.get("group", 0),
         key=prompt,
         prompt=_ending(prompt),

@@ -17,7 +17,7 @@ from annotated_types import Ge, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.report.command import RunArguments
 from prefrl.scripts.report.page import page
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling.sampler import Sampler, SamplingArguments, make_sampler
 
 __all__ = ["ChatArguments", "main"]

@@ -18,10 +18,10 @@ from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling.sampler import (
     RESPONSES,
-    Sample,
+    SampledText,
     SamplingArguments,
     has_messages,
     load_rows,
@@ -194,13 +194,16 @@ def _entry(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _responses(rows: Sequence[Mapping[str, Any]], options: EvalArguments) -> list[list[Sample]]:
+def _responses(rows: Sequence[Mapping[str, Any]], options: EvalArguments) -> list[list[SampledText]]:
     if options.samples:
         with Console(stderr=True).status(f"Sampling {len(rows) * options.num_generations:,} responses"):
             prompts = [row[options.prompt_column] for row in rows]
             return make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
     return [
-        [Sample(text, "stop", None) for text in _texts(number, row[options.response_column], options.response_column)]
+        [
+            SampledText(text, "stop", None)
+            for text in _texts(number, row[options.response_column], options.response_column)
+        ]
         for number, row in enumerate(rows)
     ]
 
@@ -219,7 +222,7 @@ def _texts(number: int, cell: Any, column: str) -> list[str]:
 def _scored(
     rewards: RewardRunner,
     rows: Sequence[Mapping[str, Any]],
-    responses: Sequence[Sequence[Sample]],
+    responses: Sequence[Sequence[SampledText]],
     columns: Mapping[str, Sequence[Any]],
     options: EvalArguments,
 ) -> _Scored:
@@ -266,9 +269,12 @@ def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
 
 
 def _report(
-    options: EvalArguments, rows: Sequence[Mapping[str, Any]], responses: Sequence[Sequence[Sample]], scored: _Scored
+    options: EvalArguments,
+    rows: Sequence[Mapping[str, Any]],
+    responses: Sequence[Sequence[SampledText]],
+    scored: _Scored,
 ) -> None:
-    from prefrl.scripts.sampling.metrics import ALL, default_sizes, evaluation_table, summaries
+    from prefrl.scripts.sampling.at_k import ALL, default_sizes, evaluation_table, summaries
 
     prompts = _samples(options, rows, scored)
     found = summaries(prompts, options.k or default_sizes(prompts))

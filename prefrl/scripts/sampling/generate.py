@@ -14,11 +14,11 @@ from prefrl.printable import printable
 from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
-from prefrl.scripts.command import command
+from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling.sampler import (
     RESPONSES,
-    Prompt,
     SamplingArguments,
+    TextOrMessages,
     check_output_file,
     has_messages,
     load_rows,
@@ -61,7 +61,7 @@ class GenerateArguments(SamplingArguments, ColumnArguments):
             raise ConfigError("output_file: not given. Set it to a .jsonl or .parquet file for the completions.")
         check_output_file("output_file", self.output_file)
 
-    def messages(self) -> Prompt:
+    def messages(self) -> TextOrMessages:
         """The prompt as a conversation, or as text."""
         assert self.prompt is not None
         if self.raw:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prefrl.http import Http
 
 __all__ = [
-    "Sample",
+    "SampledText",
     "Sampler",
     "SamplingArguments",
     "has_messages",
@@ -42,7 +42,7 @@ __all__ = [
     "write_rows",
 ]
 
-Prompt = str | list[dict[str, Any]]
+TextOrMessages = str | list[dict[str, Any]]
 
 _REQUEST_SECONDS = 600.0
 _REQUESTS_AT_ONCE = 32
@@ -103,7 +103,7 @@ class SamplingArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledText:
     """A completion as text."""
 
     text: str
@@ -114,12 +114,12 @@ class Sample:
 class Sampler(Protocol):
     """Samples completions of prompts."""
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+    def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
         """[P][G] completions of texts or conversations; they depend on the place of a prompt only by its seed."""
         ...
 
 
-def has_messages(prompts: Sequence[Prompt]) -> bool:
+def has_messages(prompts: Sequence[TextOrMessages]) -> bool:
     """Whether prompts need a chat template."""
     return not all(isinstance(prompt, str) for prompt in prompts)
 
@@ -162,7 +162,7 @@ class _Local:
             _check_template(self._tokenizer, name)
         self._generator = LocalGenerator(model, tokenizer=self._tokenizer, max_rows=options.batch_size)
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+    def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
         """See `Sampler`."""
         import datasets
 
@@ -178,7 +178,9 @@ class _Local:
         completions = self._generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
         return [
             [
-                Sample(str(completion_text(self._tokenizer, one.token_ids, False)), one.finish_reason, one.token_ids)
+                SampledText(
+                    str(completion_text(self._tokenizer, one.token_ids, False)), one.finish_reason, one.token_ids
+                )
                 for one in group
             ]
             for group in completions
@@ -221,7 +223,7 @@ class _Server:
         self._http: Http = Http(key=key_of_user(os.environ) if is_here else os.environ.get(KEY_VARIABLE))
         self._model = options.model_name_or_path or self._first_model()
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+    def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
         """See `Sampler`."""
         from prefrl.http import HttpError
 
@@ -230,11 +232,11 @@ class _Server:
         except HttpError as error:
             raise GenerationError(f"server={self._url!r}: {error}") from error
 
-    async def _sample_all(self, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+    async def _sample_all(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
         slots = asyncio.Semaphore(_REQUESTS_AT_ONCE)
         return list(await asyncio.gather(*(self._sample(slots, i, prompt) for i, prompt in enumerate(prompts))))
 
-    async def _sample(self, slots: asyncio.Semaphore, number: int, prompt: Prompt) -> list[Sample]:
+    async def _sample(self, slots: asyncio.Semaphore, number: int, prompt: TextOrMessages) -> list[SampledText]:
         from prefrl.rollout.collect import prompt_seed
 
         params = self._options.params()
@@ -280,9 +282,9 @@ class _Server:
             ) from error
 
 
-def _sample_of(choice: Any) -> Sample:
+def _sample_of(choice: Any) -> SampledText:
     text = choice["message"]["content"] if "message" in choice else choice["text"]
-    return Sample(text or "", str(choice.get("finish_reason")), None)
+    return SampledText(text or "", str(choice.get("finish_reason")), None)
 
 
 RESPONSES = "responses"  # the column of a file that holds the responses of each row

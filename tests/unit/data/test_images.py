@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from prefrl.data.collate import batch_of, parts_of, preference_batch, reward_batch, sft_batch, unpaired_batch
+from prefrl.data.collate import batch_of, parts_of_batch, preference_batch, reward_batch, sft_batch, unpaired_batch
 from prefrl.data.images import ImageReader, file_bytes, with_named_images
 from prefrl.data.packing import pack_prepared
 from prefrl.data.preference import prepare_preference_dataset, prepare_reward_dataset, prepare_unpaired_dataset
@@ -263,12 +263,12 @@ def test_a_batch_with_images_is_the_same_once_it_was_written(llava):
     row = {"prompt": [USER], "chosen": [RED], "rejected": [BLUE], "images": [image()]}
     plain = {**row, "images": []}
     batch = preference_batch(attached(llava, prepare_preference_dataset(rows(row, plain), llava, **OPTIONS)))
-    tensors, host = parts_of(batch, "x.")
+    tensors, host = parts_of_batch(batch, "x.")
     again = batch_of(type(batch), host, tensors, "x.")
     assert again.images[1] is None
     assert again.images[0].runs == batch.images[0].runs
     assert torch.equal(again.images[0].inputs["pixel_values"], batch.images[0].inputs["pixel_values"])
-    assert isinstance(batch_of(type(batch), *reversed(parts_of(batch.select([2, 3]), "")), ""), TokenBatch)
+    assert isinstance(batch_of(type(batch), *reversed(parts_of_batch(batch.select([2, 3]), "")), ""), TokenBatch)
 
 
 def test_an_image_as_the_bytes_of_a_file(tmp_path):

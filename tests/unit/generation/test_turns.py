@@ -13,7 +13,7 @@ from prefrl.errors import GenerationError
 from prefrl.generation.base import Home, SamplingParams
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.generation.vllm.pending import MAX_RECOVERIES, Done, Failed, Lost, Outcome, VLLMTurns
-from prefrl.generation.vllm.requests import Prompt
+from prefrl.generation.vllm.requests import PromptRequest
 from prefrl.types import Completion
 from tests.patience import PATIENCE, wait_until
 
@@ -186,12 +186,12 @@ class Script:
     longest_silence = 1.0
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Prompt, Callable[[Outcome], None], bool]] = []
+        self.asked: list[tuple[PromptRequest, Callable[[Outcome], None], bool]] = []
         self.works: list[Future[None]] = []
         self.num_recoveries = 0
 
     def submit(
-        self, prompts: Sequence[Prompt], report: Callable[[Outcome], None], *, checks: bool = True
+        self, prompts: Sequence[PromptRequest], report: Callable[[Outcome], None], *, checks: bool = True
     ) -> Future[None]:
         self.asked += [(prompt, report, checks) for prompt in prompts]
         self.works.append(Future())

@@ -14,14 +14,14 @@ from prefrl.generation.vllm import asker as code
 from prefrl.generation.vllm.asker import Balance, ServerAsker
 from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
-from prefrl.generation.vllm.requests import Aborted, Prompt
+from prefrl.generation.vllm.requests import Aborted, PromptRequest
 from prefrl.http import Overdue, Refused, Unreachable
 from tests.patience import PATIENCE, wait_until
 from tests.unit.generation.scripted import A, B, ScriptedHttp
 
 GENERATE = "/inference/v1/generate"
 OURS = "run:3"
-PROMPT = Prompt(0, [1, 2], 7, SamplingParams(num_samples=1, max_tokens=2), 3)
+PROMPT = PromptRequest(0, [1, 2], 7, SamplingParams(num_samples=1, max_tokens=2), 3)
 
 
 def completion(json: Any, version: str = OURS) -> Any:

@@ -21,10 +21,10 @@ from prefrl.generation.vllm.requests import (
     Expected,
     Guided,
     OtherWeights,
-    Prompt,
+    PromptRequest,
     answer_limit,
-    check_prompts,
     check_sampling,
+    check_token_prompts,
     completions_of,
     request_body,
     version_name,
@@ -34,12 +34,12 @@ from prefrl.types import Completion, Images
 EXPECTED = Expected(request_id="r7", run="run", vocab_size=10, stop_ids=frozenset({1, 2}), is_guided=False)
 
 
-def answered(answer: Any, asked: Prompt, expected: Expected) -> list[Completion]:
+def answered(answer: Any, asked: PromptRequest, expected: Expected) -> list[Completion]:
     return completions_of(answer, asked, expected, newest_step=7)
 
 
-def prompt(**changes: Any) -> Prompt:
-    return Prompt(0, [5, 6], 40, SamplingParams(**{"num_samples": 2, "max_tokens": 3} | changes), 6)
+def prompt(**changes: Any) -> PromptRequest:
+    return PromptRequest(0, [5, 6], 40, SamplingParams(**{"num_samples": 2, "max_tokens": 3} | changes), 6)
 
 
 def choice(index: int, tokens: list[int], reason: str, *spans: tuple[str, int, int]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def answer() -> dict[str, Any]:
     }
 
 
-def body(asked: Prompt, guided: Guided | None = None) -> dict[str, Any]:
+def body(asked: PromptRequest, guided: Guided | None = None) -> dict[str, Any]:
     return request_body(asked, EXPECTED, model="tiny", salt="run:6", guided=guided)
 
 
@@ -87,11 +87,11 @@ def test_the_request_says_everything_that_decides_a_sample() -> None:
     }
 
 
-def with_image() -> Prompt:
+def with_image() -> PromptRequest:
     """Token 5 stands for an image, and becomes three tokens."""
     picture = Image.new("RGB", (2, 1), (250, 10, 20))
     images = Images({}, ((0, 3),), pictures=(picture,), unexpanded_ids=(5, 6))
-    return Prompt(0, [5, 5, 5, 6], 40, SamplingParams(num_samples=2, max_tokens=3), 6, images=images)
+    return PromptRequest(0, [5, 5, 5, 6], 40, SamplingParams(num_samples=2, max_tokens=3), 6, images=images)
 
 
 def test_images_are_sent_without_loss_with_one_placeholder_for_each() -> None:
@@ -127,7 +127,7 @@ def test_what_is_switched_off_is_0_and_greedy_samples_are_asked_for_once() -> No
 
 
 def test_a_seed_leaves_room_for_those_of_all_samples() -> None:
-    asked = Prompt(0, [5], 2**63 - 1, SamplingParams(num_samples=4, max_tokens=3), 6)
+    asked = PromptRequest(0, [5], 2**63 - 1, SamplingParams(num_samples=4, max_tokens=3), 6)
     seed = body(asked)["sampling_params"]["seed"]
     assert seed == 2**62 - 1
     assert seed + 4 < 2**63
@@ -311,8 +311,8 @@ def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
 
 
 def test_prompts_have_to_fit_with_their_completions() -> None:
-    check_prompts([[1] * 6, [1]], 4, 10)
+    check_token_prompts([[1] * 6, [1]], 4, 10)
     with pytest.raises(GenerationError, match="prompt 1 has 7 tokens and max_tokens=4: together must be at most 10"):
-        check_prompts([[1], [1] * 7], 4, 10)
+        check_token_prompts([[1], [1] * 7], 4, 10)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
-        check_prompts([[]], 4, 10)
+        check_token_prompts([[]], 4, 10)

@@ -8,7 +8,7 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.generation.vllm.client import VLLMGenerator
-from prefrl.generation.vllm.handshake import Requirements, check_url
+from prefrl.generation.vllm.handshake import Requirements, check_server_url
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
 from tests.assets import tiny_model, tiny_tokenizer
@@ -39,8 +39,8 @@ def test_requirements_are_those_of_the_text_model() -> None:
 
 
 def test_a_url_loses_the_slash_at_its_end() -> None:
-    assert check_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000"
-    assert check_url("https://[::1]:8000") == "https://[::1]:8000"
+    assert check_server_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000"
+    assert check_server_url("https://[::1]:8000") == "https://[::1]:8000"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_url_loses_the_slash_at_its_end() -> None:
 )
 def test_what_is_no_base_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"must look like http://127\.0\.0\.1:8000"):
-        check_url(url)
+        check_server_url(url)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.errors import RewardError
-from prefrl.rewards import RewardRunner, guard
+from prefrl.rewards import RewardRunner, confinement
 from tests.patience import PATIENCE, before_a_deadline
 
 
@@ -75,7 +75,7 @@ def _run(reward: Callable[..., Any], timeout: float) -> int:
 
 def main() -> None:
     """Write what each case prints into a folder, and print the exit codes."""
-    guard._GRACE_S = 0.5
+    confinement._GRACE_S = 0.5
     folder = Path(sys.argv[1])
     codes = {reward.__name__: _end_of(reward, folder / reward.__name__) for reward in CASES}
     print(json.dumps(codes))

@@ -12,7 +12,7 @@ import pytest
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import LabelModel, PairwiseModel, RewardRunner, ScoreModel, get_judge_reward
-from prefrl.rewards.graders import chat
+from prefrl.rewards.graders import endpoint as chat
 from prefrl.rewards.runner import reward_fingerprint
 from tests.unit.rewards.endpoint import Endpoint, said
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from prefrl.errors import RewardError
-from prefrl.rewards import RewardRunner, RewardScores, guard
-from prefrl.rewards.guard import own_randomness
+from prefrl.rewards import RewardRunner, RewardScores, confinement
+from prefrl.rewards.confinement import own_randomness
 from tests.patience import PATIENCE, before_a_deadline, wait_until
 from tests.unit.rewards import hostile_worker
 
@@ -95,7 +95,7 @@ def test_a_plain_function_may_use_signals_and_is_interrupted() -> None:
 
 
 def test_a_function_that_swallows_its_deadline_gets_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_REPEAT_S", 0.1)
+    monkeypatch.setattr(confinement, "_REPEAT_S", 0.1)
 
     def stubborn(completions: list[str]) -> list[float]:
         try:
@@ -139,7 +139,7 @@ def test_a_signal_that_comes_late_does_not_touch_the_next_call() -> None:
 def test_a_line_is_logged_when_a_reward_takes_long(
     timeout: float | None, limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guard, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(confinement, "_SILENCE_S", 0.05)
 
     def lines() -> list[str]:
         """Without those of a function that stalls, but is not slow."""

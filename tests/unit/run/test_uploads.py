@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import find_last, publish, rotate, staging_folder
 from prefrl.run.seal import MANIFEST, manifest_of, problem_of, text_of
-from prefrl.run.uploads import Place, Uploads, check_url, fetch
+from prefrl.run.uploads import Place, Uploads, check_place, fetch
 from tests.contract.survival_worker import forked
 from tests.patience import PATIENCE
 
@@ -166,7 +166,7 @@ def test_a_seal_that_names_files_elsewhere_is_refused(name: str, tmp_path: Path,
 )
 def test_a_place_that_fsspec_does_not_know_is_refused(url: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_url("upload_to", url)
+        check_place("upload_to", url)
 
 
 def test_uploads_are_tried_again_and_what_fails_is_told(

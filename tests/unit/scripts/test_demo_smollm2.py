@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from prefrl.scripts.demo.smollm2 import gives_number, is_right, make_questions
+from prefrl.scripts.demo.smollm2 import gives_number, is_right, make_chat_questions
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_the_reward_is_highest_for_the_number_alone(text: str, expected: float) 
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
-    train, held_out = make_questions(0)
+    train, held_out = make_chat_questions(0)
     asked = [{row["prompt"][0]["content"] for row in rows} for rows in (train, held_out)]
     assert not asked[0] & asked[1]
     assert list(map(len, asked)) == [28 * 28 - 48, 48]

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from prefrl.rewards.at_k import PromptSamples
-from prefrl.scripts.sampling.metrics import Estimate, default_sizes, evaluation_table, summaries
+from prefrl.scripts.sampling.at_k import MeanWithInterval, default_sizes, evaluation_table, summaries
 
 # Two prompts of one source with 1 of 2 and 2 of 2 correct, and one of another with 0 of 1.
 PROMPTS = [
@@ -18,8 +18,8 @@ PROMPTS = [
 ]
 
 
-def value(found: int | Estimate) -> float:
-    assert isinstance(found, Estimate)
+def value(found: int | MeanWithInterval) -> float:
+    assert isinstance(found, MeanWithInterval)
     assert found.low <= found.value <= found.high
     return found.value
 
@@ -46,7 +46,7 @@ def test_a_prompt_without_a_reward_is_left_out() -> None:
 
 def test_the_interval_of_rewards_outside_0_and_1_may_leave_this_range() -> None:
     found = summaries([PromptSamples("", (r,), (False,)) for r in (-5.0, -3.0, -4.0)], [1])["all"]["reward"]
-    assert isinstance(found, Estimate)
+    assert isinstance(found, MeanWithInterval)
     assert -5 <= found.low < -4 < found.high <= -3
 
 

@@ -22,7 +22,7 @@ from prefrl.rollout.journal import Entry, write_entry
 from prefrl.run.records import Identity, record_start, write_identity
 from prefrl.scripts.main import main
 from prefrl.scripts.report.page import histograms_of, page, side_by_side
-from prefrl.scripts.report.run import events_of, read_run, thinned
+from prefrl.scripts.report.record import events_of, read_run, thinned
 from prefrl.scripts.report.watch import LivePage, serve
 from prefrl.types import Completion, Rollout, Turn
 from tests.patience import PATIENCE

@@ -8,22 +8,22 @@ from collections.abc import Iterable, Mapping
 from prefrl.scripts.migrate.foreign.cosmos_rl import COSMOS_RL
 from prefrl.scripts.migrate.foreign.ludwig import LUDWIG
 from prefrl.scripts.migrate.foreign.others import AXOLOTL, OTHERS
-from prefrl.scripts.migrate.foreign.row import Row
+from prefrl.scripts.migrate.foreign.row import Counterpart
 from prefrl.scripts.migrate.foreign.trl import TRANSFORMERS, TRL
 from prefrl.scripts.migrate.foreign.verl import VERL
 from prefrl.scripts.migrate.foreign.verl_sft import VERL_SFT
 
-__all__ = ["LIBRARIES", "Row", "foreign_text", "row_of"]
+__all__ = ["LIBRARIES", "Counterpart", "foreign_text", "row_of"]
 
 # Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
-LIBRARIES: dict[str, Mapping[str, Row]] = {
+LIBRARIES: dict[str, Mapping[str, Counterpart]] = {
     **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},
     **{"verl's SFT trainer": VERL_SFT, "Ludwig": LUDWIG, "axolotl": AXOLOTL},
     **{"transformers": TRANSFORMERS, "others": OTHERS},
 }
 
 
-def row_of(rows: Mapping[str, Row], name: str) -> Row | None:
+def row_of(rows: Mapping[str, Counterpart], name: str) -> Counterpart | None:
     """The row of a name: its own, or that of a section that contains it.
 
     Args:
@@ -43,7 +43,7 @@ def foreign_text() -> str:
     return _object(libraries) + "\n"
 
 
-def _told(row: Row) -> str:
+def _told(row: Counterpart) -> str:
     return json.dumps([row.options[0] if row.options else "", row.says])
 
 

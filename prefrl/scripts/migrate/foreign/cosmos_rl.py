@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefrl.scripts.migrate.foreign.row import (
-    Row,
+    Counterpart,
     asked,
     becomes,
     column,
@@ -45,12 +45,12 @@ def _split(value: Any) -> Mapping[str, Any]:
     return {"dataset_train_split": value if isinstance(value, str) else "+".join(value)} if value else {}
 
 
-def _flag(option: str, value: Any) -> Row:
+def _flag(option: str, value: Any) -> Counterpart:
     """A switch that sets an option to a value."""
     return becomes(f"{option}={value!r}", lambda given: {option: value} if given else {}, option)
 
 
-_POLICY: dict[str, Row] = {
+_POLICY: dict[str, Counterpart] = {
     "type": becomes("the command: prefrl sft or prefrl grpo", lambda value: {}),
     "variant": becomes(
         "dapo: dynamic_sampling=True; gspo: importance_sampling_level='sequence'", lambda value: _VARIANTS[value]
@@ -119,7 +119,7 @@ _POLICY: dict[str, Row] = {
     "rollout_as_token_ids": not_needed("token ids are never decoded and encoded again"),
     "balance_dp_token": not_needed("losses are divided by the count of all processes"),
 }
-_TRAIN: dict[str, Row] = {
+_TRAIN: dict[str, Counterpart] = {
     "resume": becomes(
         "resume_from_checkpoint",
         lambda value: {"resume_from_checkpoint": value if isinstance(value, str) else "auto"} if value else {},
@@ -201,7 +201,7 @@ _TRAIN: dict[str, Row] = {
     "validation_freq": renamed("eval_steps"),
     "validation_step": renamed("eval_steps"),
 }
-_LORA: dict[str, Row] = {
+_LORA: dict[str, Counterpart] = {
     "r": becomes("lora_r with use_peft=True", lambda value: {"use_peft": True, "lora_r": value}, "lora_r"),
     "target_modules": layers(),
     "modules_to_save": renamed("lora_modules_to_save"),
@@ -211,7 +211,7 @@ _LORA: dict[str, Row] = {
         "lora_init", lambda value: {} if value is True else {"lora_init": value}, "lora_init"
     ),
 }
-_ROLLOUT: dict[str, Row] = {
+_ROLLOUT: dict[str, Counterpart] = {
     "max_response_length": renamed("max_completion_length"),
     "n_generation": renamed("num_generations"),
     "sampling_config.temperature": renamed("temperature"),
@@ -242,7 +242,7 @@ _SECTIONS = {
     "policy.lora": _LORA,
     "rollout": _ROLLOUT,
 }
-COSMOS_RL: dict[str, Row] = {
+COSMOS_RL: dict[str, Counterpart] = {
     **{f"{section}.{name}": row for section, rows in _SECTIONS.items() for name, row in rows.items()},
     "train.train_policy.temperature": not_needed("the temperature of sampling is that of the loss"),
     "policy.model_gradient_checkpointing": renamed("gradient_checkpointing"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefrl.scripts.migrate.foreign.others import OTHERS
 from prefrl.scripts.migrate.foreign.row import (
-    Row,
+    Counterpart,
     asked,
     becomes,
     column,
@@ -25,7 +25,7 @@ __all__ = ["DEFAULTS", "LUDWIG", "LUDWIG_KEYS"]
 
 _ENCODERS = "there are no multi-input encoders; a vision-language model reads images, see docs/images.md"
 
-LUDWIG: dict[str, Row] = {
+LUDWIG: dict[str, Counterpart] = {
     "epochs": renamed("num_train_epochs"),
     "train_steps": renamed("max_steps"),
     "use_mixed_precision": becomes("bf16=True", lambda value: {"bf16": True} if value else {}, "bf16"),
@@ -82,7 +82,7 @@ _SCHEDULE = (
 _PROFILER = ("wait", "warmup", "active", "skip_first")
 
 
-def _number_or_auto(option: str, auto: str) -> Row:
+def _number_or_auto(option: str, auto: str) -> Counterpart:
     def convert(value: Any) -> dict[str, Any]:
         if value == "auto":
             raise ValueError(auto)
@@ -91,7 +91,7 @@ def _number_or_auto(option: str, auto: str) -> Row:
     return becomes(option, convert, option)
 
 
-_TRAINER: dict[str, Row] = {
+_TRAINER: dict[str, Counterpart] = {
     **OTHERS,
     **LUDWIG,
     "type": together("the command: sft for finetune, or dpo, kto, orpo and grpo"),
@@ -127,7 +127,7 @@ _TRAINER: dict[str, Row] = {
 }
 _SECTIONS = ("learning_rate_scheduler", "gradient_clipping")  # keys of `trainer` may stand in them, too
 _SPLIT = "name the rows, such as dataset_train_split: train[:80%] and dataset_test_split: train[80%:]"
-LUDWIG_KEYS: dict[str, Row] = {
+LUDWIG_KEYS: dict[str, Counterpart] = {
     **{f"trainer.{section}.{name}": row for section in _SECTIONS for name, row in OTHERS.items()},
     **{f"trainer.{name}": row for name, row in _TRAINER.items()},
     "model_type": together("the command"),

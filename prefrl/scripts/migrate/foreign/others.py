@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from prefrl.scripts.migrate.foreign.row import Row, if_set, instead, not_needed, not_there, renamed
+from prefrl.scripts.migrate.foreign.row import Counterpart, if_set, instead, not_needed, not_there, renamed
 
 __all__ = ["AXOLOTL", "OTHERS"]
 
-AXOLOTL: dict[str, Row] = {
+AXOLOTL: dict[str, Counterpart] = {
     "base_model": renamed("model_name_or_path"),
     "sequence_len": renamed("max_length"),
     "micro_batch_size": renamed("per_device_train_batch_size"),
@@ -38,7 +38,7 @@ AXOLOTL: dict[str, Row] = {
 }
 
 
-OTHERS: dict[str, Row] = {
+OTHERS: dict[str, Counterpart] = {
     **dict.fromkeys(
         ("model", "model_name", "model_path", "pretrained_model_name_or_path"), renamed("model_name_or_path")
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefrl.scripts.migrate.foreign.row import Row, aside, becomes, not_needed, not_there, renamed, server
+from prefrl.scripts.migrate.foreign.row import Counterpart, aside, becomes, not_needed, not_there, renamed, server
 
 __all__ = [
     "DEFAULTS",
@@ -39,7 +39,7 @@ def _server_mode(mode: Any) -> Mapping[str, Any]:
 
 
 # Options of configs and of the command line.
-TRL: dict[str, Row] = {
+TRL: dict[str, Counterpart] = {
     "padding_free": not_needed(_NO_PADDING),
     "pad_to_multiple_of": not_needed(_NO_PADDING),
     "padding_value": not_needed(_NO_PADDING),
@@ -52,7 +52,7 @@ TRL: dict[str, Row] = {
     "use_transformers_continuous_batching": not_needed(_LOCAL),
     "transformers_continuous_batching_config": not_needed(_LOCAL),
     "use_transformers_paged": not_needed(_LOCAL),
-    "vllm_mode": Row(
+    "vllm_mode": Counterpart(
         "server",
         "completions come from a server on GPUs of its own, for 'colocate' too; without one, set use_vllm=False",
         convert=_server_mode,
@@ -179,8 +179,8 @@ def _warmup(ratio: Any) -> Mapping[str, Any]:
     return {"warmup_steps": ratio}
 
 
-TRANSFORMERS: dict[str, Row] = {
-    "warmup_ratio": Row("renamed", "warmup_steps", ("warmup_steps",), _warmup),
+TRANSFORMERS: dict[str, Counterpart] = {
+    "warmup_ratio": Counterpart("renamed", "warmup_steps", ("warmup_steps",), _warmup),
     "evaluation_strategy": renamed("eval_strategy"),
     "per_gpu_train_batch_size": renamed("per_device_train_batch_size"),
     "per_gpu_eval_batch_size": renamed("per_device_eval_batch_size"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefrl.scripts.migrate.foreign.row import (
-    Row,
+    Counterpart,
     asked,
     becomes,
     column,
@@ -108,7 +108,7 @@ def _overridden(value: Any) -> Mapping[str, Any]:
     return {"model_init_kwargs": options} if options else {}
 
 
-_DATA: dict[str, Row] = {
+_DATA: dict[str, Counterpart] = {
     "train_files": becomes("dataset_name, or several paths in datasets", _files, "dataset_name"),
     "val_files": together(
         "datasets: [{path: parquet, data_files: {train: ..., test: ...}}] with train_files", "datasets"
@@ -143,7 +143,7 @@ _DATA: dict[str, Row] = {
     "sampler": instead(_PYTHON + ", in the order that you want, with shuffle_dataset=False"),
     "datagen": instead(_PYTHON),
 }
-_MODEL: dict[str, Row] = {
+_MODEL: dict[str, Counterpart] = {
     "path": renamed("model_name_or_path"),
     "enable_gradient_checkpointing": renamed("gradient_checkpointing"),
     "enable_activation_offload": renamed("activation_offloading"),
@@ -159,7 +159,7 @@ _MODEL: dict[str, Row] = {
     "external_lib": instead("import it in a script of your own"),
     "use_shm": not_needed("weights are memory-mapped"),
 }
-_ACTOR: dict[str, Row] = {
+_ACTOR: dict[str, Counterpart] = {
     "strategy": together("accelerate_config='fsdp2' on several processes"),
     "fsdp_config": instead(LAUNCH),
     "megatron": not_there(
@@ -274,7 +274,7 @@ _ACTOR: dict[str, Row] = {
     ),
     "profiler": instead("use profile=True and profile_kwargs; see docs/profiling.md"),
 }
-_ROLLOUT: dict[str, Row] = {
+_ROLLOUT: dict[str, Counterpart] = {
     "name": becomes(
         "use_vllm, False for hf; SGLang is not supported",
         lambda value: {"use_vllm": {"vllm": True, "hf": False}[value]},
@@ -325,7 +325,7 @@ _ROLLOUT: dict[str, Row] = {
     "multi_turn": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
     "agent": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
 }
-_CRITIC: dict[str, Row] = {
+_CRITIC: dict[str, Counterpart] = {
     "optim.lr": renamed("critic_learning_rate"),
     "optim.weight_decay": renamed("critic_optim_kwargs", "weight_decay"),
     "optim.betas": becomes(
@@ -346,7 +346,7 @@ _CRITIC: dict[str, Row] = {
     "model.path": together("critic='model'; in Python, value_model is another model than the policy's", "critic"),
     "model": not_needed("a critic is loaded and partitioned like the policy"),
 }
-_REWARD: dict[str, Row] = {
+_REWARD: dict[str, Counterpart] = {
     "enable": not_needed("a reward model is on if it is given"),
     "model.path": renamed("reward_model_name_or_path"),
     "model.input_tokenizer": not_needed("messages get the chat template of the reward model"),
@@ -364,7 +364,7 @@ _REWARD: dict[str, Row] = {
     "sandbox_fusion": instead("use prefrl.rewards.get_code_reward, which runs code in a sandbox"),
     "launch_reward_fn_async": not_needed("write the reward as an async function"),
 }
-_ALGORITHM: dict[str, Row] = {
+_ALGORITHM: dict[str, Counterpart] = {
     "adv_estimator": becomes(
         "the command: ppo for gae, grpo, rloo, reinforce_plus_plus; others are advantage_estimator",
         lambda value: _ESTIMATORS[value],
@@ -384,7 +384,7 @@ _ALGORITHM: dict[str, Row] = {
     "pf_ppo.reweight_method": renamed("rollout_selection"),
     "pf_ppo.weight_pow": renamed("selection_kwargs", "power"),
 }
-_TRAINER: dict[str, Row] = {
+_TRAINER: dict[str, Counterpart] = {
     "total_epochs": renamed("num_train_epochs"),
     "total_training_steps": if_set("max_steps"),
     "project_name": renamed("project"),
@@ -434,7 +434,7 @@ _SECTIONS = {
     "algorithm": _ALGORITHM,
     "trainer": _TRAINER,
 }
-VERL: dict[str, Row] = {
+VERL: dict[str, Counterpart] = {
     **{f"{section}.{name}": row for section, rows in _SECTIONS.items() for name, row in rows.items()},
     "trainer.critic_warmup": renamed("critic_warmup"),
     "actor_rollout_ref.hybrid_engine": not_needed("the sampler is a server, or the training process"),

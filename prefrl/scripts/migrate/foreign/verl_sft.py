@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefrl.scripts.migrate.foreign.row import (
-    Row,
+    Counterpart,
     asked,
     becomes,
     column,
@@ -26,7 +26,7 @@ _ACTOR = "actor_rollout_ref.actor."
 _SHARED = {
     name.removeprefix(_ACTOR): row for name, row in VERL.items() if name.startswith((_ACTOR, "data.", "trainer."))
 }
-_DATA: dict[str, Row] = {
+_DATA: dict[str, Counterpart] = {
     "train_batch_size": together("gradient_accumulation_steps, times processes and per_device_train_batch_size"),
     "micro_batch_size": together("per_device_train_batch_size, of one process", "per_device_train_batch_size"),
     "micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
@@ -47,7 +47,7 @@ _DATA: dict[str, Row] = {
     "pad_mode": not_needed(_PADDING),
     "ignore_input_ids_mismatch": not_needed("conversations are tokenized as a whole"),
 }
-_MODEL: dict[str, Row] = {
+_MODEL: dict[str, Counterpart] = {
     "partial_pretrain": renamed("model_name_or_path"),
     "path": renamed("model_name_or_path"),
     "fsdp_config.model_dtype": asked(
@@ -60,7 +60,7 @@ _MODEL: dict[str, Row] = {
         for name in ("external_lib", "enable_gradient_checkpointing", "lora_rank", "target_modules", "use_liger")
     },
 }
-VERL_SFT: dict[str, Row] = {
+VERL_SFT: dict[str, Counterpart] = {
     **{name: row for name, row in _SHARED.items() if name.startswith(("data.", "optim", "checkpoint", "trainer."))},
     **{f"data.{name}": row for name, row in _DATA.items()},
     **{f"model.{name}": row for name, row in _MODEL.items()},

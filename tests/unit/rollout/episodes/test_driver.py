@@ -19,7 +19,7 @@ from prefrl import DataError, Environment, EpisodeError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.turns import LocalTurns
 from prefrl.generation.vllm.pending import Done, Lost, VLLMTurns
-from prefrl.generation.vllm.requests import Prompt
+from prefrl.generation.vllm.requests import PromptRequest
 from prefrl.rollout.episodes import driver
 from prefrl.rollout.episodes.driver import EpisodeSampler, EpisodesPending
 from prefrl.types import Rollout
@@ -321,7 +321,7 @@ class Flaky:
     def submit(self, prompts: Any, report: Any, *, checks: bool = True) -> Future[None]:
         return self._thread.submit(lambda: [self._answer(prompt, report) for prompt in prompts] and None)
 
-    def _answer(self, prompt: Prompt, report: Any) -> None:
+    def _answer(self, prompt: PromptRequest, report: Any) -> None:
         is_new = prompt.seed not in self._sent
         self._sent.add(prompt.seed)
         if is_new and prompt.seed % 3 == 0:

@@ -13,10 +13,10 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.arguments.dataset_columns import SHAPING
-from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of
-from prefrl.scripts.migrate.foreign import Row, row_of
+from prefrl.scripts.migrate.edits import Migrated, converted, every_option, option_names_of
+from prefrl.scripts.migrate.foreign import Counterpart, row_of
 
-__all__ = ["Values", "library_of", "of_command", "of_toml", "of_yaml", "Run"]
+__all__ = ["Values", "library_of", "of_command", "of_toml", "of_yaml", "ForeignRun"]
 
 Values = dict[str, tuple[int, Any]]  # path of keys -> line number and value
 
@@ -229,7 +229,7 @@ _OF_ONE_DATASET = {  # and their names in an entry of `datasets`
 }
 
 
-class Run:
+class ForeignRun:
     """The options that the values of a run become.
 
     Args:
@@ -238,7 +238,7 @@ class Run:
         options: Options to begin with: what the library does if a value is not given.
     """
 
-    def __init__(self, values: Values, rows: Mapping[str, Row], options: Mapping[str, Any]) -> None:
+    def __init__(self, values: Values, rows: Mapping[str, Counterpart], options: Mapping[str, Any]) -> None:
         self.values, self.rows, self.options = values, rows, dict(options)
         self._defaults = frozenset(options)
         self.changes: list[tuple[int, str]] = []
@@ -335,7 +335,7 @@ class Run:
         else:
             self._take(path, line, value, row)
 
-    def _leave_out(self, path: str, line: int, value: Any, row: Row) -> None:
+    def _leave_out(self, path: str, line: int, value: Any, row: Counterpart) -> None:
         """A key that is not needed, or that switches something off: its row may know an option for that."""
         options = None if row.convert is None or value is None else converted(row, value)
         if isinstance(options, str) or not options:
@@ -343,7 +343,7 @@ class Run:
         else:
             self._take(path, line, value, row)
 
-    def _take(self, path: str, line: int, value: Any, row: Row) -> None:
+    def _take(self, path: str, line: int, value: Any, row: Counterpart) -> None:
         options = converted(row, value)
         if isinstance(options, str):
             self.open.append((line, f"{path}: {options}"))
@@ -367,7 +367,7 @@ class Run:
             shards_weights: Whether several processes share one copy of the weights.
         """
         self._leave_out_what_has_no_effect()
-        known = options_of(command)
+        known = option_names_of(command)
         for name in [name for name in self.options if name not in known]:
             value = self.options.pop(name)
             notes = self.changes if _is_off(value) or name in self._defaults else self.open

@@ -13,7 +13,7 @@ from prefrl.optional import require
 from prefrl.options.suggest import nearest
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.call import is_async
-from prefrl.rewards.graders.template import Template, check_column, fill_rows, prompt_text
+from prefrl.rewards.graders.template import Template, check_column, fill_rows, joined_prompt
 
 __all__ = ["StringCheck", "TextSimilarity", "PythonGrader"]
 
@@ -258,5 +258,5 @@ class PythonGrader(Grader):
         if "completion" in self._parameters:
             values["completion"] = completion_text(completions[i])
         if "prompt" in self._parameters and prompts is not None:
-            values["prompt"] = prompt_text(prompts[i])
+            values["prompt"] = joined_prompt(prompts[i])
         return values

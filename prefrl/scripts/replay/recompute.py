@@ -37,7 +37,7 @@ from prefrl.trainer.step_dump import DumpedBatch, read_dump
 if TYPE_CHECKING:
     from prefrl.types import TokenBatch
 
-__all__ = ["config_of", "replay_dump", "Replay"]
+__all__ = ["config_of_run", "replay_dump", "Replay"]
 
 # What a replay does in another way than the run: it writes nothing, asks nobody, runs in one process, and goes on
 # where the run would have stopped. None of it decides the updates.
@@ -84,7 +84,7 @@ _OTHERWISE: dict[str, Any] = {
 }
 
 
-def config_of(folder: Path, algorithm: str, scratch: str) -> Any:
+def config_of_run(folder: Path, algorithm: str, scratch: str) -> Any:
     """The config that a run has left in a folder, changed to what a replay does in another way."""
     values = json.loads((folder / "training_args.json").read_text(encoding="utf-8"))
     config_class = REGISTRY[algorithm].load_config()
@@ -156,7 +156,7 @@ def replay_dump(folder: Path, identity: Identity) -> None:
 
 def _trainer(folder: Path, identity: Identity, scratch: str) -> Any:
     algorithm = REGISTRY[str(identity.decisive["algorithm"])]
-    config = config_of(folder, algorithm.name, scratch)
+    config = config_of_run(folder, algorithm.name, scratch)
     rewards = identity.decisive.get("rewards")
     extra: dict[str, Any] = {"eval_dataset": {}}  # the step has its rows
     if rewards is not None:
@@ -245,7 +245,7 @@ class Replay:
         self.folder, self.identity, self.step = folder, identity, step
         self.algorithm = str(identity.decisive["algorithm"])
         self.checkpoint = self._checkpoint()
-        self.config = config_of(self.checkpoint, self.algorithm, scratch)
+        self.config = config_of_run(self.checkpoint, self.algorithm, scratch)
         if not isinstance(self.config, OnlineConfig):
             raise ConfigError(
                 f"run={str(folder)!r}: {self.algorithm} learns from a dataset, which the folder does not hold. Only "

@@ -19,18 +19,18 @@ from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
 from prefrl.rewards.runner import RewardRunner
-from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
-from prefrl.scripts.checkup.processes import check_processes
-from prefrl.scripts.checkup.resources import check_memory, check_resources
-from prefrl.scripts.checkup.rows import (
+from prefrl.scripts.checkup.dataset import (
     UNLIMITED,
     Batches,
-    check_columns,
+    check_dataset_columns,
     check_rows,
-    first_rows,
+    rows_in_memory,
     show_rows,
     try_rewards,
 )
+from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
+from prefrl.scripts.checkup.parallel import check_parallelism
+from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
@@ -103,7 +103,7 @@ def check_before(
         with subject.naming_dataset(ConfigError):
             RewardRunner(functions).check_columns(column_names(dataset))
     for number, part in enumerate((dataset, eval_dataset)):
-        rows = first_rows(part, _FEW_ROWS)
+        rows = rows_in_memory(part, _FEW_ROWS)
         if rows is None or not len(rows):
             continue
         # The trainer warns of the whole dataset.
@@ -138,7 +138,7 @@ def checkup_of(
     raw = rows = None
     with checkup.section("Data"):
         raw, evaluated = datasets_of(script, config)
-        check_columns(checkup.sections[-1], raw)
+        check_dataset_columns(checkup.sections[-1], raw)
     with checkup.section("Model and tokenizer") as section:
         count = sum(parameter.numel() for parameter in subject.model.parameters())
         section.ok(f"{type(subject.model).__name__} with {count:,} weights")
@@ -174,7 +174,7 @@ def _check_sizes(
             section.note("the sizes are those of one process; a run without num_processes starts one for each GPU")
     if subject.plan is not None and int(subject.config.world_size) > 1:
         with checkup.section("Processes") as section:
-            check_processes(section, subject, subject.plan, batches, evaluated)
+            check_parallelism(section, subject, subject.plan, batches, evaluated)
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)

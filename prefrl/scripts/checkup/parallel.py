@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from prefrl.models.footprint import Footprint
+    from prefrl.scripts.checkup.dataset import Batches
     from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.rows import Batches
-    from prefrl.scripts.checkup.subject import Plan, Subject
+    from prefrl.scripts.checkup.subject import LaunchPlan, Subject
 
-__all__ = ["check_processes", "footprint_of_process"]
+__all__ = ["check_parallelism", "footprint_of_process"]
 
 _UNEVEN = 1.05  # times an equal part, which is not worth a word
 _SMALL_FILES = 20  # of process 0: options, tokenizer, states of callbacks, ...
@@ -35,7 +35,7 @@ _DIVIDED = {
 }
 
 
-def footprint_of_process(subject: Subject, plan: Plan, whole: Footprint) -> Footprint:
+def footprint_of_process(subject: Subject, plan: LaunchPlan, whole: Footprint) -> Footprint:
     """The memory of the process that holds the largest part, from that of one that holds everything.
 
     DeepSpeed keeps a copy of the trained weights in float32, and two bytes of each weight with bf16 or fp16. DDP keeps
@@ -88,7 +88,7 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def check_processes(section: Section, subject: Subject, plan: Plan, batches: Batches, evaluated: Any) -> None:
+def check_parallelism(section: Section, subject: Subject, plan: LaunchPlan, batches: Batches, evaluated: Any) -> None:
     """Say what each process holds and does.
 
     Args:
@@ -117,7 +117,7 @@ def check_processes(section: Section, subject: Subject, plan: Plan, batches: Bat
         _check_checkpoint(section, subject, plan)
 
 
-def _check_shares(section: Section, subject: Subject, plan: Plan) -> None:
+def _check_shares(section: Section, subject: Subject, plan: LaunchPlan) -> None:
     partition = plan.partition
     share = partition.share(parameter.shape for parameter in subject.trained.parameters()) * partition.num_parts
     if partition.stage == 3 and share > _UNEVEN:
@@ -127,7 +127,7 @@ def _check_shares(section: Section, subject: Subject, plan: Plan) -> None:
         )
 
 
-def _check_prompts(section: Section, subject: Subject, plan: Plan, batches: Batches) -> None:
+def _check_prompts(section: Section, subject: Subject, plan: LaunchPlan, batches: Batches) -> None:
     config, ranks = subject.config, plan.num_ranks
     prompts = prompts_per_generation(config)
     most, rest = divmod(prompts, ranks)
@@ -157,7 +157,7 @@ def _check_prompts(section: Section, subject: Subject, plan: Plan, batches: Batc
         )
 
 
-def _check_rows(section: Section, subject: Subject, plan: Plan, batches: Batches) -> None:
+def _check_rows(section: Section, subject: Subject, plan: LaunchPlan, batches: Batches) -> None:
     ranks, rows, of_step = plan.num_ranks, batches.num_rows, batches.rows_per_step
     if rows is None:
         if ranks > 1:
@@ -188,14 +188,14 @@ def _without(rows: int, ranks: int) -> str:
     return f", and {ranks - rows:,} of {ranks:,} processes have no row" if rows < ranks else ""
 
 
-def _check_evaluation(section: Section, plan: Plan, evaluated: Any) -> None:
+def _check_evaluation(section: Section, plan: LaunchPlan, evaluated: Any) -> None:
     parts = evaluated if isinstance(evaluated, Mapping) else {"eval_dataset": evaluated}
     for name, part in parts.items():
         if isinstance(part, datasets.Dataset) and len(part) < plan.num_ranks:
             section.note(f"{name} has {len(part):,} rows{_without(len(part), plan.num_ranks)} to evaluate")
 
 
-def _check_checkpoint(section: Section, subject: Subject, plan: Plan) -> None:
+def _check_checkpoint(section: Section, subject: Subject, plan: LaunchPlan) -> None:
     config, partition = subject.config, plan.partition
     of_main, divided, share = _checkpoint_bytes(subject, plan)
     names = (
@@ -216,7 +216,7 @@ def _check_checkpoint(section: Section, subject: Subject, plan: Plan) -> None:
         )
 
 
-def _checkpoint_bytes(subject: Subject, plan: Plan) -> tuple[int, int, float]:
+def _checkpoint_bytes(subject: Subject, plan: LaunchPlan) -> tuple[int, int, float]:
     """Bytes that process 0 writes for all, those that are divided among processes, and the largest part of these."""
     config, partition = subject.config, plan.partition
     weights = weights_of(subject.trained)

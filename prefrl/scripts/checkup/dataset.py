@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNLIMITED",
-    "check_columns",
+    "check_dataset_columns",
     "check_rows",
-    "first_rows",
+    "rows_in_memory",
     "row_lengths",
     "show_rows",
     "try_rewards",
@@ -60,7 +60,7 @@ _MOST_CHARACTERS = 600  # of a part of a row that is shown
 UNLIMITED = {"max_length": None, "max_prompt_length": None, "filter_overlong_prompts": False}
 
 
-def first_rows(dataset: Any, count: int = ROWS_READ) -> datasets.Dataset | None:
+def rows_in_memory(dataset: Any, count: int = ROWS_READ) -> datasets.Dataset | None:
     """The first rows of a dataset or stream, in memory; of several datasets, those of the first."""
     if isinstance(dataset, Mapping):
         dataset = next(iter(dataset.values()), None)
@@ -71,11 +71,11 @@ def first_rows(dataset: Any, count: int = ROWS_READ) -> datasets.Dataset | None:
     return dataset.select(range(min(count, len(dataset))))
 
 
-def check_columns(section: Section, dataset: Any) -> None:
+def check_dataset_columns(section: Section, dataset: Any) -> None:
     """Say what the dataset consists of, and which pairs have equal sides."""
     size = "a stream" if isinstance(dataset, datasets.IterableDataset) else f"{len(dataset):,} rows"
     section.ok(f"{size} with the columns {', '.join(column_names(dataset))}")
-    rows = first_rows(dataset)
+    rows = rows_in_memory(dataset)
     if rows is None or not {"chosen", "rejected"} <= set(rows.column_names):
         return
     equal = [i for i, row in enumerate(rows) if row["chosen"] == row["rejected"]]
@@ -93,7 +93,7 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
         ConfigError: An option does not fit the data.
         DataError: Rows cannot be used.
     """
-    raw, config, tokenizer = first_rows(dataset), subject.config, subject.tokenizer
+    raw, config, tokenizer = rows_in_memory(dataset), subject.config, subject.tokenizer
     rows = _usable(section, subject, raw)
     check_known_ids(rows, tokenizer, num_embeddings=subject.num_embeddings, columns=ID_COLUMNS)
     check_positions(rows, position_limit(subject.model), config.length_bound, columns=ID_COLUMNS)
@@ -103,7 +103,7 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
     _check_special_tokens(section, subject, rows)
     if duplicates := num_duplicates(rows, columns=ID_COLUMNS):
         section.warn(f"{duplicates} of {len(rows)} rows repeat an earlier row")
-    if (evaluated := first_rows(eval_dataset)) is not None:
+    if (evaluated := rows_in_memory(eval_dataset)) is not None:
         warn_of_shared_rows(rows, subject.tokenized(evaluated), columns=ID_COLUMNS)
         section.ok("training and evaluation rows were compared")
     return rows
@@ -234,7 +234,7 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
     weights = config.reward_weights if model is None else None
     rewards: list[Any] = [reward_by_name(name) for name in subject.reward_names]
     runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout)
-    rows = list(first_rows(dataset, _ROWS) or ())
+    rows = list(rows_in_memory(dataset, _ROWS) or ())
     column = next((name for name in _ANSWERS if rows and isinstance(rows[0].get(name), str)), None)
     own = [str(row[column]) if column else _text(row.get("prompt")) for row in rows]
     started = time.perf_counter()

@@ -133,7 +133,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Event:
+class HealthEvent:
     """Something that went wrong, or may have."""
 
     first: int  # optimizer step
@@ -162,7 +162,7 @@ _COUNTS = (
 )
 
 
-def events_of(run: RunRecord) -> list[Event]:
+def events_of(run: RunRecord) -> list[HealthEvent]:
     """The events of a run by their first step; the same finding in logs that follow each other is one event."""
     events = [event for rule in _RULES for event in _by_rule(run.rows, *rule)]
     events += [event for name, text in _COUNTS for event in _increases(run.rows, name, text)]
@@ -170,13 +170,13 @@ def events_of(run: RunRecord) -> list[Event]:
         number = path.name.removeprefix("nan-step-")
         if number.isdecimal():
             step = int(number)
-            events.append(Event(step, step, True, f"The state before a failed step is in {path.name}."))
+            events.append(HealthEvent(step, step, True, f"The state before a failed step is in {path.name}."))
     return sorted(events, key=lambda event: (event.first, event.text))
 
 
 def _by_rule(
     rows: Sequence[Mapping[str, Any]], name: str, is_bad: Callable[[float], bool], is_severe: bool, text: str
-) -> Iterator[Event]:
+) -> Iterator[HealthEvent]:
     steps: list[int] = []
     for row in rows:
         found = [v for key, v in row.items() if key == name or key.endswith(f"/{name}")]
@@ -186,19 +186,19 @@ def _by_rule(
         if any(map(is_bad, values)):
             steps.append(row["step"])
         elif steps:
-            yield Event(steps[0], steps[-1], is_severe, text)
+            yield HealthEvent(steps[0], steps[-1], is_severe, text)
             steps = []
     if steps:
-        yield Event(steps[0], steps[-1], is_severe, text)
+        yield HealthEvent(steps[0], steps[-1], is_severe, text)
 
 
-def _increases(rows: Sequence[Mapping[str, Any]], name: str, text: str) -> Iterator[Event]:
+def _increases(rows: Sequence[Mapping[str, Any]], name: str, text: str) -> Iterator[HealthEvent]:
     before = 0.0
     for row in rows:
         count = row.get(name)
         if _is_number(count):
             if count > before:
-                yield Event(row["step"], row["step"], True, text)
+                yield HealthEvent(row["step"], row["step"], True, text)
             before = count
 
 

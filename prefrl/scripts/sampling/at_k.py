@@ -12,14 +12,14 @@ from rich.text import Text
 from prefrl.printable import printable
 from prefrl.rewards.at_k import PromptSamples, at_k_metrics, mean_interval, share_interval
 
-__all__ = ["ALL", "Estimate", "default_sizes", "evaluation_table", "summaries"]
+__all__ = ["ALL", "MeanWithInterval", "default_sizes", "evaluation_table", "summaries"]
 
 ALL = "all"  # the name of the summary over all sources
 _INTERVAL = ("_low", "_high")
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MeanWithInterval:
     """A mean over prompts with its 95% interval."""
 
     value: float
@@ -33,7 +33,7 @@ def default_sizes(prompts: Sequence[PromptSamples]) -> list[int]:
     return [2**i for i in range(max(most, 1).bit_length())]
 
 
-def summaries(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[str, dict[str, int | Estimate]]:
+def summaries(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[str, dict[str, int | MeanWithInterval]]:
     """Source -> name -> a count or an estimate; first those over all sources, under the name `all`.
 
     `prompts` and `responses` are counts of what has a reward; `reward` is the mean over prompts of their mean reward,
@@ -50,24 +50,24 @@ def summaries(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[st
     return found
 
 
-def _summary(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[str, int | Estimate]:
+def _summary(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[str, int | MeanWithInterval]:
     scored = [replace(prompt, source="") for prompt in prompts if prompt.rewards]
     num_responses = sum(len(prompt.rewards) for prompt in scored)
-    summary: dict[str, int | Estimate] = {"prompts": len(scored), "responses": num_responses}
+    summary: dict[str, int | MeanWithInterval] = {"prompts": len(scored), "responses": num_responses}
     if not scored:
         return summary
     means = [math.fsum(prompt.rewards) / len(prompt.rewards) for prompt in scored]
     is_share = all(0 <= reward <= 1 for prompt in scored for reward in prompt.rewards)
     interval = share_interval(means, most_trials=num_responses) if is_share else mean_interval(means)
-    summary["reward"] = Estimate(math.fsum(means) / len(means), *interval)
+    summary["reward"] = MeanWithInterval(math.fsum(means) / len(means), *interval)
     values = at_k_metrics(scored, sizes)
     for name in values:
         if not name.endswith(_INTERVAL):
-            summary[name] = Estimate(values[name], *(values[f"{name}{end}"] for end in _INTERVAL))
+            summary[name] = MeanWithInterval(values[name], *(values[f"{name}{end}"] for end in _INTERVAL))
     return summary
 
 
-def evaluation_table(found: dict[str, dict[str, int | Estimate]]) -> Table:
+def evaluation_table(found: dict[str, dict[str, int | MeanWithInterval]]) -> Table:
     """A row for each quantity and a column for each source."""
     table = Table(title="means over prompts, 95% intervals", min_width=36)
     table.add_column("")
@@ -78,7 +78,7 @@ def evaluation_table(found: dict[str, dict[str, int | Estimate]]) -> Table:
     return table
 
 
-def _cell(value: int | Estimate | None) -> str:
+def _cell(value: int | MeanWithInterval | None) -> str:
     if value is None:
         return "-"
     if isinstance(value, int):

@@ -26,7 +26,7 @@ __all__ = [
     "end_process_after",
     "guarded",
     "leave_if_forked",
-    "watched",
+    "logged_wait",
     "own_randomness",
 ]
 
@@ -122,12 +122,12 @@ def leave_if_forked(owner: int, name: str) -> None:
 
 
 def can_interrupt() -> bool:
-    """Whether `watched` can raise in this thread: the main thread gets signals, and only Linux has one to spare."""
+    """Whether `logged_wait` can raise in this thread: the main one gets signals, and only Linux has one to spare."""
     return _SIGNAL is not None and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
-def watched(who: str, *, num_completions: int, timeout: float | None, interrupts: bool) -> Iterator[None]:
+def logged_wait(who: str, *, num_completions: int, timeout: float | None, interrupts: bool) -> Iterator[None]:
     """Context of a wait for rewards: after a minute without a result, a line is logged.
 
     Args:

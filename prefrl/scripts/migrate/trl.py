@@ -13,17 +13,17 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of, switches
+from prefrl.scripts.migrate.edits import Migrated, converted, every_option, option_names_of, switches
 from prefrl.scripts.migrate.foreign.trl import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
 
-__all__ = ["NAMES", "UNKNOWN", "config_of", "missing_defaults", "say_written", "steps_of", "migrate_trl_yaml"]
+__all__ = ["NAMES", "UNKNOWN", "config_name_of", "missing_defaults", "say_written", "steps_of", "migrate_trl_yaml"]
 
 NAMES = {**TRANSFORMERS, **TRL}
 UNKNOWN = object()  # a value that is known only when the file runs
 
 
 @dataclass(frozen=True)
-class Step:
+class OptionChange:
     """What becomes of an option.
 
     Args:
@@ -44,12 +44,12 @@ class Step:
         return self.kind in ("comment", "keep")
 
 
-def config_of(command: str) -> str:
+def config_name_of(command: str) -> str:
     """The name of the config of an algorithm."""
     return REGISTRY[command].config.partition(":")[2]
 
 
-def steps_of(config: str | None, known: Collection[str], values: Mapping[str, Any]) -> list[Step]:
+def steps_of(config: str | None, known: Collection[str], values: Mapping[str, Any]) -> list[OptionChange]:
     """What becomes of the options that prefrl does not take as they are.
 
     Args:
@@ -57,7 +57,7 @@ def steps_of(config: str | None, known: Collection[str], values: Mapping[str, An
         known: The options that there are.
         values: Those that are given.
     """
-    steps: list[Step] = []
+    steps: list[OptionChange] = []
     given = {name for name in values if name in known}
     for name, value in values.items():
         step = _known(config, name, values) if name in known else _unknown(config, name, value, values, known)
@@ -65,7 +65,7 @@ def steps_of(config: str | None, known: Collection[str], values: Mapping[str, An
             taken = step.options.keys() & given - {name}
             given |= step.options.keys()
             if taken:
-                step = Step(name, "keep", f"{step.says}; {', '.join(sorted(taken))} is given, too", {})
+                step = OptionChange(name, "keep", f"{step.says}; {', '.join(sorted(taken))} is given, too", {})
         if step is not None:
             steps.append(step)
     return steps
@@ -96,56 +96,56 @@ def say_written(missing: Mapping[str, Any], values: Mapping[str, Any], shown: st
     return f"TRL's defaults are written out: {shown}{note}"
 
 
-def _known(config: str | None, name: str, values: Mapping[str, Any]) -> Step | None:
+def _known(config: str | None, name: str, values: Mapping[str, Any]) -> OptionChange | None:
     """An option of prefrl whose value has another name or meaning."""
     value = values[name]
     ours = VALUES.get((str(config), name, str(value)))
     if ours is not None:
-        return Step(name, "replace", f"{value!r} is {ours!r} here", {name: ours})
+        return OptionChange(name, "replace", f"{value!r} is {ours!r} here", {name: ours})
     if name in SAME_VALUES and SAME_VALUES[name] == value:
-        return Step(name, "replace", f"{value!r} is not needed here", {})
+        return OptionChange(name, "replace", f"{value!r} is not needed here", {})
     if name == "use_vllm" and value is not False and "vllm_mode" not in values:
-        return Step(name, "keep", f"without vllm_mode is 'colocate' in TRL: {TRL['vllm_mode'].text}", {})
+        return OptionChange(name, "keep", f"without vllm_mode is 'colocate' in TRL: {TRL['vllm_mode'].text}", {})
     is_cispo = config == "GRPOConfig" and values.get("loss_type") == "cispo" and values.get("epsilon") != 1.0
     if is_cispo and name == "epsilon":
-        return Step(name, "replace", "is 1.0 for TRL's cispo, which has no lower bound", {"epsilon": 1.0})
+        return OptionChange(name, "replace", "is 1.0 for TRL's cispo, which has no lower bound", {"epsilon": 1.0})
     if is_cispo and name == "epsilon_high":
         return _bound_of_cispo(value, has_lower="epsilon" in values)
     if is_cispo and name == "loss_type" and "epsilon_high" not in values:
-        return Step(name, "keep", "'cispo': set epsilon=1.0, and epsilon_high to the bound of TRL minus 1", {})
+        return OptionChange(name, "keep", "'cispo': set epsilon=1.0, and epsilon_high to the bound of TRL minus 1", {})
     return None
 
 
-def _bound_of_cispo(bound: Any, *, has_lower: bool) -> Step:
+def _bound_of_cispo(bound: Any, *, has_lower: bool) -> OptionChange:
     """TRL's bound of the ratio is epsilon_high itself, prefrl's is 1 + epsilon_high; nothing is cut off below."""
     if not isinstance(bound, int | float):
-        return Step("epsilon_high", "keep", "is relative to 1 here: subtract 1, and set epsilon=1.0", {})
+        return OptionChange("epsilon_high", "keep", "is relative to 1 here: subtract 1, and set epsilon=1.0", {})
     lower = {} if has_lower else {"epsilon": 1.0}
     says = "is relative to 1 here, and TRL's cispo has no lower bound"
-    return Step("epsilon_high", "replace", says, {**lower, "epsilon_high": bound - 1.0})
+    return OptionChange("epsilon_high", "replace", says, {**lower, "epsilon_high": bound - 1.0})
 
 
 def _unknown(
     config: str | None, name: str, value: Any, values: Mapping[str, Any], known: Collection[str]
-) -> Step | None:
+) -> OptionChange | None:
     """An option that prefrl does not have."""
     row = NAMES.get(name)
     if row is None:
-        return None if config is None else Step(name, "keep", f"is no option of {config}", {})
+        return None if config is None else OptionChange(name, "keep", f"is no option of {config}", {})
     if row.kind == "aside":
-        return Step(name, "comment", row.says, {})
+        return OptionChange(name, "comment", row.says, {})
     is_unused = name == "vllm_mode" and not values.get("use_vllm")
     if row.may_go and (is_unused or row.convert is None):
-        return Step(name, "replace", row.says, {})
+        return OptionChange(name, "replace", row.says, {})
     if row.kind == "renamed" and row.options[0] in known and (value is UNKNOWN or row.convert is None):
-        return Step(name, "rename", row.says, {row.options[0]: value})
+        return OptionChange(name, "rename", row.says, {row.options[0]: value})
     options = row.says if value is UNKNOWN else converted(row, value)
     if isinstance(options, str):
-        return Step(name, "keep", f"{row.says}{options.removeprefix(row.text).removeprefix(row.says)}", {})
+        return OptionChange(name, "keep", f"{row.says}{options.removeprefix(row.text).removeprefix(row.says)}", {})
     if not options.keys() <= {*known}:
-        return Step(name, "keep", row.says, {})
+        return OptionChange(name, "keep", row.says, {})
     is_same = row.kind == "renamed" and [*options.values()] == [value]
-    return Step(name, "rename" if is_same else "replace", row.says, options)
+    return OptionChange(name, "rename" if is_same else "replace", row.says, options)
 
 
 def migrate_trl_yaml(text: str, algorithm: str | None = None) -> Migrated:
@@ -164,9 +164,9 @@ def migrate_trl_yaml(text: str, algorithm: str | None = None) -> Migrated:
     entries = {str(key.value): (key, value) for key, value in root.value}
     values = {name: yaml.safe_load(yaml.serialize(value)) for name, (_, value) in entries.items()}
     algorithm = algorithm or _algorithm_of(values)
-    config = config_of(algorithm)
+    config = config_name_of(algorithm)
     result, lines = Migrated(text), text.splitlines(keepends=True)
-    for step in steps_of(config, {*options_of(algorithm), "env"}, values):
+    for step in steps_of(config, {*option_names_of(algorithm), "env"}, values):
         key, value = entries[step.name]
         _apply(step, lines, key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0))
         said = (key.start_mark.line + 1, f"{step.name} {step.says}")
@@ -184,7 +184,7 @@ def migrate_trl_yaml(text: str, algorithm: str | None = None) -> Migrated:
     return result
 
 
-def _apply(step: Step, lines: list[str], first: int, end: int) -> None:
+def _apply(step: OptionChange, lines: list[str], first: int, end: int) -> None:
     """Change the lines of an option, from the first to the one before the end; all other lines keep their places."""
     while end > first + 1 and lines[end - 1].lstrip()[:1] in ("", "#"):
         end -= 1  # the end of a list is the next option; what lies between belongs to that
@@ -203,8 +203,8 @@ def _algorithm_of(names: Collection[str]) -> str:
     if not {*names} & (every_option() | NAMES.keys()):
         raise ConfigError("no options of TRL are in this file")
     known = {name for name in names if name in every_option() - NAMES.keys()}
-    commands = [command for command in REGISTRY if config_of(command) in DEFAULTS]
-    fitting = [command for command in commands if known <= options_of(command)]
+    commands = [command for command in REGISTRY if config_name_of(command) in DEFAULTS]
+    fitting = [command for command in commands if known <= option_names_of(command)]
     if len(fitting) == 1:
         return fitting[0]
     which = f"they may be those of {', '.join(fitting)}" if fitting else "no algorithm has all of them"

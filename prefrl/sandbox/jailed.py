@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from prefrl.sandbox.base import SandboxError
+from prefrl.sandbox.protocol import SandboxError
 
-__all__ = ["Jailed", "Output", "run"]
+__all__ = ["Jailed", "Output", "run_jailed"]
 
 # Seconds in which processes have to start, also on a busy machine.
 _START_S = 60.0
@@ -109,7 +109,7 @@ class Jailed:
         return text.splitlines()[-1] if text else "no message"
 
 
-def run(jailed: Sequence[Jailed], *, wall_s: float, output_bytes: int) -> Output:
+def run_jailed(jailed: Sequence[Jailed], *, wall_s: float, output_bytes: int) -> Output:
     """Start processes and wait for the last of them, or for a limit; then end all of them.
 
     Args:
