@@ -25,7 +25,7 @@ from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
 from prefrl.options.size import automatic_rate
 from prefrl.run.folder import check_writable
-from prefrl.trainer.account import StepAccount, StepFlops, idle_share
+from prefrl.trainer.account import StepAccount, idle_share
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.facts import facts_of
 from prefrl.trainer.base.kernels import add_kernels, change_policy
@@ -35,7 +35,7 @@ from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.checkpointing import check_fingerprint, load_reference, save_fingerprint, save_reference
 from prefrl.trainer.decisive import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.evaluation import check_metric_names, check_training_set, drained, first_rows
-from prefrl.trainer.features import MovingReference
+from prefrl.trainer.features import MovingReference, count_flops
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.memory import TRAINING, explained, size_of
 from prefrl.trainer.optimizers import averages_weights, use_averaged_weights, use_trained_weights
@@ -152,7 +152,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         self.model.add_model_tags(["prefrl", self.algorithm])
         self._add_views()
         if args.log_flops:
-            self._count_flops()
+            count_flops(self)
 
     def _fit_options(self, args: BaseConfig, model: nn.Module) -> None:
         """Set what the options leave to the model."""
@@ -184,11 +184,6 @@ class BaseTrainer(Loop, Generic[Ready]):
         changed = "torch_compile=True" if self.args.torch_compile else "fp8=True" if self.args.fp8 else None
         distributed.check_changed_layers(self.accelerator, option=changed)
         distributed.keep_outputs_exact(self.accelerator)
-
-    def _count_flops(self) -> None:
-        self.account.flops = StepFlops(self.policy, model_cost(self.policy))
-        with self.accelerator.autocast():  # now, so that the self-check is not counted as part of a step
-            verdict_of(self.policy)
 
     def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
         """HuggingFace's hook, called before it creates its accelerator."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from prefrl.trainer.features.averages import moving_average, soup_of_checkpoints
 from prefrl.trainer.features.early_stopping import add_early_stopping
+from prefrl.trainer.features.flops import count_flops
 from prefrl.trainer.features.gradients import clip_by_value, penalty
 from prefrl.trainer.features.growth import growing_plan
 from prefrl.trainer.features.guard import Guard
@@ -19,7 +20,7 @@ from prefrl.trainer.features.profile import profiler
 from prefrl.trainer.features.sizes import automatic_sizes
 from prefrl.trainer.parts import Part, Run
 
-__all__ = ["Hub", "MovingReference", "parts_of"]
+__all__ = ["Hub", "MovingReference", "count_flops", "parts_of"]
 
 
 def parts_of(run: Run) -> list[Part]:

@@ -12,7 +12,8 @@ import torch
 from prefrl.data.collate import flat_batch
 from prefrl.metrics import Metric
 from prefrl.models.flops import ModelCost, Products
-from prefrl.trainer.account import StepAccount, StepFlops
+from prefrl.trainer.account import StepAccount
+from prefrl.trainer.features.flops import StepFlops
 from prefrl.trainer.parts import Events, Parts
 from tests.assets import tiny_model
 
