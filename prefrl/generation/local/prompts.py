@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from prefrl.models.images import RowPositions
     from prefrl.types import Images
 
-__all__ = ["LocalPrompt", "SampleNumber", "batches_of", "in_space"]
+__all__ = ["DistinctPrompt", "SampleRow", "batches_of", "in_space"]
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPrompt:
+class DistinctPrompt:
     """A prompt; equal ones, with the same images, are computed once."""
 
     ids: tuple[int, ...]
@@ -27,7 +27,7 @@ class LocalPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleNumber:
+class SampleRow:
     """Sample number `sample` of prompt number `request` in the call."""
 
     request: int
@@ -36,13 +36,13 @@ class SampleNumber:
 
 def batches_of(
     prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, num_samples: int, max_rows: int
-) -> list[dict[LocalPrompt, list[SampleNumber]]]:
+) -> list[dict[DistinctPrompt, list[SampleRow]]]:
     """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
-    rows: dict[LocalPrompt, list[SampleNumber]] = {}
+    rows: dict[DistinctPrompt, list[SampleRow]] = {}
     for request, prompt in enumerate(prompts):
-        one = LocalPrompt(tuple(prompt), None if images is None else images[request])
-        rows.setdefault(one, []).extend(SampleNumber(request, sample) for sample in range(num_samples))
-    batches: list[dict[LocalPrompt, list[SampleNumber]]] = []
+        one = DistinctPrompt(tuple(prompt), None if images is None else images[request])
+        rows.setdefault(one, []).extend(SampleRow(request, sample) for sample in range(num_samples))
+    batches: list[dict[DistinctPrompt, list[SampleRow]]] = []
     num_rows = max_rows
     for one in sorted(rows, key=lambda one: len(one.ids)):
         if num_rows + len(rows[one]) > max_rows:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ImageReader, ProcessingClass
     from prefrl.models.reference import Reference
+    from prefrl.options.reference import ReferenceOptions
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.reference import ReferenceOptions
 
 __all__ = [
     "kept_reference",
