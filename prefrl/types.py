@@ -221,8 +221,11 @@ class TokenBatch(Forest):
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with all tensors on `device`."""
-        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **moved)
+        given = self.given()
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                given[name] = value.to(device, non_blocking=True)
+        return type(self)(**given)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields that are set, by name. All but the prompts' ids have an entry for each response token."""

@@ -31,7 +31,6 @@ SOURCES = sorted((ROOT / "prefrl").rglob("*.py"))
 # Who has them: a module, or a class in it, after a colon. If one is gone after an upgrade, read what has become of it
 # before you change its users.
 PRIVATE: dict[str, tuple[str, ...]] = {
-    "argparse": ("_StoreFalseAction",),
     "argparse:ArgumentParser": ("_actions", "_check_value", "_get_value", "_option_string_actions"),
     "argparse:HelpFormatter": ("_expand_help", "_format_action_invocation"),
     "dataclasses": ("_FIELD_INITVAR",),

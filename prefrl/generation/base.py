@@ -29,7 +29,7 @@ __all__ = [
     "WeightSource",
 ]
 
-Sample = TypeVar("Sample")
+Sampled = TypeVar("Sampled")
 
 # "sampled": log-probs of the distribution that was sampled from; "raw": untruncated, at temperature 1.
 LogprobsMode = Literal["sampled", "raw"]
@@ -111,10 +111,10 @@ class WeightSource(Protocol):
         ...
 
 
-class Pending(Protocol[Sample]):
+class Pending(Protocol[Sampled]):
     """Completions, or rollouts of them, that were requested."""
 
-    def as_completed(self) -> Iterator[tuple[int, list[Sample]]]:
+    def as_completed(self) -> Iterator[tuple[int, list[Sampled]]]:
         """The number and samples of each prompt, once for every prompt, as they become ready."""
         ...
 

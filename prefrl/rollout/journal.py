@@ -114,7 +114,7 @@ class Journal:
         if self.keep == 0 or generation < self._left_until:
             return
         try:
-            files = self._files()
+            files = self._files() if self._known is None else self._known
             write_entry(Entry(self._run, generation, step, parts), self.path_of(step))
         except OSError as error:
             raise CheckpointError(
@@ -156,14 +156,11 @@ class Journal:
         return (about["run"], about["generation"]) == (self._run, generation)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """The files of this rank by step; the folder is listed the first time."""
-        if self._known is not None:
-            return self._known
+        """The files of this rank by step, in the folder."""
         suffix = self.path_of(0).name.removeprefix("completions_00000")
         paths = self.folder.glob(f"completions_*{suffix}")
         numbers = ((path.name.removeprefix("completions_").removesuffix(suffix), path) for path in paths)
-        self._known = sorted((int(number), path) for number, path in numbers if number.isdecimal())
-        return self._known
+        return sorted((int(number), path) for number, path in numbers if number.isdecimal())
 
 
 def write_entry(entry: Entry, path: Path) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
 
     from prefrl.models.reference import Reference
-    from prefrl.trainer.base.options.checkpoint import CheckpointParams
+    from prefrl.options.checkpoint import CheckpointParams
     from prefrl.trainer.parts import Run
     from prefrl.trainer.run_folder import StartingPoint
 

@@ -71,7 +71,12 @@ class Evaluated(Protocol):
         """Metrics of one item of the evaluation loader."""
 
     def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
-        """Metrics of all items together, after the last one. All ranks call it."""
+        """Metrics of all items together, after the last one. All ranks call it.
+
+        Args:
+            model: Evaluated.
+            name: Of the evaluation, with which the names of its metrics begin.
+        """
 
     def rows_of(self, item: Any) -> int:
         """Dataset rows in an item of the evaluation loader."""

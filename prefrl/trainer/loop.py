@@ -1,7 +1,8 @@
-"""HuggingFace's loop with our hooks in it: the one class that overrides what `transformers.Trainer` calls.
+"""HuggingFace's loop with our hooks in it: what `transformers.Trainer` calls in a training and an evaluation.
 
 The methods stand in the order in which HuggingFace calls them. Each hands its call to the core or to the parts of the
-training, see `parts`; what is not optional is written here and in the modules next to this one.
+training, see `parts`. The hooks that make a step and its loss are those of `BaseTrainer`; no other module has any but
+the data loaders, which depend on the data, and what an algorithm changes in a step.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.options.fields import mapping_of
 from prefrl.trainer.base.references import add_kernels
 from prefrl.trainer.online.policy_terms import token_mean
-from prefrl.trainer.ppo_config import CRITIC_OPTIMIZER
 from prefrl.trainer.scheduler import Scheduler, refresh
 from prefrl.types import LossOutput
 
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from prefrl.options.algorithms import CriticOptimizer
     from prefrl.trainer.online.policy_terms import CriticBatch
-    from prefrl.trainer.ppo_config import CriticOptimizer, PPOConfig
+    from prefrl.trainer.ppo_config import PPOConfig
 
 __all__ = [
     "attach_critic",
@@ -146,7 +146,7 @@ def clip_apart(accelerator: Any, model: nn.Module, critic: Critic, args: PPOConf
         The policy's norm before, but not finite if the critic's is not.
     """
     norm = accelerator.clip_grad_norm_(without_critic(model.parameters(), critic), args.max_grad_norm)
-    limit = CRITIC_OPTIMIZER.of(args).max_grad_norm or args.max_grad_norm
+    limit = args.critic_params.max_grad_norm or args.max_grad_norm
     return norm + 0.0 * torch.nn.utils.clip_grad_norm_(critic.parameters(), limit)
 
 
@@ -168,7 +168,7 @@ def add_critic_groups(
     Raises:
         ConfigError: The optimizer has no such options, or an expression of `learning_rates` names the critic alone.
     """
-    own, options = {id(parameter) for parameter in critic.parameters()}, CRITIC_OPTIMIZER.of(args)
+    own, options = {id(parameter) for parameter in critic.parameters()}, args.critic_params
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _check_rates(args, [name for key, name in names.items() if key not in own])
     for key, option in (("betas", "adam_beta1"), ("betas", "adam_beta2"), ("eps", "adam_epsilon")):
@@ -235,7 +235,7 @@ def warm_up_critic(scheduler: Any, args: PPOConfig, num_training_steps: int, *, 
     Returns:
         The scheduler.
     """
-    warmup_steps = CRITIC_OPTIMIZER.of(args).warmup_steps
+    warmup_steps = args.critic_params.warmup_steps
     if warmup_steps is None:
         return scheduler
     other = copy.copy(args)

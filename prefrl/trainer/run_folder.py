@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from prefrl import distributed
 from prefrl.data.samplers import deal
 from prefrl.errors import CheckpointError, ConfigError
+from prefrl.options.checkpoint import UploadParams
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
     WORDS_TO_RESUME,
@@ -44,8 +45,8 @@ from prefrl.run.seal import FileSeal, seals_of, sizes_in
 from prefrl.run.uploads import Place, Uploads, fetch, is_url
 
 if TYPE_CHECKING:
+    from prefrl.options.checkpoint import UploadParams
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.checkpoint import UploadParams
 
 __all__ = ["RunFolder", "StartingPoint"]
 

@@ -13,7 +13,8 @@ from prefrl.errors import ConfigError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from prefrl.trainer.base.options.schedule import PlateauParams, ScheduleOptions
+    from prefrl.options.schedule import PlateauParams
+    from prefrl.trainer.base.config import BaseConfig
 
 __all__ = ["RatePlateau", "Scheduler", "own_scheduler", "refresh"]
 
@@ -90,7 +91,7 @@ class Scheduler(LambdaLR):
 
     Args:
         optimizer: Its learning rates and weight decays are the initial ones.
-        factor: Of the learning rates; see `ScheduleOptions.learning_rate_factor`.
+        factor: Of the learning rates; see `BaseConfig.learning_rate_factor`.
         weight_decay_factor: Of the weight decays; None: they stay as they are.
         plateau: Reduces the learning rate when a metric stops improving.
     """
@@ -139,9 +140,7 @@ class Scheduler(LambdaLR):
             self.plateau.load(state_dict["plateau"])
 
 
-def own_scheduler(
-    config: ScheduleOptions, given: Any, optimizer: Optimizer, num_training_steps: int
-) -> Scheduler | None:
+def own_scheduler(config: BaseConfig, given: Any, optimizer: Optimizer, num_training_steps: int) -> Scheduler | None:
     """The scheduler that the options ask for; None: HuggingFace's.
 
     Args:

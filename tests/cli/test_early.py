@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
+from prefrl.options.presets import PRESETS
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.given import Given
 from prefrl.scripts.inputs import read
 from prefrl.scripts.schema.parser import SchemaParser
-from prefrl.trainer.grpo_presets import PRESETS
 
 SERVER = {"use_vllm": True}
 REFUSED: list[tuple[str, dict[str, Any]]] = [

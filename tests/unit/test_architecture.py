@@ -25,7 +25,6 @@ from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.schema.writer import parser_of
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.loop import Loop
@@ -33,6 +32,7 @@ from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.sft_config import SFTConfig
+from tests.parsers import parser_of
 from tests.private_names import ROOT, SOURCES, nodes_of_files
 
 ALGORITHMS = [pytest.param(row, id=row.name) for row in REGISTRY.values()]
@@ -187,7 +187,7 @@ def _imported_packages(every: list[ast.AST]) -> set[str]:
 
 # Who imports modules by a name that is a string, and what the names are.
 BY_STRING = {
-    "prefrl/registry.py": "configs and trainers of algorithms, public names, and the rules of the schema",
+    "prefrl/registry.py": "options, configs and trainers of algorithms, and public names",
     "prefrl/scripts/main.py": "commands",
     "prefrl/optional.py": "optional packages",
     "prefrl/distributed/checkpoint.py": "classes of DeepSpeed",
@@ -198,7 +198,6 @@ BY_STRING = {
 OF_THE_REGISTRY = {
     "prefrl/__init__.py": "public names",
     "prefrl/trainer/__init__.py": "public names",
-    "prefrl/scripts/schema/early.py": "functions that the schema names",
 }
 
 

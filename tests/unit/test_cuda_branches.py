@@ -23,6 +23,7 @@ from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
+from prefrl.options.checkpoint import ProfileParams
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
@@ -36,12 +37,12 @@ from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
 from prefrl.trainer.base.options.precision import check_precision
 from prefrl.trainer.features.guard import EarlyRead
-from prefrl.trainer.features.profile import ProfileParams, StepProfiler, check_profile
+from prefrl.trainer.features.profile import StepProfiler, check_profile
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.generators import sync_method
-from prefrl.trainer.online.local_options import LocalOptions
 from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
@@ -348,7 +349,7 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run_rules:check_device",
     "options.run_rules:_lacks_gpu",
-    "trainer.online.local_options:LocalOptions.check_sampler",
+    "trainer.online.config:OnlineConfig._check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
@@ -356,13 +357,9 @@ def test_what_a_mac_cannot_do_is_refused() -> None:
         check_device(mac)
     with pytest.raises(ConfigError, match="this run is on the MPS"):
         apply(mac, LIGER_RULES)
-    local: Any = LocalOptions()
-    local.device = mac.device
-    local.check_sampler(use_vllm=True)
+    OnlineConfig._check_sampler(options(device=mac.device, use_vllm=True))
     with pytest.raises(ConfigError, match=r"use_vllm=False on MPS: .* float64.* Set use_cpu=True"):
-        local.check_sampler(use_vllm=False)
-    local.device = OWN
-    local.check_sampler(use_vllm=False)
+        OnlineConfig._check_sampler(options(device=mac.device, use_vllm=False))
 
 
 def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,8 +470,8 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 @reaches(
     "trainer.online.generators:sync_method",
     "generation.weights.sync:_transport",
-    "trainer.online.vllm_options:_writes_no_files",
-    "trainer.online.vllm_options:_lacks_nccl",
+    "options.server_rules:_writes_no_files",
+    "options.server_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None)

@@ -23,7 +23,7 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.cache import keep_rows, rows_of_cache, sent
 from prefrl.generation.local.packed_linear import packed_linears
-from prefrl.generation.local.prompts import Prompt, Row, batches_of, in_space
+from prefrl.generation.local.prompts import DistinctPrompt, SampleRow, batches_of, in_space
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
@@ -131,7 +131,7 @@ class LocalGenerator:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
-        completions: dict[Row, Completion] = {}
+        completions: dict[SampleRow, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
@@ -164,7 +164,7 @@ class LocalGenerator:
                     self._decode(wave, TokenSampler(sampling, never=self._never), stop_ids)
                     completions |= wave.completions(self._version)
         return [
-            [completions[Row(request, sample)] for sample in range(sampling.num_samples)]
+            [completions[SampleRow(request, sample)] for sample in range(sampling.num_samples)]
             for request in range(len(prompts))
         ]
 
@@ -224,7 +224,7 @@ class LocalGenerator:
             mask = None if wave.mask is None else wave.mask[:, : place + 1]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions[..., place, None], mask)
 
-    def _prefill(self, prompts: list[Prompt]) -> _Prefill:
+    def _prefill(self, prompts: list[DistinctPrompt]) -> _Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = sent(ids, device)
@@ -311,7 +311,7 @@ class LocalGenerator:
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
 
-    def _logits_error(self, row: Row, step: int) -> GenerationError:
+    def _logits_error(self, row: SampleRow, step: int) -> GenerationError:
         return GenerationError(
             f"prompt {row.request}, sample {row.sample}, token {step}: the logits of weight version {self._version} "
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
@@ -325,7 +325,7 @@ class _Wave:
     def __init__(
         self,
         prefill: _Prefill,
-        rows: list[tuple[int, Row]],
+        rows: list[tuple[int, SampleRow]],
         seeds: Sequence[int],
         limits: Sequence[int],
         *,
@@ -359,7 +359,7 @@ class _Wave:
         self.first_logits = prefill.logits[prompts]
 
     @property
-    def live_rows(self) -> list[Row]:
+    def live_rows(self) -> list[SampleRow]:
         """The rows that are not finished."""
         return [self._rows[row] for row in self._live]
 
@@ -380,7 +380,10 @@ class _Wave:
             if is_last:
                 self._reasons[row] = "stop"
         is_done = [s or self._limits[row] == step + 1 for row, s in zip(self._live, has_stopped, strict=True)]
-        kept = _fill_gaps(is_done)
+        # In an order that moves as few rows as possible: the last ones fill the gaps.
+        num_kept = len(is_done) - sum(is_done)
+        movers = (place for place in range(len(is_done) - 1, num_kept - 1, -1) if not is_done[place])
+        kept = [next(movers) if is_done[place] else place for place in range(num_kept)]
         if kept and len(kept) < len(has_stopped):
             chosen = sent(kept, self._device)
             self._live = [self._live[place] for place in kept]
@@ -391,7 +394,7 @@ class _Wave:
             keep_rows(self.cache, kept, self._device)
         return kept
 
-    def completions(self, version: int) -> dict[Row, Completion]:
+    def completions(self, version: int) -> dict[SampleRow, Completion]:
         """The completions of all rows, on the host."""
         tokens: list[list[int]] = [[] for _ in self._rows]
         logprobs: list[list[float]] = [[] for _ in self._rows]
@@ -423,13 +426,6 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     if tokenizer is not None:
         ids.add(tokenizer.eos_token_id)
     return sorted(ids - {None})
-
-
-def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
-    """The positions without a gap, in an order that moves as few rows as possible: the last ones fill the gaps."""
-    num_kept = len(is_gap) - sum(is_gap)
-    movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
-    return [next(movers) if is_gap[place] else place for place in range(num_kept)]
 
 
 def _no_cache_error(model: PreTrainedModel, reason: str) -> GenerationError:

@@ -21,10 +21,10 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
+from prefrl.options.reference import ReferenceOptions
 from prefrl.scripts.checkup.processes import footprint_of_process
 from prefrl.scripts.checkup.rows import row_lengths
 from prefrl.scripts.inputs import lora_of
-from prefrl.trainer.base.options.reference import ReferenceOptions
 
 if TYPE_CHECKING:
     import datasets

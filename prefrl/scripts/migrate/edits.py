@@ -15,7 +15,7 @@ from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.migrate.foreign import Row
 from prefrl.scripts.schema.parser import options_of as schema_options
 
-__all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "options_of", "parsed_options"]
+__all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "options_of", "parsed_options", "switches"]
 
 
 @dataclass
@@ -61,6 +61,13 @@ def accepted(config: str) -> frozenset[str]:
     of_command = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     found = (row.name for row in REGISTRY.values() if row.config.endswith(f":{config}"))
     return frozenset[str]().union(*(options_of(name) for name in found)) - of_command - {"preset"}
+
+
+@cache
+def switches() -> dict[str, list[str]]:
+    """The options that have no effect without others, and these."""
+    every = [option for command in REGISTRY for option in schema_options(command)]
+    return {option["name"]: option["needs"] for option in every if option.get("needs") not in (None, ["episodes"])}
 
 
 @cache

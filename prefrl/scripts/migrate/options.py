@@ -12,9 +12,8 @@ from typing import Any, Literal
 import yaml
 
 from prefrl.errors import ConfigError
-from prefrl.options.switches import SWITCHES
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of
+from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of, switches
 from prefrl.scripts.migrate.foreign.trl import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
 
 __all__ = ["NAMES", "UNKNOWN", "config_of", "missing_defaults", "say_written", "steps_of", "migrate_trl_yaml"]
@@ -79,7 +78,7 @@ def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
         config: The name of the config.
         values: The options that are given.
     """
-    off = {name for switch, names in SWITCHES.items() if values.get(switch) is not True for name in names}
+    off = {name for name, needs in switches().items() if any(values.get(switch) is not True for switch in needs)}
     missing = {
         name: value for name, value in DEFAULTS.get(config, {}).items() if name not in values and name not in off
     }

@@ -24,13 +24,13 @@ from transformers.trainer import OPTIMIZER_NAME
 from prefrl import distributed
 from prefrl.errors import ConfigError, NonFiniteError
 from prefrl.models.adapters import saved_config
+from prefrl.options.schedule import PlateauParams
 from prefrl.registry import REGISTRY
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
 from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
-from prefrl.trainer.base.options.schedule import PlateauParams
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.step_dump import DumpedBatch, read_dump
 

@@ -23,11 +23,11 @@ from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.kernels import OffloadActivations
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
+from prefrl.options.size import automatic_rate
 from prefrl.run.folder import check_writable
 from prefrl.trainer.account import StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.facts import facts_of
-from prefrl.trainer.base.options.size import automatic_rate
 from prefrl.trainer.base.references import add_kernels, change_policy, kept_reference, reader_for
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
 from prefrl.trainer.base.scorer import Scorer
@@ -37,7 +37,7 @@ from prefrl.trainer.evaluation import check_metric_names, check_training_set, dr
 from prefrl.trainer.features import MovingReference
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.memory import TRAINING, explained, size_of
-from prefrl.trainer.optimizers import use_averaged_weights, use_trained_weights
+from prefrl.trainer.optimizers import averages_weights, use_averaged_weights, use_trained_weights
 from prefrl.trainer.progress.history import History
 from prefrl.trainer.progress.views import add_views, closed_at_end
 from prefrl.trainer.steps import Step, SyncStep
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
+    from prefrl.options.reference import ReferenceOptions
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.reference import ReferenceOptions
     from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
     from prefrl.trainer.steps import LongBatch
 
@@ -83,6 +83,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     args: BaseConfig
     predicted: PredictedRows | None = None  # of the running evaluation, if anybody asks for them
     _reference_moves = False
+    _averages_weights = False  # whether the optimizer has two sets of weights
 
     def __new__(cls, *_: Any, **arguments: Any) -> Self:
         """Refuse unknown names of arguments before a constructor does, which would not say what is meant.
@@ -164,8 +165,8 @@ class BaseTrainer(Loop, Generic[Ready]):
         add_views(self.callback_handler, self.history, run=lambda: self.run_folder.run)
 
     def _facts(self) -> Mapping[str, str]:
-        models = (self.policy, self.ref_model)
-        return facts_of(self.args, *models, self.state, self.train_dataset, algorithm=self.algorithm)
+        of_run = self.policy, self.ref_model, self.state, self.train_dataset
+        return facts_of(self.args, *of_run, algorithm=self.algorithm)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)
@@ -233,12 +234,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         """Metrics of one item of the evaluation loader."""
 
     def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
-        """Metrics of all items together, after the last one. All ranks call it.
-
-        Args:
-            model: Evaluated.
-            name: Of the evaluation, with which the names of its metrics begin.
-        """
+        """Metrics of all items together, after the last one; see `Evaluated`."""
         return {}
 
     @abstractmethod
@@ -281,6 +277,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     def _begin_training(self) -> None:
         """Called on all ranks before the first step of a training run."""
         check_metric_names(self.args, self.eval_dataset)
+        self._averages_weights = averages_weights(self.optimizer)
         if distributed.num_processes() > 1:  # the self-check makes several passes; FSDP2 must run them outside a step
             verdict_of(self.policy)
             distributed.release(self.policy)
@@ -312,16 +309,19 @@ class BaseTrainer(Loop, Generic[Ready]):
         # ZeRO and FSDP gather weights in every forward pass, so all ranks must run the same number of passes.
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
-        idle = [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep([*micro_batches, *idle])], total_count
+        passes: list[TokenBatch] = [*micro_batches]
+        if num_missing := int(num_forwards) - len(passes):
+            passes += [self._idle_batch()] * num_missing
+        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep(passes)], total_count
 
     def _start_step(self) -> None:
         self.parts.tell("before_step", self)
         self.account.start()
-        use_trained_weights(self.optimizer)
+        if self._averages_weights:
+            use_trained_weights(self.optimizer)
 
     def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
-        """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its own prompts."""
+        """Tokens that a step adds to `num_tokens`: those of all rows, each including its own prompts."""
         return sum(batch.forward_tokens([row]) for batch in batches for row in range(batch.num_rows))
 
     def _idle_batch(self) -> IdleBatch:

@@ -21,8 +21,8 @@ from prefrl.trainer.parts import Part, Run
 from prefrl.trainer.steps import StepPlan
 
 if TYPE_CHECKING:
+    from prefrl.options.autopilot import GrowthParams
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.autopilot import GrowthParams
 
 __all__ = ["GrowingPlan", "GrowthPlateau", "growing_plan"]
 

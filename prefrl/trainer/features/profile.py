@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from annotated_types import Ge
 from torch.profiler import ProfilerAction, profile, schedule
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
-from prefrl.options.params import Params
+from prefrl.options.checkpoint import ProfileParams
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["FOLDER", "PROFILE", "ProfileOptions", "ProfileParams", "StepProfiler", "check_profile", "profiler"]
+__all__ = ["FOLDER", "StepProfiler", "check_profile", "profiler"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,50 +25,8 @@ FOLDER = "profile"  # in the output folder
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
-@dataclass(frozen=True)
-class ProfileParams(Params):
-    """Which steps of which processes are traced, counted from where training starts or resumes, and what of them.
-
-    After `skip_first` steps, `wait` + `warmup` + `active` steps follow each other `repeat` times; the active ones are
-    traced. Source: `torch.profiler.schedule`.
-    """
-
-    wait: Annotated[int, Ge(0)] = opt(1, "Steps at the start of each cycle without profiling.")
-    warmup: Annotated[int, Ge(0)] = opt(
-        1, "Steps that are profiled but not kept, because starting the profiler distorts them."
-    )
-    active: Annotated[int, Ge(1)] = opt(3, "Steps in a trace.")
-    repeat: Annotated[int, Ge(0)] = opt(1, "Number of cycles, each with its own trace; 0: until training ends.")
-    skip_first: Annotated[int, Ge(0)] = opt(0, "Steps before the first cycle.")
-    ranks: list[int] | None = opt([0], "Processes that write traces; None: all.")
-    record_shapes: bool = opt(False, "Record the shapes of the inputs of operations.")
-    profile_memory: bool = opt(False, "Record the memory that operations allocate and free.")
-    with_stack: bool = opt(False, "Record the lines of Python that called operations.")
-    memory_snapshot: bool = opt(False, "Also write the history of the GPU's memory in these steps.")
-
-
-PROFILE = KwargsOption(
-    "profile_kwargs",
-    "Which steps profile=True traces, and what it records.",
-    switch="profile",
-    choices={True: ProfileParams},
-)
-
-
-@dataclass
-class ProfileOptions:
-    """Tracing of steps; see docs/profiling.md."""
-
-    changeable: ClassVar[tuple[str, ...]] = ("profile", "profile_kwargs")
-
-    profile: bool = opt(
-        False, "Trace some steps for a timeline viewer; the traces are written to the folder profile of output_dir."
-    )
-    profile_kwargs: KwargsValue = opt(None, PROFILE.help)
-
-
 def _asked(config: Any) -> ProfileParams | None:
-    return PROFILE.of(config) if config.profile else None
+    return config.profile_params if config.profile else None
 
 
 def check_profile(config: TrainingArguments) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
+from prefrl.options.size import AutoSizeParams, largest_divisor
 from prefrl.rewards.guard import own_randomness
 from prefrl.run.records import write_identity
-from prefrl.trainer.base.options.size import AUTO_SIZE, AutoSizeParams, largest_divisor
 from prefrl.trainer.memory import TrialMemory
 from prefrl.trainer.parts import Part, Run
 
@@ -87,7 +87,7 @@ class AutomaticSizes(Part):
         self._model = model
         self._trial = trial
         self._run = run
-        self._params: AutoSizeParams = AUTO_SIZE.of(args)
+        self._params: AutoSizeParams = args.auto_size_params
         self.clock: Callable[[], float] = time.perf_counter  # seconds; what speeds are measured with
         self.trials: list[Trial] = []  # what the search has tried
         self.found: dict[str, int] = {}  # rows_per_step, and the size that was found

@@ -15,7 +15,7 @@ from prefrl.losses.preference.pairwise import Pairs
 from prefrl.losses.preference.unpaired import length_desensitized
 from prefrl.losses.reduce import row_sums, trainable_per_row
 from prefrl.metrics import Difference, Mean, Metric
-from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.options.types import TRUNCATION_SIDES
 
 if TYPE_CHECKING:
     from datasets import Dataset

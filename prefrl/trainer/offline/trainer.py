@@ -22,6 +22,7 @@ from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
 from prefrl.trainer.base.arguments import (
     check_arguments,
     check_has_data,
@@ -30,11 +31,9 @@ from prefrl.trainer.base.arguments import (
     named,
     own_config,
 )
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from prefrl.trainer.base.references import kept_reference, loaded_reference
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
-from prefrl.trainer.offline.config import SampleOptions
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.rows import longest_rows, predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean

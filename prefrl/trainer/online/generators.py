@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from prefrl.generation.base import Generator, WeightSource
     from prefrl.generation.weights.sync import SyncMethod
     from prefrl.trainer.online.config import OnlineConfig
-    from prefrl.trainer.online.vllm_options import VLLMOptions
     from prefrl.types import Rollout
 
 __all__ = ["make_generator", "server_metrics", "sync_method"]
@@ -92,7 +91,7 @@ def make_generator(
     )
 
 
-def sync_method(args: VLLMOptions, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
+def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
     """The effective value of `weight_sync`.
 
     Args:
@@ -143,7 +142,7 @@ def server_metrics(rollouts: Sequence[Rollout], generator: Generator, *, step: i
     return metrics
 
 
-def _guided(args: VLLMOptions) -> Guided | None:
+def _guided(args: OnlineConfig) -> Guided | None:
     regex, params = args.vllm_guided_decoding_regex, args.vllm_params
     if (regex, params.guided_json, params.guided_grammar) == (None, None, None):
         return None

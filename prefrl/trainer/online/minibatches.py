@@ -16,16 +16,15 @@ from prefrl.data.rows import list_lengths
 from prefrl.data.samplers import cost_of_segments, deal
 from prefrl.errors import ConfigError
 from prefrl.rollout.buffer import Minibatch
-from prefrl.trainer.online.learner import Ready, Row
+from prefrl.trainer.online.learner import Ready, Rows
 from prefrl.types import Completion, Rollout, TokenBatch, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prefrl.trainer.base.scorer import ScoreNeed, Scorer, Scores
-    from prefrl.trainer.online.config import OnlineConfig
+    from prefrl.trainer.online.config import OnlineConfig, PolicyGradientConfig
     from prefrl.trainer.online.learner import Learned, Objective
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
     from prefrl.trainer.steps import MicroStep
     from prefrl.types import IdleBatch
 
@@ -33,7 +32,7 @@ __all__ = ["MinibatchMaker", "share_out", "OverlapStep", "LongestRollouts"]
 
 
 @dataclass
-class MinibatchMaker(Generic[Row, Ready]):
+class MinibatchMaker(Generic[Rows, Ready]):
     """Makes the minibatches that an objective learns from.
 
     Args:
@@ -45,12 +44,12 @@ class MinibatchMaker(Generic[Row, Ready]):
     """
 
     args: OnlineConfig
-    objective: Objective[Row, Ready]
+    objective: Objective[Rows, Ready]
     scorer: Scorer
     cut: Callable[[Ready], list[Ready]]
     hidden_size: int
 
-    def of(self, learned: Learned[Row], *, over_ranks: bool = True) -> list[Minibatch[Ready]]:
+    def of(self, learned: Learned[Rows], *, over_ranks: bool = True) -> list[Minibatch[Ready]]:
         """One minibatch for each optimizer step in a pass over the rows.
 
         Args:
@@ -62,11 +61,19 @@ class MinibatchMaker(Generic[Row, Ready]):
             for i, rows in enumerate(learned.parts)
         ]
 
-    def _minibatch(self, batch: Row, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch[Ready]:
+    def _minibatch(self, batch: Rows, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch[Ready]:
         batch = batch.select(rows)
         num_items = float(self.objective.row_items(batch).sum())
-        batch, rest = self._with_gradient(self.objective.prepared(batch, num_items=num_items))
-        metrics = self.objective.metrics_without_pass(rest)
+        batch = self.objective.prepared(batch, num_items=num_items)
+        # Of the rows with trainable tokens, those whose loss has a gradient, and those whose loss has none.
+        learning: list[int] = []
+        others: list[int] = []
+        acts = self.objective.has_gradient(batch)
+        for row, (count, has_gradient) in enumerate(zip(batch.trainable_counts, acts, strict=True)):
+            if count > 0:
+                (learning if has_gradient else others).append(row)
+        metrics = self.objective.metrics_without_pass(batch.select(others)) if others else {}
+        batch = batch.select(learning)
         if over_ranks and distributed.world_size() > 1:
             batch = share_out(
                 batch,
@@ -87,17 +94,8 @@ class MinibatchMaker(Generic[Row, Ready]):
         size = gcd(per_rank, self.args.num_generations)
         return size if self.objective.splits_groups and size < self.args.num_generations else None
 
-    def _score(self, batch: Row, needs: Collection[ScoreNeed]) -> Scores:
+    def _score(self, batch: Rows, needs: Collection[ScoreNeed]) -> Scores:
         return self.scorer.needed(batch, needs, rows_per_pass=self.args.rows_per_micro_batch)
-
-    def _with_gradient(self, batch: Row) -> tuple[Row, Row]:
-        """Split the rows with trainable tokens into those whose loss has a gradient, and those whose loss has none."""
-        acts = self.objective.has_gradient(batch)
-        rows: dict[bool, list[int]] = {True: [], False: []}
-        for row, (count, has_gradient) in enumerate(zip(batch.trainable_counts, acts, strict=True)):
-            if count > 0:
-                rows[has_gradient].append(row)
-        return batch.select(rows[True]), batch.select(rows[False])
 
 
 Batch = TypeVar("Batch", bound=TokenBatch)

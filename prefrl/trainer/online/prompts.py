@@ -17,16 +17,16 @@ from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBa
 from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rollout.collect import Collected, PrefetchQueue, Request, add_greedy, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
-from prefrl.trainer.base.config import TRUNCATION_SIDES
 
 if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.options.rollout import ResamplingParams
     from prefrl.rollout.collect import Collector
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
 
 __all__ = [
     "Prompts",

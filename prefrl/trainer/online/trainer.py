@@ -25,6 +25,7 @@ from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import Tables, collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.references import loaded_reference
+from prefrl.trainer.base.scorer import Scores
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.online.episodes import Episodes
@@ -61,9 +62,9 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.evaluation import ComputeMetrics
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
 __all__ = ["OnlineTrainer"]
 
@@ -285,7 +286,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         args = self.args
         batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions, reader=self.images)
-        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.rows_per_micro_batch)
+        needs, scores = self.learner.needs, Scores({})
+        if needs:
+            scores = self.scorer.needed(batch, needs, rows_per_pass=args.rows_per_micro_batch)
         step = self.state.global_step
         learned = self.learner.advantages(
             batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
@@ -429,7 +432,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     @property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
-        scores_old = self.args.updates_per_generation > 1 or self.args.needs_scores_first
+        scores_old = self.args.updates_per_generation > 1 or self.learner.needs
         old_policy = ["old_policy"] if scores_old else []
         weight_sync = ["weight_sync"] if self.args.use_vllm else []
         return [*weight_sync, "generation", "reward", *old_policy, *super().phases]

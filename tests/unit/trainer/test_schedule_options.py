@@ -13,8 +13,9 @@ import pytest
 
 from prefrl import SFTConfig, distributed
 from prefrl.errors import ConfigError
+from prefrl.options.base import BaseOptions
+from prefrl.options.kwargs import kwargs_options
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.options.schedule import SCHEDULE_KWARGS
 from prefrl.trainer.decisive import decisive_options
 from prefrl.trainer.scheduler import refresh
 from tests.unit.trainer.test_schedules import PLATEAU, RATES, VALUES, WSD, config, curve, optimizer_of, scheduler_of
@@ -73,7 +74,8 @@ def test_each_key_acts(place: tuple[str, str], tmp_path: Path) -> None:
 def test_every_key_is_listed() -> None:
     there = {
         (option.name, choice): {field.name for field in dataclasses.fields(params)}
-        for option in SCHEDULE_KWARGS
+        for option in kwargs_options(BaseOptions)
+        if option.name in {"lr_scheduler_kwargs", "reduce_on_plateau_kwargs", "weight_decay_schedule_kwargs"}
         for choice, params in option.choices.items()
     }
     of_runs = {("reduce_on_plateau_kwargs", "True"): {"metric"}}  # tests/contract/test_schedules.py

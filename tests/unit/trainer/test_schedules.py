@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR,
 from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
+from prefrl.options.schedule import PlateauParams
 from prefrl.trainer.base.optimizers.schedules import SCHEDULES
-from prefrl.trainer.base.options.schedule import PlateauParams
 from prefrl.trainer.decisive import decisive_options
 from prefrl.trainer.scheduler import RatePlateau, Scheduler, own_scheduler, refresh
 

@@ -10,9 +10,9 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.options.rollout import RolloutOptions
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.online.generators import sync_method
-from prefrl.trainer.online.vllm_options import VLLMOptions
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
@@ -130,5 +130,5 @@ def test_an_adapter_that_servers_would_cut_is_merged(tmp_path: Path) -> None:
 
 
 def test_modes_of_the_correction_are_the_keys_of_its_table() -> None:
-    hints = get_type_hints(VLLMOptions)
+    hints = get_type_hints(RolloutOptions)
     assert set(get_args(hints["vllm_importance_sampling_mode"])) == set(OFF_POLICY_CORRECTIONS)

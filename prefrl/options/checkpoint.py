@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import apply, example, when
 from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
 
-__all__ = ["CHECKPOINT_OPTIONS", "CheckpointOptions", "CheckpointParams", "UploadParams", "check_checkpoints"]
+__all__ = ["CheckpointParams", "UploadParams", "check_checkpoints"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CheckpointParams(Params):
     """What checkpoints hold besides the model, and what is read of them."""
 
@@ -35,7 +35,7 @@ class CheckpointParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class UploadParams(Params):
     """Settings of uploads to `upload_to`."""
 
@@ -47,52 +47,6 @@ class UploadParams(Params):
         "Maximum time to wait for uploads at the end of training, in seconds; other processes wait at most "
         "ddp_timeout.",
     )
-
-
-_CHECKPOINT: KwargsOption[CheckpointParams] = KwargsOption(
-    "checkpoint_kwargs",
-    "What checkpoints hold, and which parts a resumed run reads.",
-    switch=None,
-    choices={None: CheckpointParams},
-)
-_UPLOAD: KwargsOption[UploadParams] = KwargsOption(
-    "upload_kwargs",
-    "Settings of uploads.",
-    switch="uploads_checkpoints",
-    choices={True: UploadParams},
-    off="upload_to=None: nothing is uploaded. Set upload_to.",
-)
-CHECKPOINT_OPTIONS: tuple[KwargsOption[Any], ...] = (_CHECKPOINT, _UPLOAD)
-
-
-@dataclass
-class CheckpointOptions:
-    """Contents of checkpoints, and where they are uploaded."""
-
-    changeable: ClassVar[tuple[str, ...]] = ("checkpoint_kwargs", "upload_to", "upload_kwargs")
-
-    checkpoint_kwargs: KwargsValue = opt(None, _CHECKPOINT.help)
-    upload_to: str | None = opt(
-        None,
-        "Folder or fsspec URL, such as s3://bucket/run, to which checkpoints are uploaded in the background; see "
-        "docs/checkpoints.md. resume_from_checkpoint=True reads it if output_dir has none.",
-    )
-    upload_kwargs: KwargsValue = opt(None, _UPLOAD.help)
-
-    @property
-    def checkpoint_params(self) -> CheckpointParams:
-        """What checkpoints hold, and what is read of them."""
-        return _CHECKPOINT.of(self)
-
-    @property
-    def uploads_checkpoints(self) -> bool:
-        """Whether there is a place for checkpoints besides `output_dir`."""
-        return self.upload_to is not None
-
-    @property
-    def upload_params(self) -> UploadParams:
-        """Settings of uploads."""
-        return _UPLOAD.of(self)
 
 
 CHECKPOINTS_RULES = (
@@ -141,3 +95,25 @@ def check_checkpoints(config: Any) -> None:
 
     check_url("upload_to", config.upload_to)
     apply(config, UPLOADS_RULES)
+
+
+@hyperparameters
+class ProfileParams(Params):
+    """Which steps of which processes are traced, counted from where training starts or resumes, and what of them.
+
+    After `skip_first` steps, `wait` + `warmup` + `active` steps follow each other `repeat` times; the active ones are
+    traced. Source: `torch.profiler.schedule`.
+    """
+
+    wait: Annotated[int, Ge(0)] = opt(1, "Steps at the start of each cycle without profiling.")
+    warmup: Annotated[int, Ge(0)] = opt(
+        1, "Steps that are profiled but not kept, because starting the profiler distorts them."
+    )
+    active: Annotated[int, Ge(1)] = opt(3, "Steps in a trace.")
+    repeat: Annotated[int, Ge(0)] = opt(1, "Number of cycles, each with its own trace; 0: until training ends.")
+    skip_first: Annotated[int, Ge(0)] = opt(0, "Steps before the first cycle.")
+    ranks: list[int] | None = opt([0], "Processes that write traces; None: all.")
+    record_shapes: bool = opt(False, "Record the shapes of the inputs of operations.")
+    profile_memory: bool = opt(False, "Record the memory that operations allocate and free.")
+    with_stack: bool = opt(False, "Record the lines of Python that called operations.")
+    memory_snapshot: bool = opt(False, "Also write the history of the GPU's memory in these steps.")

@@ -6,17 +6,25 @@ They are `dataclasses.InitVar`s of the config: its constructor and the command l
 from __future__ import annotations
 
 import dataclasses
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import mapping_of
+from prefrl.options.fields import hints_of, mapping_of
 from prefrl.options.types import check_value
 
-__all__ = ["FlatName", "fill_place", "fill_places", "init_vars", "set_aside", "without_flat_values"]
+__all__ = [
+    "FlatName",
+    "fill_place",
+    "fill_places",
+    "flat",
+    "flat_names",
+    "init_vars",
+    "set_aside",
+    "without_flat_values",
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,23 @@ class FlatName:
     key: str | None
 
 
+def flat(option: str, key: str | None = None, *, default: Any = None) -> Any:
+    """The declaration of a keyword, as the default of an `InitVar`; at that default, it counts as not given.
+
+    Args:
+        option: See `FlatName`.
+        key: See `FlatName`.
+        default: For keywords of which None is a value.
+    """
+    return dataclasses.field(default=default, metadata={"place": FlatName(option, key)})
+
+
+def flat_names(config_class: Any) -> dict[str, FlatName]:
+    """The places of the keywords of a config."""
+    declared = config_class.__dataclass_fields__
+    return {name: field.metadata["place"] for name, field in declared.items() if "place" in field.metadata}
+
+
 def init_vars(config_class: Any) -> dict[str, Any]:
     """The `InitVar`s of a dataclass with their defaults, in the order in which `__post_init__` gets their values."""
     every = config_class.__dataclass_fields__.values()  # dataclasses.fields leaves them out
@@ -42,7 +67,7 @@ def init_vars(config_class: Any) -> dict[str, Any]:
 @cache
 def _types(config_class: type) -> dict[str, Any]:
     """The types of `dataclasses.InitVar`s."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
+    hints = hints_of(config_class)
     return {name: hint.type for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)}
 
 
@@ -72,23 +97,22 @@ def set_aside(config: Any, values: Sequence[Any]) -> list[Any]:
     """
     if "_flat_values" in vars(config):
         return list(values)
-    given = dict(zip(init_vars(type(config)), values, strict=False))
-    config._flat_values = {name: value for name, value in given.items() if name in config.flat_names}
-    return [value for name, value in given.items() if name not in config.flat_names]
+    given, places = dict(zip(init_vars(type(config)), values, strict=False)), flat_names(type(config))
+    config._flat_values = {name: value for name, value in given.items() if name in places}
+    return [value for name, value in given.items() if name not in places]
 
 
-def fill_places(config: Any, places: Mapping[str, FlatName]) -> None:
+def fill_places(config: Any) -> None:
     """Put the values of keywords that were given into their places. A default means: not given.
 
     Args:
         config: The config, after `set_aside`.
-        places: The places of the keywords.
 
     Raises:
         ConfigError: A value has another type, or a place is taken.
     """
     config_class: Any = type(config)
-    defaults, hints = init_vars(config_class), _types(config_class)
+    defaults, hints, places = init_vars(config_class), _types(config_class), flat_names(config_class)
     for name, value in vars(config).pop("_flat_values").items():
         check_value(name, value, hints[name])
         if value == defaults[name]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.trainer.base.options.autopilot import GrowthParams
+from prefrl.options.autopilot import GrowthParams
 from prefrl.trainer.features.growth import GrowingPlan, GrowthPlateau
 from prefrl.trainer.steps import StepPlan
 

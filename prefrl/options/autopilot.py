@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt, plain_value
-from prefrl.options.kwargs import KwargsOption, KwargsValue
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Example, Rule, example, unset, when
 
 __all__ = [
-    "AUTOPILOT",
     "AUTOPILOT_RULES",
-    "AutopilotOptions",
     "EarlyStoppingParams",
     "GrowthParams",
     "SoupParams",
@@ -26,7 +22,7 @@ __all__ = [
 _WATCHED = ("loss", "grad_norm", "kl")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class GrowthParams(Params):
     """When the batch grows, and by how much."""
 
@@ -51,21 +47,21 @@ class GrowthParams(Params):
         return self.eval_metric if self.eval_split == "training" else f"eval_{self.eval_metric}"
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class EarlyStoppingParams(Params):
     """What counts as an improvement."""
 
     threshold: Annotated[float, Ge(0)] = opt(0.0, "Minimum improvement of the metric that counts.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SoupParams(Params):
     """What goes into a soup."""
 
     top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SpikeParams(Params):
     """What a spike is, and what happens after one."""
 
@@ -93,116 +89,6 @@ class SpikeParams(Params):
             example("sft", on_spike="rollback", spike_kwargs={"metrics": ["los"]}),
         ),
     )
-
-
-GROWTH: KwargsOption[GrowthParams] = KwargsOption(
-    "increase_batch_size_kwargs",
-    "When the batch grows, and by how much.",
-    switch="_grows",
-    choices={True: GrowthParams},
-    off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
-)
-EARLY_STOPPING: KwargsOption[EarlyStoppingParams] = KwargsOption(
-    "early_stopping_kwargs",
-    "What counts as an improvement.",
-    switch="_stops_early",
-    choices={True: EarlyStoppingParams},
-    off="early_stopping_patience=None: training does not stop early. Set it.",
-)
-SOUP: KwargsOption[SoupParams] = KwargsOption(
-    "model_soup_kwargs",
-    "What goes into the soup.",
-    switch="model_soup",
-    choices={"uniform": SoupParams, "greedy": SoupParams},
-)
-SPIKE: KwargsOption[SpikeParams] = KwargsOption(
-    "spike_kwargs",
-    "What a spike is, and what a rollback changes.",
-    switch="on_spike",
-    choices={"rollback": SpikeParams},
-)
-AUTOPILOT: tuple[KwargsOption[Any], ...] = (GROWTH, EARLY_STOPPING, SOUP, SPIKE)
-
-
-@dataclass
-class AutopilotOptions:
-    """Early stopping, averaging and other automatic actions. All are off by default; see docs/autopilot.md."""
-
-    # They do not decide the updates.
-    changeable: ClassVar[tuple[str, ...]] = (
-        "early_stopping_patience",
-        "early_stopping_kwargs",
-        "model_soup",
-        "model_soup_kwargs",
-        "ema_decay",
-    )
-    # The metric by which checkpoints are chosen if none is named.
-    best_metric: ClassVar[str] = "loss"
-    # What shows a spike if nothing is named.
-    spike_metrics: ClassVar[tuple[str, ...]] = _WATCHED
-
-    early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "End training after this many consecutive evaluations without an improvement of "
-        "metric_for_best_model; None: it does not end early.",
-    )
-    early_stopping_kwargs: KwargsValue = opt(None, EARLY_STOPPING.help)
-    increase_batch_size_on_plateau: Annotated[int, Ge(0)] = opt(
-        0,
-        "How many times the batch may grow when a metric has stopped improving. The learning rate schedule and the "
-        "number of epochs do not change, so there are fewer steps. 0: the batch does not grow.",
-    )
-    increase_batch_size_kwargs: KwargsValue = opt(None, GROWTH.help)
-    model_soup: Literal["uniform", "greedy"] | None = opt(
-        None,
-        "Average the run's best checkpoints by metric_for_best_model when training ends, and use the average as the "
-        "model. uniform: all of them. greedy: only those that do not make the metric worse. None: no average.",
-    )
-    model_soup_kwargs: KwargsValue = opt(None, SOUP.help)
-    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
-        None,
-        "Keep an exponential moving average of the weights with this decay per step, also evaluate it, as "
-        "eval_ema_..., and save it in the folder ema of the model's folder. None: no average.",
-    )
-    on_spike: Literal["ignore", "rollback"] = opt(
-        "ignore",
-        "What to do if the loss, gradient norm or KL of a step is far above its usual values. rollback: skip the "
-        "step, and continue from the last checkpoint with a smaller learning rate.",
-    )
-    spike_kwargs: KwargsValue = opt(None, SPIKE.help)
-
-    @property
-    def _grows(self) -> bool:
-        return self.increase_batch_size_on_plateau > 0
-
-    @property
-    def _stops_early(self) -> bool:
-        return self.early_stopping_patience is not None
-
-    @property
-    def growth_params(self) -> GrowthParams:
-        """When the batch grows, and by how much."""
-        return GROWTH.of(self)
-
-    @property
-    def early_stopping_params(self) -> EarlyStoppingParams:
-        """What counts as an improvement."""
-        return EARLY_STOPPING.of(self)
-
-    @property
-    def soup_params(self) -> SoupParams:
-        """What goes into a soup."""
-        return SOUP.of(self)
-
-    @property
-    def spike_params(self) -> SpikeParams:
-        """What a spike is, and what happens after one."""
-        return SPIKE.of(self)
-
-    @property
-    def watched_metrics(self) -> tuple[str, ...]:
-        """What is watched for spikes; nothing if `on_spike` is off."""
-        return tuple(self.spike_params.metrics or self.spike_metrics) if self.on_spike == "rollback" else ()
 
 
 def name_best_metric(config: Any) -> None:

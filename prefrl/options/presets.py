@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl.options.fields import json_mapping
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.options.flat_names import FlatName
+    from prefrl.options.flat_names import FlatName
 
 __all__ = ["PRESETS", "Preset", "combined"]
 

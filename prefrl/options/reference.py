@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
 from prefrl.options.rules import example, unset, when
 
-__all__ = ["PRECOMPUTED_REFERENCE_RULES", "REFERENCE_RULES", "OfflineReferenceOptions", "ReferenceOptions"]
+__all__ = ["PRECOMPUTED_REFERENCE_RULES", "REFERENCE_RULES", "ReferenceOptions"]
 
 
 @dataclass
@@ -20,27 +20,12 @@ class ReferenceOptions:
     beta: Annotated[float, Ge(0)] = opt(0.04, "Weight of the KL term; 0: no KL term and no reference model.")
     sync_ref_model: bool = opt(False, "Move the reference toward the policy during training (TR-DPO).")
     ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = opt(
-        0.6, "Each update of the reference sets it to alpha * policy + (1 - alpha) * reference."
+        0.6,
+        "Each update of the reference sets it to alpha * policy + (1 - alpha) * reference.",
+        needs=["sync_ref_model"],
     )
-    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(512, "Optimizer steps between updates of the reference.")
-
-
-@dataclass
-class OfflineReferenceOptions(ReferenceOptions):
-    """The reference model, which the policy stays close to, for training on a fixed dataset."""
-
-    changeable: ClassVar[tuple[str, ...]] = ("precompute_ref_log_probs", "precompute_ref_batch_size")
-
-    beta: Annotated[float, Gt(0)] = opt(
-        0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
-    )
-    precompute_ref_log_probs: bool = opt(
-        False,
-        "Compute the reference log-probs of the datasets once, before training, and keep no reference model. They are "
-        "cached on disk and reused for the same data and weights.",
-    )
-    precompute_ref_batch_size: Annotated[int, Ge(1)] | None = opt(
-        None, "Rows per forward pass of precompute_ref_log_probs; None: per_device_train_batch_size."
+    ref_model_sync_steps: Annotated[int, Ge(1)] = opt(
+        512, "Optimizer steps between updates of the reference.", needs=["sync_ref_model"]
     )
 
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, mapping_of, opt
-from prefrl.options.kwargs import KwargsOption, KwargsValue
 from prefrl.options.optimizers import optimizer_of
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import apply, example, when
 from prefrl.options.run_rules import HUGGINGFACE
-from prefrl.options.types import BatchSize, check_value
+from prefrl.options.types import check_value
 
 __all__ = [
     "AUTO",
     "AUTOMATIC",
-    "AUTO_SIZE",
     "RATE_RULES",
     "AutoSizeParams",
-    "SizeOptions",
     "automatic_rate",
     "derive_sizes",
     "largest_divisor",
@@ -41,7 +37,7 @@ _LIKE_ADAM, _UNLIKE_ADAM = ("adam", "amsgrad", "adafactor", "muon", "soap"), ("g
 AUTOMATIC = (_ROWS, _STEPS, _TOKENS, "learning_rate")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class AutoSizeParams(Params):
     """How sizes are found by trial."""
 
@@ -52,32 +48,6 @@ class AutoSizeParams(Params):
         None,
         "Largest per_device_train_batch_size that is tried; None: 128 on a CPU, and no limit but memory on a GPU.",
     )
-
-
-AUTO_SIZE = KwargsOption(
-    name="auto_size_kwargs",
-    description="How sizes that are 'auto' are determined.",
-    switch=None,
-    choices={None: AutoSizeParams},
-)
-
-
-@dataclass
-class SizeOptions:
-    """Batch sizes in addition to HuggingFace's."""
-
-    max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
-        "speed, never the update.",
-    )
-    effective_batch_size: BatchSize | None = opt(
-        None,
-        "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
-        "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
-    )
-    auto_size_kwargs: KwargsValue = opt(None, AUTO_SIZE.help)
 
 
 def take_automatic(config: Any) -> frozenset[str]:
@@ -119,7 +89,7 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
         check_value(_STEPS, config.gradient_accumulation_steps, HUGGINGFACE[_STEPS])
     if _ROWS in automatic and _has_budget(config):
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
-    if not automatic and mapping_of(config, AUTO_SIZE.name):
+    if not automatic and mapping_of(config, "auto_size_kwargs"):
         raise ConfigError(
             f"auto_size_kwargs={config.auto_size_kwargs!r} has no effect because no size is found by trial. Set "
             f"{_TOKENS}='auto', or {_ROWS}='auto'."
