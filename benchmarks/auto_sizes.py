@@ -31,6 +31,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.features.sizes import AutomaticSizes
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import make_trainer, weights_of
 
@@ -95,7 +96,7 @@ class Workload:
             **ALGORITHMS[self.algorithm],
         )
         seconds = timed_steps(trainer)
-        trainer.sizes.clock = time.process_time
+        trainer.parts[AutomaticSizes].clock = time.process_time
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             trainer.train()
         (seen,) = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Weights)]

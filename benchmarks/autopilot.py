@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 from benchmarks.learning import COMMON, expected_reward, start
 from prefrl import GRPOConfig, GRPOTrainer
 from prefrl.scripts.demo import tiny as demo_tiny
+from prefrl.trainer.features.guard import Guard
 
 RESULTS = Path(__file__).parent / "results" / "autopilot.json"
 STEPS, EVERY = 100, 10
@@ -138,7 +139,7 @@ def soup_of(folder: Path) -> str:
 
 def rollbacks_of(trainer: GRPOTrainer) -> str:
     """How many times a run has gone back."""
-    return f"{trainer.guard.num_rollbacks} rollbacks"
+    return f"{trainer.parts[Guard].steps.num_rollbacks} rollbacks"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -177,9 +177,8 @@ def _estimate(run: Callable[[], tuple[Any, Any, Any]], clock: Callable[[], float
     """What the doctor says of memory and seconds, and the number of weights."""
     from prefrl.models.footprint import weights_of
     from prefrl.scripts.checkup import resources
-    from prefrl.scripts.checkup.batches import Batches
     from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.rows import check_rows
+    from prefrl.scripts.checkup.rows import Batches, check_rows
     from prefrl.scripts.checkup.subject import Subject
     from prefrl.scripts.inputs import datasets_of
 

@@ -25,7 +25,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS
 from prefrl.scripts.demo.tiny import make_model, make_questions, make_tokenizer
 from prefrl.trainer.base import optimized
-from prefrl.trainer.base.optimizers.by_name import works_under
+from prefrl.trainer.optimizers import works_under
 from tests.distributed.backends import enter
 from tests.distributed.cases import Case
 from tests.distributed.worker import make, weights_of

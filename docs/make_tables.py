@@ -32,6 +32,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
+from prefrl.options.flat_names import flat_names
+from prefrl.options.kwargs import kwargs_options
+
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
 SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", re.S)
@@ -120,7 +123,7 @@ def kernel_figures() -> str:
 def papers_of(algorithm: str) -> str:
     """A command for each paper that is a choice of options of an algorithm."""
     if algorithm == "grpo":
-        presets = load("prefrl.trainer.grpo_presets.PRESETS")
+        presets = load("prefrl.options.presets.PRESETS")
         entries = {
             name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()
         }
@@ -155,7 +158,7 @@ def _flags(options: dict[str, Any]) -> str:
 def keys_of(names: Collection[str]) -> str:
     """A table of the keys of options that are mappings."""
     lines = ["| option | with | key | value | default | meaning |", "|---|---|---|---|---|---|"]
-    for option in load("prefrl.GRPOConfig").kwargs_options:
+    for option in kwargs_options(load("prefrl.GRPOConfig")):
         hints = {}
         for params in option.choices.values():
             known = typing.get_type_hints(params, include_extras=True)
@@ -208,7 +211,7 @@ def _code(names: Iterable[str]) -> str:
 
 def _own_options(option: str, params: Any) -> str:
     """The options of their own that the hyperparameters of a row have."""
-    (mapping,) = [found for found in load("prefrl.GRPOConfig").kwargs_options if found.name == option]
+    (mapping,) = [found for found in kwargs_options(load("prefrl.GRPOConfig")) if found.name == option]
     return _code(name for name in params.names() if name in mapping.own_options)
 
 
@@ -226,12 +229,12 @@ def _advantages() -> Iterator[list[str]]:
 
 def _kl() -> Iterator[list[str]]:
     says = {True: "yes", False: "no"}
-    for name, row in load("prefrl.losses.kl.estimators.KL_ESTIMATORS").items():
+    for name, row in load("prefrl.losses.kl.KL_ESTIMATORS").items():
         yield [f"`{name}`", says[row.unbiased_value], says[row.unbiased_gradient], row.source]
 
 
 def _presets() -> Iterator[list[str]]:
-    for name, preset in load("prefrl.trainer.grpo_presets.PRESETS").items():
+    for name, preset in load("prefrl.options.presets.PRESETS").items():
         options = _code(f"{key}={value!r}" for key, value in preset.options.items())
         yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
 
@@ -239,7 +242,7 @@ def _presets() -> Iterator[list[str]]:
 def _optimizers() -> Iterator[list[str]]:
     places = {"torch": "torch.optim", "bitsandbytes": "bitsandbytes.optim", "pytorch_optimizer": "pytorch_optimizer"}
     decays = {"L2": "L2", "decoupled": "decoupled", "none": "refused"}
-    works_under = load("prefrl.trainer.base.optimizers.by_name.works_under")
+    works_under = load("prefrl.trainer.optimizers.works_under")
     for name, row in load("prefrl.options.optimizers.OPTIMIZERS").items():
         decay = "L2, or decoupled" if "decoupled_weight_decay" in row.keys else decays[row.decay]
         works = ["yes" if value else "refused" for value in works_under(name).values()]
@@ -286,7 +289,7 @@ def _commands() -> Iterator[list[str]]:
 
 
 def _names() -> Iterator[list[str]]:
-    for name, place in load("prefrl.trainer.online.flat_names.FLAT_NAMES").items():
+    for name, place in flat_names(load("prefrl.GRPOConfig")).items():
         key = f"`{place.option}`" if place.key is None else f"`{place.key}` of `{place.option}`"
         yield [f"`{name}`", key]
 
@@ -408,7 +411,7 @@ def table(config: type[Any], group: type[Any]) -> str:
     fields = {field.name: field for field in dataclasses.fields(group)}
     meanings = {
         option.name: f"{option.description} [Keys](../{KEY_PAGES.get(option.name, 'losses.md')}#keys)."
-        for option in getattr(config, "kwargs_options", ())
+        for option in kwargs_options(config)
     }
     assert group.__doc__ is not None
     title = group.__doc__.strip().splitlines()[0]

@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.scripts.arguments.model_config import get_quantization_config as get_quantization_config
     from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
-    from prefrl.scripts.quiet import init_zero_verbose as init_zero_verbose
+    from prefrl.scripts.startup import init_zero_verbose as init_zero_verbose
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.callbacks.bema import BEMACallback as BEMACallback
@@ -103,7 +103,7 @@ _PATHS |= {
     "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
     "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
-    "init_zero_verbose": "prefrl.scripts.quiet:init_zero_verbose",
+    "init_zero_verbose": "prefrl.scripts.startup:init_zero_verbose",
     "is_conversational": "prefrl.data.chat_templates:is_conversational",
     "is_conversational_from_value": "prefrl.data.chat_templates:is_conversational_from_value",
     "maybe_apply_chat_template": "prefrl.data.chat_templates:maybe_apply_chat_template",

@@ -14,10 +14,15 @@ class Algorithm:
     """Where an algorithm's config and trainer live, and what it learns from."""
 
     name: str
+    options: str  # "module:class"; imports without torch
     config: str  # "module:class"
     trainer: str  # "module:class"
     dataset: str
     docs: str
+
+    def load_options(self) -> Any:
+        """The class of its options, without those of HuggingFace."""
+        return load(self.options)
 
     def load_config(self) -> Any:
         """The config class; imports no trainer."""
@@ -39,6 +44,7 @@ REGISTRY: dict[str, Algorithm] = {
     for row in (
         Algorithm(
             name="sft",
+            options="prefrl.options.offline:SFTOptions",
             config="prefrl.trainer.sft_config:SFTConfig",
             trainer="prefrl.trainer.sft_trainer:SFTTrainer",
             dataset="language modeling or prompt-completion",
@@ -46,6 +52,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="dpo",
+            options="prefrl.options.offline:DPOOptions",
             config="prefrl.trainer.dpo_config:DPOConfig",
             trainer="prefrl.trainer.dpo_trainer:DPOTrainer",
             dataset="preference: prompt, chosen, rejected",
@@ -53,6 +60,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="kto",
+            options="prefrl.options.offline:KTOOptions",
             config="prefrl.trainer.kto_config:KTOConfig",
             trainer="prefrl.trainer.kto_trainer:KTOTrainer",
             dataset="unpaired preference (prompt, completion, label), or preference",
@@ -60,6 +68,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="orpo",
+            options="prefrl.options.offline:ORPOOptions",
             config="prefrl.trainer.orpo_config:ORPOConfig",
             trainer="prefrl.trainer.orpo_trainer:ORPOTrainer",
             dataset="preference: prompt, chosen, rejected",
@@ -67,6 +76,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="cpo",
+            options="prefrl.options.offline:CPOOptions",
             config="prefrl.trainer.cpo_config:CPOConfig",
             trainer="prefrl.trainer.cpo_trainer:CPOTrainer",
             dataset="preference: prompt, chosen, rejected",
@@ -74,6 +84,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="bco",
+            options="prefrl.options.offline:BCOOptions",
             config="prefrl.trainer.bco_config:BCOConfig",
             trainer="prefrl.trainer.bco_trainer:BCOTrainer",
             dataset="unpaired preference (prompt, completion, label), or preference",
@@ -81,6 +92,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="reward",
+            options="prefrl.options.offline:RewardModelOptions",
             config="prefrl.trainer.reward_config:RewardConfig",
             trainer="prefrl.trainer.reward_trainer:RewardTrainer",
             dataset="preference: chosen, rejected",
@@ -88,6 +100,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="grpo",
+            options="prefrl.options.algorithms:GRPOOptions",
             config="prefrl.trainer.grpo_config:GRPOConfig",
             trainer="prefrl.trainer.grpo_trainer:GRPOTrainer",
             dataset="prompt-only, with the columns that the rewards read",
@@ -95,6 +108,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="rloo",
+            options="prefrl.options.algorithms:RLOOOptions",
             config="prefrl.trainer.rloo_config:RLOOConfig",
             trainer="prefrl.trainer.rloo_trainer:RLOOTrainer",
             dataset="prompt-only, with the columns that the rewards read",
@@ -102,6 +116,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="reinforce_plus_plus",
+            options="prefrl.options.algorithms:ReinforcePlusPlusOptions",
             config="prefrl.trainer.reinforce_plus_plus_config:ReinforcePlusPlusConfig",
             trainer="prefrl.trainer.reinforce_plus_plus_trainer:ReinforcePlusPlusTrainer",
             dataset="prompt-only, with the columns that the rewards read",
@@ -109,6 +124,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="ppo",
+            options="prefrl.options.algorithms:PPOOptions",
             config="prefrl.trainer.ppo_config:PPOConfig",
             trainer="prefrl.trainer.ppo_trainer:PPOTrainer",
             dataset="prompt-only, with the columns that the rewards read",
@@ -116,6 +132,7 @@ REGISTRY: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="online_dpo",
+            options="prefrl.options.algorithms:OnlineDPOOptions",
             config="prefrl.trainer.online_dpo_config:OnlineDPOConfig",
             trainer="prefrl.trainer.online_dpo_trainer:OnlineDPOTrainer",
             dataset="prompt-only, with the columns that the rewards read",

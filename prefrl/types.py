@@ -104,16 +104,24 @@ class Rollout:
     greedy_reward: float = float("nan")  # total of the greedy completion of the same prompt, if there is one
     episode: Episode | None = None  # what tools and the environment did; None: there are none
     images: Images | None = None  # of the prompt, as the model reads them; None: it has none, or they are not read yet
+    # What follows from the turns and the episode, found at construction.
+    prompt_ids: list[int] = field(init=False)  # the ids that were sent first
+    sampled_ids: list[int] = field(init=False)  # all ids that were sampled
+    # Why the last completion ended; "length" also if an episode was cut off at a limit of tokens or time.
+    finish_reason: FinishReason = field(init=False)
+    has_failed: bool = field(init=False)  # the environment failed, so that there is nothing to learn from
 
-    @property
-    def prompt_ids(self) -> list[int]:
-        """The ids that were sent first."""
-        return self.turns[0].sent_ids
-
-    @property
-    def sampled_ids(self) -> list[int]:
-        """All ids that were sampled."""
-        return [token for turn in self.turns for token in turn.completion.token_ids]
+    def __post_init__(self) -> None:
+        """Find what follows from the turns and the episode."""
+        self.prompt_ids = self.turns[0].sent_ids
+        self.sampled_ids = self.turns[0].completion.token_ids
+        if len(self.turns) > 1:
+            self.sampled_ids = [token for turn in self.turns for token in turn.completion.token_ids]
+        self.finish_reason, self.has_failed = self.turns[-1].completion.finish_reason, False
+        if self.episode is not None:
+            if self.episode.stop_reason in ("max_tokens", "context", "timeout"):
+                self.finish_reason = "length"
+            self.has_failed = self.episode.stop_reason == "environment_error"
 
     @property
     def sampling_logprobs(self) -> list[float]:
@@ -124,18 +132,6 @@ class Rollout:
     def policy_versions(self) -> list[int]:
         """Optimizer step of the weights that sampled each of `sampled_ids`."""
         return [version for turn in self.turns for version in turn.completion.policy_versions]
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why the last completion ended; "length" also if an episode was cut off at a limit of tokens or time."""
-        if self.episode is not None and self.episode.stop_reason in ("max_tokens", "context", "timeout"):
-            return "length"
-        return self.turns[-1].completion.finish_reason
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the environment failed, so that there is nothing to learn from."""
-        return self.episode is not None and self.episode.stop_reason == "environment_error"
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,8 +221,11 @@ class TokenBatch(Forest):
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with all tensors on `device`."""
-        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **moved)
+        given = self.given()
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                given[name] = value.to(device, non_blocking=True)
+        return type(self)(**given)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields that are set, by name. All but the prompts' ids have an entry for each response token."""

@@ -31,7 +31,6 @@ SOURCES = sorted((ROOT / "prefrl").rglob("*.py"))
 # Who has them: a module, or a class in it, after a colon. If one is gone after an upgrade, read what has become of it
 # before you change its users.
 PRIVATE: dict[str, tuple[str, ...]] = {
-    "argparse": ("_StoreFalseAction",),
     "argparse:ArgumentParser": ("_actions", "_check_value", "_get_value", "_option_string_actions"),
     "argparse:HelpFormatter": ("_expand_help", "_format_action_invocation"),
     "dataclasses": ("_FIELD_INITVAR",),
@@ -47,7 +46,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "transformers:PreTrainedModel": (
         *("_from_config", "_hf_peft_config_loaded", "_is_stateful", "_keys_to_ignore_on_save", "_no_split_modules"),
     ),
-    "transformers:Trainer": ("_get_learning_rate", "_globalstep_last_logged"),
+    "transformers:Trainer": ("_globalstep_last_logged",),
     "accelerate.optimizer:AcceleratedOptimizer": ("_is_overflow",),
     "accelerate.state:GradientState": ("_set_sync_gradients",),
     "torch": ("_subclasses",),

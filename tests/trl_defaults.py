@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prefrl.trainer.online.flat_names import FLAT_NAMES
+from prefrl.options.flat_names import flat_names
+from prefrl.trainer.grpo_config import GRPOConfig
 
 __all__ = ["CONFIGS", "NOT_COMPARED", "defaults_of"]
 
@@ -22,7 +23,7 @@ _SAME = {
     "include_num_input_tokens_seen": "'no' is False",
     "debug": "nothing either way",
 }
-NOT_COMPARED = _SAME.keys() | FLAT_NAMES.keys()
+NOT_COMPARED = _SAME.keys() | flat_names(GRPOConfig).keys()
 
 
 def defaults_of(config: str) -> dict[str, Any]:

@@ -19,20 +19,18 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from prefrl.data.chat import MARKER, ChatTemplate, Span, common_length, encode, last_special
 from prefrl.data.formats import REASONING_FIELDS
 from prefrl.errors import DataError
+from prefrl.options.types import ReasoningInHistory
 
 if TYPE_CHECKING:
     from prefrl.data.formats import Message
     from prefrl.types import Turn
 
-__all__ = ["Answer", "NextContext", "ReasoningInHistory", "next_context", "said_text"]
-
-# What the next turn sees of the thinking in earlier ones: what the template prints, all of it, or nothing.
-ReasoningInHistory = Literal["template", "keep", "strip"]
+__all__ = ["Answer", "NextContext", "next_context", "said_text"]
 
 # Stands for the content of a message that is new in the conversation.
 _NEW_MARKER = "prefrlNewMessage{}Marker"

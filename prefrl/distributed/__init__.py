@@ -15,45 +15,43 @@ from prefrl.distributed.backend import (
     updates_in_backward,
 )
 from prefrl.distributed.checkpoint import (
+    Partition,
+    Reader,
     check_first_training,
     check_resumable,
     keeps_checkpoints_partitioned,
     keeps_optimizer_apart,
+    largest_share,
+    names_in_checkpoint,
+    only_data,
+    partition_of,
+    rollouts_file,
     sign_checkpoint,
     whole_on_host,
     writer_of,
 )
-from prefrl.distributed.company import Scorer, in_company, missing_passes
-from prefrl.distributed.launch_checks import (
+from prefrl.distributed.launch import (
+    accelerator_arguments,
     check_backend,
     check_changed_layers,
     check_chooses_optimizer,
     check_chooses_schedule,
+    check_deepspeed,
     check_devices,
     check_gradients_seen,
+    check_heads,
+    check_model,
     check_optimizer,
     check_processes,
     check_quantized,
     check_state_read,
     check_weights_stay,
     partitions_weights,
-)
-from prefrl.distributed.parallelism import (
-    accelerator_arguments,
-    check_deepspeed,
-    check_heads,
-    check_model,
     set_up_parallelism,
-)
-from prefrl.distributed.partition import (
-    Partition,
-    largest_share,
-    names_in_checkpoint,
-    partition_of,
-    rollouts_file,
 )
 from prefrl.distributed.processes import (
     exchange,
+    exchange_in_team,
     from_main,
     gather_numbers,
     gather_objects,
@@ -70,14 +68,15 @@ from prefrl.distributed.processes import (
     rank,
     rank_in_names,
     sum_over_ranks,
+    sum_over_team,
     summed_over_ranks,
     team_size,
     team_totals,
     wait_for_all,
     world_size,
 )
-from prefrl.distributed.reading import Reader
 from prefrl.distributed.shards import (
+    Scorer,
     assign,
     bare_copy,
     class_of,
@@ -85,10 +84,12 @@ from prefrl.distributed.shards import (
     first_non_finite,
     full_params,
     gathered,
+    in_company,
     is_backend_hook,
     is_sharded,
     load_whole,
     memory_of,
+    missing_passes,
     mix,
     num_local_elements,
     release,
@@ -98,8 +99,6 @@ from prefrl.distributed.shards import (
     usable,
     whole,
 )
-from prefrl.distributed.teams import exchange_in_team, sum_over_team
-from prefrl.distributed.unpickling import only_data
 
 __all__ = [
     "Partition",

@@ -1,7 +1,10 @@
 """Processes, the ranks that they form, and the communication between them.
 
 Each rank has its own rows. A rank is one process or, with sequence parallelism, a team of consecutive processes that
-have the same rows and each compute a part of their tokens. Gathering or summing over ranks counts every row once.
+have the same rows and each compute a part of their tokens (Ulysses). Gathering or summing over ranks counts every row
+once.
+
+Source: Jacobs et al. 2023, arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+__all__ = []
 
 T = TypeVar("T")
 
@@ -87,27 +93,27 @@ def team_group() -> dist.ProcessGroup | None:
 
 def place_in_team() -> int:
     """This process's number in its team."""
-    return dist.get_rank() % _teams.size if is_distributed() else 0
+    return dist.get_rank() % _teams.size if dist.is_initialized() else 0
 
 
 def is_distributed() -> bool:
     """Whether a process group exists."""
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_initialized()
 
 
 def num_processes() -> int:
     """Number of processes."""
-    return dist.get_world_size() if is_distributed() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
     """This process's rank; 0 if there is only one."""
-    return dist.get_rank() // _teams.size if is_distributed() else 0
+    return dist.get_rank() // _teams.size if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """Number of ranks."""
-    return num_processes() // _teams.size
+    return dist.get_world_size() // _teams.size if dist.is_initialized() else 1
 
 
 def rank_in_names(rank: int, world_size: int) -> str:
@@ -117,7 +123,7 @@ def rank_in_names(rank: int, world_size: int) -> str:
 
 def is_main() -> bool:
     """Whether this process writes logs and files."""
-    return not is_distributed() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def gather_objects(value: T) -> list[T]:
@@ -278,3 +284,52 @@ def _reduce(
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, operation, group=group)
     return tensor.tolist()
+
+
+def exchange_in_team(tensor: torch.Tensor, *, split: int, join: int) -> torch.Tensor:
+    """All-to-all in the team: split dimension `split` evenly over the processes, and join the parts along `join`.
+
+    It converts some tokens of all heads to all tokens of some heads, and back. All processes of the team must call it.
+    """
+    output: torch.Tensor = _Exchange.apply(tensor, split, join)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, split: int, join: int) -> torch.Tensor:
+        ctx.split, ctx.join = split, join
+        return _exchanged(tensor, split, join)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _exchanged(grad, ctx.join, ctx.split), None, None
+
+
+def _exchanged(tensor: torch.Tensor, split: int, join: int) -> torch.Tensor:
+    parts = torch.stack(tensor.chunk(team_size(), dim=split))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=team_group())
+    return torch.cat(received.unbind(), dim=join)
+
+
+def sum_over_team(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the processes of the team, with gradients. All of them must call it and compute the same from it."""
+    output: torch.Tensor = _SumOverTeam.apply(tensor)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _SumOverTeam(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=team_group())
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        # Every process of the team computes the same loss from the sum, and backends average gradients over all
+        # processes. The gradient is therefore the sum of team_size equal gradients.
+        return grad * team_size()

@@ -3,6 +3,9 @@
 A ZeRO-3 parameter is empty between the passes that use it. DeepSpeed keeps this rank's part in `ds_tensor`, and
 `ds_status` tells whether the whole parameter is available. An FSDP2 parameter is a DTensor, whose `to_local()` is this
 rank's part.
+
+Every rank has to take part in every pass of the others. If all ranks start together, they pad to the same number of
+passes, see `missing_passes`; otherwise they take turns, see `in_company`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -20,10 +23,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from prefrl.distributed.processes import gather_objects, max_over_ranks
+from prefrl.distributed.processes import gather_objects, max_over_ranks, min_over_ranks, world_size
+
+__all__ = []
 
 M = TypeVar("M", bound=nn.Module)
 
+# An attribute that only ZeRO-3 parameters have.
+_ZERO3 = "ds_id"
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
@@ -42,11 +49,7 @@ def class_of(module: nn.Module) -> Any:
 
 def _zero3(tensor: torch.Tensor) -> Any:
     """The tensor if it is a ZeRO-3 parameter, with the attributes that DeepSpeed adds; else None."""
-    return tensor if hasattr(tensor, "ds_id") else None
-
-
-def _is_zero3(tensor: torch.Tensor) -> bool:
-    return _zero3(tensor) is not None
+    return tensor if hasattr(tensor, _ZERO3) else None
 
 
 def _is_absent(tensor: torch.Tensor) -> bool:
@@ -59,7 +62,7 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether its parameters are partitioned over ranks, so all ranks have to take part in each forward pass."""
     # FSDP2 may leave weights whole after a pass and reshard them later.
     has_shards = any(isinstance(module, FSDPModule) for module in model.modules())
-    return has_shards or any(_is_zero3(p) or isinstance(p, DTensor) for p in model.parameters())
+    return has_shards or any(hasattr(p, _ZERO3) or isinstance(p, DTensor) for p in model.parameters())
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
@@ -190,7 +193,7 @@ def mix(weight: torch.Tensor, other: torch.Tensor, alpha: float) -> None:
     if isinstance(weight, DTensor) and isinstance(other, DTensor):
         local = weight.to_local()
         local.lerp_(other.to_local().detach().to(local), alpha)
-    elif _is_zero3(weight):
+    elif _zero3(weight) is not None:
         mixed = torch.lerp(whole(weight).detach(), whole(other).detach().to(weight.dtype), alpha)
         load_whole(weight, mixed)
     else:
@@ -271,7 +274,7 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     """The model with all parameters whole on this rank. All ranks must enter; inside, each may run different code."""
     inner = unwrap(model)
     with ExitStack() as stack:
-        parameters = [p for p in inner.parameters() if _is_zero3(p)]
+        parameters = [p for p in inner.parameters() if hasattr(p, _ZERO3)]
         if parameters:
             stack.enter_context(gathered(parameters))
             # These hooks would release weights, and coordinate the ranks in each pass.
@@ -323,5 +326,82 @@ def usable(model: nn.Module) -> AbstractContextManager[object]:
     """Make forward passes work inside, even before training starts, when no hooks gather a ZeRO-3 model's weights."""
     inner = unwrap(model)
     is_hooked = any("pre_bwd_fn" in vars(module) for module in inner.modules())
-    needs_all = not is_hooked and any(_is_zero3(p) for p in inner.parameters())
+    needs_all = not is_hooked and any(hasattr(p, _ZERO3) for p in inner.parameters())
     return full_params(model) if needs_all else nullcontext()
+
+
+# A model, and a function that runs one idle pass of it, without a result.
+Scorer = tuple[nn.Module, Callable[[], object]]
+
+
+def missing_passes(model: nn.Module, num_passes: int, device: torch.device) -> int:
+    """Number of extra passes of a partitioned model that this rank has to run; 0 for any other model.
+
+    All ranks must call it before the first pass, each with its own number of passes.
+    """
+    if world_size() == 1 or not is_sharded(unwrap(model)):
+        return 0
+    return int(max_over_ranks([num_passes], device)[0]) - num_passes
+
+
+@contextmanager
+def in_company(models: Sequence[Scorer], device: torch.device) -> Iterator[None]:
+    """Inside, ranks may run different numbers of no-grad forward passes of partitioned models.
+
+    All ranks must enter.
+
+    Before each pass the ranks agree which model runs: the first in `models` that any rank requests. A rank that did
+    not request it runs the model's idle pass, without a result, and requests again. A rank that has finished runs idle
+    passes until all ranks have finished.
+
+    If a rank raises inside, its process must end, and the launcher ends the others: the failing rank cannot know which
+    passes they wait for.
+
+    Args:
+        models: Each with its idle pass, in the same order on all ranks. Models that are not partitioned are ignored.
+        device: Device for the communication between ranks.
+    """
+    sharded = [(unwrap(model), idle) for model, idle in models if is_sharded(unwrap(model))]
+    if world_size() == 1 or not sharded:
+        yield
+        return
+    turns = _Turns([idle for _, idle in sharded], device)
+    handles = [
+        model.register_forward_pre_hook(turns.hook_of(number), prepend=True)
+        for number, (model, _) in enumerate(sharded)
+    ]
+    try:
+        yield
+        turns.wait_for(len(sharded))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for model, _ in sharded:
+            release(model)
+
+
+class _Turns:
+    """Lets ranks agree on the model that runs next: the smallest number that any rank requests."""
+
+    def __init__(self, idle_passes: Sequence[Callable[[], object]], device: torch.device) -> None:
+        self._idle_passes = idle_passes
+        self._device = device
+        self._is_idle = False
+
+    def hook_of(self, number: int) -> Callable[..., None]:
+        """A hook that waits for the model's turn before each of its passes."""
+
+        def hook(*_: object) -> None:
+            if not self._is_idle:
+                self.wait_for(number)
+
+        return hook
+
+    def wait_for(self, wanted: int) -> None:
+        """Take part in passes of others until it is `wanted`'s turn; the number of models means until all finish."""
+        while (turn := int(min_over_ranks([wanted], self._device)[0])) != wanted:
+            self._is_idle = True
+            try:
+                self._idle_passes[turn]()
+            finally:
+                self._is_idle = False

@@ -29,7 +29,7 @@ __all__ = [
     "WeightSource",
 ]
 
-Sample = TypeVar("Sample")
+Sampled = TypeVar("Sampled")
 
 # "sampled": log-probs of the distribution that was sampled from; "raw": untruncated, at temperature 1.
 LogprobsMode = Literal["sampled", "raw"]
@@ -111,10 +111,10 @@ class WeightSource(Protocol):
         ...
 
 
-class Pending(Protocol[Sample]):
+class Pending(Protocol[Sampled]):
     """Completions, or rollouts of them, that were requested."""
 
-    def as_completed(self) -> Iterator[tuple[int, list[Sample]]]:
+    def as_completed(self) -> Iterator[tuple[int, list[Sampled]]]:
         """The number and samples of each prompt, once for every prompt, as they become ready."""
         ...
 
@@ -205,9 +205,19 @@ class Generator(Protocol):
         seeds: Sequence[int],
         images: Sequence[Images | None] | None = None,
     ) -> list[list[Completion]]:
-        """[P][G] completions. Sample g of prompt p depends only on (weights, prompts[p], sampling, seeds[p], g).
+        """Sample `sampling.num_samples` completions of each prompt.
 
-        With `images`, those of each prompt, it also depends on them. Placeholders of images are never sampled.
+        Sample g of prompt p depends only on (weights, prompts[p], its images, sampling, seeds[p], g). Placeholders of
+        images are never sampled.
+
+        Args:
+            prompts: [P] token ids.
+            sampling: The sampling parameters.
+            seeds: [P] random seeds, one for each prompt.
+            images: [P] the images of each prompt; None: there are none.
+
+        Returns:
+            [P][G] completions; a stop token is the last token of its completion.
         """
         ...
 

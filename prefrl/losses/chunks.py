@@ -62,6 +62,7 @@ class ChunkPlan:
     temperature: float
     chunk_size: int
     keep_bytes: int
+    dtype: torch.dtype  # of scores, see `score_dtype`
     product_dtype: torch.dtype
 
 
@@ -72,7 +73,7 @@ class Chunk:
     rows: slice
     hidden: Tensor  # [c, h] in the dtype of the product
     product: Tensor  # [c, V] in the dtype of the product; shares memory with `logits` if the dtypes are equal
-    logits: Tensor  # [c, V] in the dtype of scores, after `_transform`; the consumer may overwrite it
+    logits: Tensor  # [c, V] in the dtype of scores, after `_fill`; the consumer may overwrite it
     scratch: Tensor  # [c, V] in the dtype of scores; shares memory with `logits` unless `with_scratch`
     probs: Tensor | None  # [c, V] softmax(logits) if it was kept from forward; `logits` is then not filled
 
@@ -87,9 +88,8 @@ def chunks(
     kept: Tensor | None = None,
 ) -> Iterator[Chunk]:
     """Yield the chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
-    dtype = score_dtype(hidden)
-    logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=dtype)
-    product = logits if plan.product_dtype == dtype else torch.empty_like(logits, dtype=plan.product_dtype)
+    logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=plan.dtype)
+    product = logits if plan.product_dtype == plan.dtype else torch.empty_like(logits, dtype=plan.product_dtype)
     scratch = torch.empty_like(logits) if with_scratch else logits
     for rows in slices_of(hidden.shape[0], plan.chunk_size):
         n = rows.stop - rows.start
@@ -101,14 +101,18 @@ def chunks(
 
 
 def _fill(chunk: Chunk, weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> None:
-    """Compute the chunk's logits."""
+    """Compute the chunk's logits: cap(scale * z) / temperature."""
+    logits = chunk.logits
     if bias is None:
         torch.mm(chunk.hidden, weight.t(), out=chunk.product)
     else:
         torch.addmm(bias, chunk.hidden, weight.t(), out=chunk.product)
-    if chunk.product.dtype != chunk.logits.dtype:
-        chunk.logits.copy_(chunk.product)
-    _transform(chunk.logits, plan)
+    if chunk.product.dtype != logits.dtype:
+        logits.copy_(chunk.product)
+    if plan.softcap is not None:
+        logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
+    elif plan.scale != plan.temperature:
+        logits.mul_(plan.scale / plan.temperature)
 
 
 def room_for_probs(hidden: Tensor, weight: Tensor, plan: ChunkPlan) -> Tensor | None:
@@ -116,18 +120,9 @@ def room_for_probs(hidden: Tensor, weight: Tensor, plan: ChunkPlan) -> Tensor | 
 
     The gradient of a capped logit needs more than its probability.
     """
-    dtype = score_dtype(hidden)
-    if plan.softcap is not None or len(hidden) * len(weight) * dtype.itemsize > plan.keep_bytes:
+    if plan.softcap is not None or len(hidden) * len(weight) * plan.dtype.itemsize > plan.keep_bytes:
         return None
-    return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
-
-
-def _transform(logits: Tensor, plan: ChunkPlan) -> None:
-    """cap(scale * z) / temperature, in place."""
-    if plan.softcap is not None:
-        logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
-    elif plan.scale != plan.temperature:
-        logits.mul_(plan.scale / plan.temperature)
+    return hidden.new_empty(len(hidden), len(weight), dtype=plan.dtype)
 
 
 def in_product_dtype(weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> tuple[Tensor, Tensor | None]:

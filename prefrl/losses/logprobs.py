@@ -16,7 +16,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from prefrl.losses.checks import check_same_shape
 from prefrl.losses.chunks import (
     Chunk,
     ChunkPlan,
@@ -29,7 +28,8 @@ from prefrl.losses.chunks import (
     score_dtype,
     slices_of,
 )
-from prefrl.losses.kl.full import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.reduce import check_same_shape
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
 
@@ -115,9 +115,11 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         chunk_size=chunk_size,
         # The gradients of full_kl and of penalized logits need the logits, so kept probabilities would be of no use.
         keep_bytes=keep_bytes if torch.is_grad_enabled() and reference is None and not is_penalized else 0,
+        dtype=score_dtype(hidden),
         product_dtype=product_dtype_of(hidden, head.weight),
     )
-    wanted = _Wanted(frozenset(want), _ref_log_probs(reference, hidden, temperature, truncation), truncation)
+    ref_log_probs = None if reference is None else _ref_log_probs(reference, hidden, temperature, truncation)
+    wanted = _Wanted(frozenset(want), ref_log_probs, truncation)
     logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
@@ -169,7 +171,7 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     _check(hidden, targets, temperature, want, chunk_size)
-    ref_log_probs = _ref_log_probs(reference, hidden, temperature, truncation)
+    ref_log_probs = None if reference is None else _ref_log_probs(reference, hidden, temperature, truncation)
 
     def score(rows: slice) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         row_targets = targets[rows]
@@ -231,10 +233,8 @@ def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection
 
 
 def _ref_log_probs(
-    reference: ReferenceLogits | None, hidden: Tensor, temperature: float, truncation: TokenTruncation | None
-) -> Callable[[slice, Mask | None], Tensor] | None:
-    if reference is None:
-        return None
+    reference: ReferenceLogits, hidden: Tensor, temperature: float, truncation: TokenTruncation | None
+) -> Callable[[slice, Mask | None], Tensor]:
     if reference.hidden.shape[:-1] != hidden.shape[:1]:
         raise ValueError(
             f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}: need to be [M, h] each"
@@ -268,7 +268,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         wanted: _Wanted,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        columns = _Columns.empty(hidden, targets, wanted)
+        columns = _Columns.empty(hidden, targets, plan.dtype, wanted)
         kept = room_for_probs(hidden, weight, plan)
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight, product_bias = in_product_dtype(weight, bias, plan)
@@ -308,7 +308,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept_set = None if sets[0] is None else KeptSet(*sets)
         plan: ChunkPlan = ctx.plan
         wanted: _Wanted = ctx.wanted
-        dtype = score_dtype(hidden)
+        dtype = plan.dtype
         grad_hidden, grad_weight, grad_bias = (
             # Sums over tokens are accumulated in the dtype of scores, so that the number of chunks does not matter.
             torch.zeros_like(tensor, dtype=dtype) if is_needed else None
@@ -361,13 +361,13 @@ class _Columns:
     kept: KeptSet | None  # of a truncation, for the gradient
 
     @classmethod
-    def empty(cls, hidden: Tensor, targets: Tensor, wanted: _Wanted) -> Self:
+    def empty(cls, hidden: Tensor, targets: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Self:
         def column(is_wanted: bool) -> Tensor | None:
-            return hidden.new_empty(hidden.shape[0], dtype=score_dtype(hidden)) if is_wanted else None
+            return hidden.new_empty(hidden.shape[0], dtype=dtype) if is_wanted else None
 
         want, has_reference = wanted.names, wanted.ref_log_probs is not None
         return cls(
-            logprobs=hidden.new_empty(hidden.shape[0], dtype=score_dtype(hidden)),
+            logprobs=hidden.new_empty(hidden.shape[0], dtype=dtype),
             entropy=column("entropy" in want),
             expected_logits=column("entropy" in want),
             correct=torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None,
@@ -376,7 +376,7 @@ class _Columns:
             log_collision=column("log_collision" in want),
             full_kl=column(has_reference),
             expected_differences=column(has_reference),
-            kept=None if wanted.truncation is None else wanted.truncation.empty(hidden, score_dtype(hidden)),
+            kept=None if wanted.truncation is None else wanted.truncation.empty(hidden, dtype),
         )
 
     def fill(self, chunk: Chunk, targets: Tensor, room: Tensor, plan: ChunkPlan, wanted: _Wanted) -> None:
@@ -459,7 +459,7 @@ class _RowGrads:
 def _logits_to_grad(
     chunk: Chunk, targets: Tensor, grads: _RowGrads, plan: ChunkPlan, wanted: _Wanted, kept: KeptSet | None
 ) -> None:
-    """Replace the chunk's logits by the gradient with respect to the logits before `_transform`."""
+    """Replace the chunk's logits by the gradient with respect to the logits before `_fill` transforms them."""
     logits, rows = chunk.logits, chunk.rows
     slope = None if plan.softcap is None else 1 - (logits * (plan.temperature / plan.softcap)).square_()
     penalties, mask = None, None

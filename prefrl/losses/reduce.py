@@ -13,6 +13,8 @@ so that the loss does not depend on how a step is split.
 | constant | sum over trainable tokens / (rows * constant), Dr. GRPO |
 
 A row without a trainable token counts as a row whose loss is 0, as in TRL.
+
+Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
 """
 
 from __future__ import annotations
@@ -21,13 +23,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.checks import check_same_shape
 from prefrl.options.policy import Reduction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["item_count", "row_items", "row_sums", "token_weights", "trainable_per_row"]
+__all__ = ["check_same_shape", "item_count", "row_items", "row_sums", "token_weights", "trainable_per_row"]
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    """Reject tensors of different shapes, which might broadcast silently.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"shapes differ: {named}; all of them need to be equal")
 
 
 def trainable_per_row(trainable: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
@@ -37,9 +50,6 @@ def trainable_per_row(trainable: Tensor, row_index: Tensor, num_rows: int) -> Te
         trainable: [N] bool, tokens that have a loss.
         row_index: [N] int64, row of each token, in 0 .. B-1.
         num_rows: B.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     check_same_shape(trainable=trainable, row_index=row_index)
     counts = torch.zeros(num_rows, dtype=torch.float32, device=trainable.device)
@@ -57,9 +67,6 @@ def row_sums(values: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int
 
     Returns:
         [B], in the unit of `values`; 0 in rows without a trainable token.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     check_same_shape(values=values, trainable=trainable, row_index=row_index)
     return values.new_zeros(num_rows).index_add(0, row_index, values.where(trainable, 0.0))
@@ -84,9 +91,6 @@ def token_weights(
 
     Returns:
         [N]: 1 / (trainable tokens of the row) for `sequence_mean`, else 1.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     check_same_shape(trainable=trainable, row_index=row_index)
     if reduction != "sequence_mean":

@@ -20,17 +20,34 @@ Shape letters: M tokens, c of them in a chunk, V vocabulary, W the longest text 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
 
-from prefrl.losses.determinism import cumsum_permitted
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["History", "KeptSet", "Mask", "TokenTruncation", "Truncation"]
+__all__ = ["cumsum_permitted", "TokenHistory", "KeptSet", "Mask", "TokenTruncation", "Truncation"]
+
+
+@contextmanager
+def cumsum_permitted() -> Iterator[None]:
+    """Context in which deterministic mode lets CUDA sum cumulatively: torch warns instead of an error.
+
+    It has no deterministic algorithm for this, see `torch.use_deterministic_algorithms`. What may differ is the order
+    in which the probabilities of tokens are added.
+    """
+    is_on = torch.are_deterministic_algorithms_enabled()
+    is_lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(is_on, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_on, warn_only=is_lenient)
+
 
 # Logit of tokens outside S. Finite, so that its product with a probability of 0 is 0.
 _FLOOR = -1e20
@@ -56,7 +73,7 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class TokenHistory:
     """The texts that M tokens follow."""
 
     ids: Tensor  # [R, W] int64, context and response, padded with anything
@@ -119,7 +136,7 @@ class TokenTruncation:
     """The truncation of M tokens."""
 
     cuts: Truncation
-    history: History | None  # None: there is no repetition penalty
+    history: TokenHistory | None  # None: there is no repetition penalty
 
     def __getitem__(self, rows: slice) -> Self:
         return type(self)(self.cuts, None if self.history is None else self.history[rows])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
 from prefrl.losses.scores import TokenScores, WantName
-from prefrl.losses.truncation import History, TokenTruncation
+from prefrl.losses.truncation import TokenHistory, TokenTruncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
@@ -31,13 +31,15 @@ from prefrl.types import IdleBatch, TokenBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.kl.full import ReferenceLogits
+    from prefrl.losses.kl import ReferenceLogits
     from prefrl.losses.truncation import Truncation
     from prefrl.models.routers import RouterRecord
 
 __all__ = [
+    "Scoring",
+    "scores_in_pieces",
     "in_pieces",
-    "joined",
+    "in_batch_order",
     "score_pieces",
     "Plan",
     "WantName",
@@ -57,7 +59,7 @@ def token_truncation(batch: TokenBatch, cuts: Truncation) -> TokenTruncation:
     return TokenTruncation(cuts, None if cuts.repetition_penalty == 1.0 else _history(batch))
 
 
-def _history(batch: TokenBatch) -> History:
+def _history(batch: TokenBatch) -> TokenHistory:
     """The context of each response and its tokens, and how many of these come before each trainable token."""
     prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
     responses = torch.split(batch.response_ids, list(batch.response_lengths))
@@ -72,7 +74,7 @@ def _history(batch: TokenBatch) -> History:
     ]
     numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
     index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]
-    return History(pad_sequence(texts, batch_first=True), *index)
+    return TokenHistory(pad_sequence(texts, batch_first=True), *index)
 
 
 T = TypeVar("T")
@@ -92,8 +94,8 @@ def score_pieces(
         max_tokens: Limit per piece; a longer row becomes its own piece. None: one piece.
 
     Returns:
-        Pieces, in any order, and their results, for `joined`. `group_index` of a piece holds the row numbers in
-        `batch`. Without rows, the only piece is an idle row.
+        Pieces, in any order, and their results, for `in_batch_order`. `group_index` of a piece holds the row numbers
+        in `batch`. Without rows, the only piece is an idle row.
     """
     idle = IdleBatch.of_token().to(batch.device)
     pieces: list[TokenBatch] = [batch.replace(group_index=tuple(range(batch.num_rows)))]
@@ -108,12 +110,49 @@ def score_pieces(
     return pieces, results[: len(pieces)]
 
 
-def joined(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tensor]) -> Tensor:
+def in_batch_order(batch: TokenBatch, pieces: Sequence[TokenBatch], parts: Sequence[Tensor]) -> Tensor:
     """[N, ...] in the order of the batch, from per-token results of its pieces."""
     rows: dict[int, Tensor] = {}
     for piece, part in zip(pieces, parts, strict=True):
         rows.update(zip(piece.group_index, torch.split(part, list(piece.row_lengths)), strict=True))
     return torch.cat([rows[row] for row in range(len(rows))])[: batch.num_tokens]
+
+
+def scores_in_pieces(
+    model: nn.Module,
+    batch: TokenBatch,
+    scoring: Scoring,
+    *,
+    max_tokens: int | None,
+    want: Collection[WantName] = (),
+) -> TokenScores:
+    """Scores of the response tokens without gradients, in passes of at most `max_tokens` forward tokens.
+
+    If the model's weights are partitioned over ranks, all ranks must call it, including those without a row.
+
+    Args:
+        model: Runs in its current mode.
+        batch: B rows, N response tokens, possibly none.
+        scoring: What is scored, and how.
+        max_tokens: Limit per pass; a longer row gets its own pass. None: one pass.
+        want: What to compute besides log-probs, by its name in `TokenScores`.
+
+    Returns:
+        [N] float32 nats, and what is wanted, in the batch's order; 0 where `batch.trainable` is False.
+
+    Raises:
+        ConfigError: Hidden states are wanted, but cannot be read from this model.
+    """
+
+    def score(piece: TokenBatch) -> TokenScores:
+        return token_logprobs(model, piece, **vars(scoring), want=want)
+
+    pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
+    names = list(scores[0].wanted)
+    logprobs = in_batch_order(batch, pieces, [each.logprobs for each in scores])
+    return TokenScores(
+        logprobs, {n: in_batch_order(batch, pieces, [each.wanted[n] for each in scores]) for n in names}
+    )
 
 
 def in_pieces(
@@ -130,13 +169,28 @@ def in_pieces(
     Returns:
         [N, ...] in the batch's order.
     """
-    return joined(batch, *score_pieces(model, score, batch, max_tokens=max_tokens))
+    return in_batch_order(batch, *score_pieces(model, score, batch, max_tokens=max_tokens))
 
 
 logger = logging.getLogger(__name__)
 
 # If a plan does not work for a model, the next one replaces it.
 _PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed", "padded")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a run scores, and how: arguments of `token_logprobs` that are the same in all of its passes.
+
+    Args:
+        temperature: > 0, divides the logits.
+        truncation: Cuts the distribution as a sampler did; None: it is not cut.
+        plan: How rows are laid out.
+    """
+
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    plan: Plan = "auto"
 
 
 def token_logprobs(

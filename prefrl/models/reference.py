@@ -11,17 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.func import functional_call
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.losses.scores import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
-from prefrl.models.forward import joined, prepare_like, score_pieces, token_logprobs
+from prefrl.models.forward import prepare_like, scores_in_pieces
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import head_logits, inner_model, needed_head
 
@@ -29,61 +28,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.truncation import Truncation
-    from prefrl.models.forward import Plan
+    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.models.forward import Scoring
     from prefrl.types import TokenBatch
 
-__all__ = ["Reference", "make_reference", "scores_in_pieces", "create_reference_model"]
-
-
-class Reference(Protocol):
-    """Scores tokens under the reference weights."""
-
-    own_model: PreTrainedModel | None  # a separate model that runs its own passes; None if the policy is used
-
-    def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
-        """[N] float32 nats, no gradient, see `scores_in_pieces`; the policy is unchanged afterwards."""
-        ...
-
-    def scores(
-        self,
-        batch: TokenBatch,
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-        max_tokens: int | None = None,
-        want: Collection[WantName] = (),
-    ) -> TokenScores:
-        """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[m, V] logits before temperature, no gradient, from [m, h] hidden states returned by `scores`.
-
-        It uses the head only, and may be called inside the policy's own forward and backward pass, as in
-        `token_logprobs(..., reference=ReferenceLogits(hidden, reference.logits))`. Hidden states that were stored
-        before a `mix` do not fit the head after it.
-        """
-        ...
-
-    def mix(self, policy: nn.Module, alpha: float) -> None:
-        """Move the reference: alpha * policy + (1 - alpha) * reference, parameter by parameter.
-
-        Source: Gorbatovski et al. 2024 (TR-DPO), arXiv 2404.09656, eq. 2.
-        """
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights that `mix` changes, no two of which share memory; empty if it changes none."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_dict`."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Digest of the current reference weights, see `weights_fingerprint`; cached until `mix` or a load."""
-        ...
+__all__ = ["Reference", "make_reference", "create_reference_model"]
 
 
 def make_reference(
@@ -91,7 +40,6 @@ def make_reference(
     *,
     beta: float,
     moves: bool = False,
-    plan: Plan = "auto",
     given: PreTrainedModel | None = None,
 ) -> Reference | None:
     """The reference that a KL weight of `beta` needs.
@@ -108,7 +56,6 @@ def make_reference(
         model: The policy, without a backend's wrappers.
         beta: Weight of the KL term.
         moves: Whether `mix` will be called.
-        plan: How a pass lays out its rows.
         given: The user's `ref_model`. Its weights and modes are not changed; it is moved to the device of the batches.
 
     Raises:
@@ -117,63 +64,26 @@ def make_reference(
     if given is not None:
         _check_given(model, given, beta=beta, moves=moves)
         prepare_like(given, model)
-        return _Separate(_copy(given) if moves else given, plan)
+        return _Separate(_copy(given) if moves else given)
     if beta == 0:
         return None
     if not is_peft_model(model):
-        return _Separate(_copy(model), plan)
+        return _Separate(_copy(model))
     kind = _AdapterOff if is_neutral_adapter(model) and not moves else _Swapped
-    return kind(model, plan)
+    return kind(model)
 
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
     return distributed.copy_of(model).requires_grad_(False).eval()
 
 
-def scores_in_pieces(
-    model: nn.Module,
-    batch: TokenBatch,
-    *,
-    temperature: float,
-    max_tokens: int | None,
-    truncation: Truncation | None = None,
-    plan: Plan = "auto",
-    want: Collection[WantName] = (),
-) -> TokenScores:
-    """Scores of the response tokens without gradients, in passes of at most `max_tokens` forward tokens.
+class Reference(ABC):
+    """Scores tokens under the reference weights, wherever they are kept."""
 
-    If the model's weights are partitioned over ranks, all ranks must call it, including those without a row.
+    own_model: PreTrainedModel | None = None  # a separate model that runs its own passes; None if the policy is used
 
-    Args:
-        model: Runs in its current mode.
-        batch: B rows, N response tokens, possibly none.
-        temperature: Temperature of the scored distribution.
-        max_tokens: Limit per pass; a longer row gets its own pass. None: one pass.
-        truncation: Cuts the scored distribution; None: it is not cut.
-        plan: How a pass lays out its rows.
-        want: What to compute besides log-probs, by its name in `TokenScores`.
-
-    Returns:
-        [N] float32 nats, and what is wanted, in the batch's order; 0 where `batch.trainable` is False.
-
-    Raises:
-        ConfigError: Hidden states are wanted, but cannot be read from this model.
-    """
-    score = partial(token_logprobs, model, temperature=temperature, truncation=truncation, want=want, plan=plan)
-    pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
-    names = list(scores[0].wanted)
-    logprobs = joined(batch, pieces, [each.logprobs for each in scores])
-    return TokenScores(logprobs, {n: joined(batch, pieces, [each.wanted[n] for each in scores]) for n in names})
-
-
-class _Base(ABC):
-    """The common part of all references, wherever they keep their weights."""
-
-    own_model: PreTrainedModel | None = None
-
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._plan = plan
         self._fingerprint: str | None = None
 
     @abstractmethod
@@ -185,72 +95,69 @@ class _Base(ABC):
         """The output of `head`, the model's head, with the reference weights; the model is not changed for that."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights that `mix` changes, no two of which share memory; empty if it changes none."""
 
-    def logprobs(self, batch: TokenBatch, *, temperature: float, max_tokens: int | None = None) -> Tensor:
-        return self.scores(batch, temperature=temperature, max_tokens=max_tokens).logprobs
+    def logprobs(self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None) -> Tensor:
+        """[N] float32 nats, no gradient, see `scores_in_pieces`; the policy is unchanged afterwards."""
+        return self.scores(batch, scoring, max_tokens=max_tokens).logprobs
 
     def scores(
-        self,
-        batch: TokenBatch,
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-        max_tokens: int | None = None,
-        want: Collection[WantName] = (),
+        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
     ) -> TokenScores:
+        """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
         with self._in_place() as model, eval_mode(model):
-            return scores_in_pieces(
-                model,
-                batch,
-                temperature=temperature,
-                truncation=truncation,
-                max_tokens=max_tokens,
-                plan=self._plan,
-                want=want,
-            )
+            return scores_in_pieces(model, batch, scoring, max_tokens=max_tokens, want=want)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """[m, V] logits before temperature, no gradient, from [m, h] hidden states returned by `scores`.
+
+        It uses the head only, and may be called inside the policy's own forward and backward pass, as in
+        `token_logprobs(..., reference=ReferenceLogits(hidden, reference.logits))`. Hidden states that were stored
+        before a `mix` do not fit the head after it.
+        """
         inner = inner_model(self._model)
         head = needed_head(inner)
         with torch.no_grad(), eval_mode(head):
             return head_logits(inner, partial(self._head, head), hidden)
 
     def fingerprint(self) -> str:
+        """Digest of the current reference weights, see `weights_fingerprint`; cached until `mix` or a load."""
         if self._fingerprint is None:
             with self._in_place() as model:
                 self._fingerprint = weights_fingerprint(model)
         return self._fingerprint
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
+        """Move the reference: alpha * policy + (1 - alpha) * reference, parameter by parameter.
+
+        Source: Gorbatovski et al. 2024 (TR-DPO), arXiv 2404.09656, eq. 2.
+        """
         self._fingerprint = None
         _mix(self.state_dict(), policy, alpha)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the result of `state_dict`."""
         self._fingerprint = None
         _load(self.state_dict(), state)
 
 
-class _Separate(_Base):
+class _Separate(Reference):
     """A separate model: a copy of the policy, or one that the user passed."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        super().__init__(model, plan)
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
         self.own_model = model
 
     def scores(
-        self,
-        batch: TokenBatch,
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-        max_tokens: int | None = None,
-        want: Collection[WantName] = (),
+        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
     ) -> TokenScores:
+        """See `Reference`; the model follows the batch to its device."""
         self._go_to(batch.device)
-        return super().scores(batch, temperature=temperature, truncation=truncation, max_tokens=max_tokens, want=want)
+        return super().scores(batch, scoring, max_tokens=max_tokens, want=want)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """See `Reference`."""
         self._go_to(hidden.device)
         return super().logits(hidden)
 
@@ -271,7 +178,7 @@ class _Separate(_Base):
         yield self._model
 
 
-class _AdapterOff(_Base):
+class _AdapterOff(Reference):
     """The policy with its adapter off; right for an adapter that changed nothing at construction."""
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
@@ -299,14 +206,14 @@ class _AdapterOff(_Base):
                 parameter.requires_grad_(requires_grad)
 
 
-class _Swapped(_Base):
+class _Swapped(Reference):
     """The policy, with the trainable parameters from construction swapped in while it scores.
 
     `mix` averages the parameters themselves: for LoRA these are A and B, not their product.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        super().__init__(model, plan)
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
         self._weights = {
             name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
         }

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
-from prefrl.losses.kl.full import ReferenceLogits
+from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.scores import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder

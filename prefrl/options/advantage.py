@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Rule, ascending, example, when
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 RewardScale = Literal["group", "batch", "none"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class AdvantageParams(Params):
     """Hyperparameters that go with every estimator."""
 
@@ -50,7 +50,7 @@ class AdvantageParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ScaleParams(AdvantageParams):
     """What centered rewards are divided by; hyperparameters of `grpo_passk`."""
 
@@ -58,7 +58,7 @@ class ScaleParams(AdvantageParams):
     advantage_epsilon: Annotated[float, Ge(0)] = opt(1e-4, "Added to standard deviations before dividing by them.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class GrpoParams(ScaleParams):
     """Hyperparameters of `grpo`."""
 
@@ -80,21 +80,21 @@ class GrpoParams(ScaleParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class GpgParams(AdvantageParams):
     """Hyperparameters of `gpg`."""
 
     f_norm: Annotated[float, Gt(0)] = opt(1.0, "Advantages are divided by this; 1 in the paper.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class DiscountParams(AdvantageParams):
     """Hyperparameters of `reinforce_plus_plus`."""
 
     gamma: Annotated[float, Ge(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class GaeParams(DiscountParams):
     """Hyperparameters of `gae`."""
 
@@ -105,7 +105,7 @@ class GaeParams(DiscountParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class BaselineParams(AdvantageParams):
     """Hyperparameters of `optimal_token_baseline`."""
 
@@ -116,14 +116,14 @@ class BaselineParams(AdvantageParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class UncertaintyParams(Params):
     """Hyperparameters of `uncertainty`."""
 
     rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-scales.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class GradnormParams(Params):
     """Hyperparameters of `gradnorm`."""
 
@@ -131,7 +131,7 @@ class GradnormParams(Params):
     rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-weights.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class FamoParams(Params):
     """Hyperparameters of `famo`."""
 
@@ -147,7 +147,7 @@ class FamoParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ParetoParams(Params):
     """Hyperparameters of `pareto`."""
 

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +17,13 @@ from prefrl.errors import ConfigError
 from prefrl.options.types import check_value
 
 __all__ = [
+    "About",
+    "about",
     "check_fields",
     "check_no_effect",
     "check_unset",
     "default_of",
+    "hints_of",
     "json_mapping",
     "mapping_of",
     "opt",
@@ -30,11 +34,42 @@ __all__ = [
 ]
 
 
-def opt(default: Any, description: str) -> Any:
-    """A config field; `--help` and the tables in the docs are generated from its description."""
+@dataclass(frozen=True)
+class About:
+    """What a field says of itself besides its type, default and description; see `opt`."""
+
+    decides: bool = True
+    needs: tuple[str, ...] = ()
+    kwargs: Any = None  # a `KwargsOption`, if the option maps names to hyperparameters
+
+
+class Help(str):
+    """The description of a field, and what else is known of it: HfArgumentParser allows no other metadata."""
+
+    about: About
+
+
+def opt(default: Any, description: str, *, decides: bool = True, needs: Sequence[str] = (), kwargs: Any = None) -> Any:
+    """A field of a config, or of hyperparameters.
+
+    Args:
+        default: Its value if it is not given.
+        description: What `--help` and the tables in the docs say.
+        decides: Whether it decides the updates, so that a resumed run may not change it.
+        needs: The switches without which it has no effect: names of options, or episodes.
+        kwargs: See `prefrl.options.kwargs.kwargs`.
+    """
+    text = Help(description)
+    text.about = About(decides, tuple(needs), kwargs)
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": description})
-    return dataclasses.field(default=default, metadata={"help": description})
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def about(field: dataclasses.Field[Any]) -> About:
+    """What `opt` was told about a field; fields of other classes say nothing."""
+    text = field.metadata.get("help")
+    return text.about if isinstance(text, Help) else About()
 
 
 def plain_value(option: Any) -> Any:
@@ -154,7 +189,13 @@ def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
 
 
 @cache
+def hints_of(config_class: Any) -> dict[str, Any]:
+    """The types of fields and `InitVar`s, with their bounds. They are texts until then, and there are hundreds."""
+    return typing.get_type_hints(config_class, include_extras=True)
+
+
+@cache
 def _typed_fields(config_class: type) -> dict[str, tuple[Any, Any]]:
     """The type of each field, and its default."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
+    hints = hints_of(config_class)
     return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(config_class)}

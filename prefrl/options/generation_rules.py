@@ -5,7 +5,6 @@ Plain values alone: the command checks them before torch is imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
@@ -18,69 +17,9 @@ __all__ = [
     "LEAST_TEMPERATURE",
     "NUMBERS_RULES",
     "PROMPTS_RULES",
-    "GenerationRules",
 ]
 
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
-
-
-@dataclass
-class GenerationRules:
-    """The arithmetic of generation batches, and checks of the options that it connects; a base of online configs."""
-
-    @property
-    def _all(self) -> Any:
-        """This config, with the options that other groups declare."""
-        return self
-
-    @property
-    def needs_whole_batch(self) -> dict[str, str]:
-        """Options with which training on a group has to wait for the whole batch, and the remedy for each."""
-        given = {
-            "reward_shaping_kwargs: normalize": self._all.shaping_params.normalize,
-            "dynamic_sampling": self._all.dynamic_sampling,
-            "curriculum": self._all.curriculum,
-        }
-        return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
-
-    @property
-    def micro_batches_per_generation(self) -> int:
-        """The effective value of `steps_per_generation`: at least that of an optimizer step."""
-        steps, accumulation = self._all.steps_per_generation, int(self._all.gradient_accumulation_steps)
-        if self._all.generation_batch_size is not None:
-            steps = self._all.generation_batch_size // int(self._all.rows_per_micro_batch * self._all.world_size)
-        return accumulation if steps is None or accumulation % steps == 0 else int(steps)
-
-    @property
-    def updates_per_generation(self) -> int:
-        """Optimizer steps in one pass over a generation batch."""
-        return self.micro_batches_per_generation // int(self._all.gradient_accumulation_steps)
-
-    @property
-    def samples_per_evaluated_prompt(self) -> int:
-        """The effective value of `num_generations_eval`."""
-        return int(self._all.num_generations_eval or self._all.num_generations)
-
-    @property
-    def completions_per_rank(self) -> int:
-        """Completions of a generation batch on one process."""
-        return int(self._all.rows_per_micro_batch) * self.micro_batches_per_generation
-
-    @property
-    def completions_of_generation(self) -> int:
-        """Completions of a generation batch, over all processes."""
-        return self.completions_per_rank * int(self._all.world_size)
-
-    @property
-    def steps_of_a_generation(self) -> int:
-        """Optimizer steps that learn from one generation batch."""
-        return self.updates_per_generation * int(self._all.num_iterations)
-
-    @property
-    def generations_ahead(self) -> int:
-        """Generation batches that may be requested in advance, in addition to the one that training needs."""
-        is_async = self._all.generation_mode == "async"
-        return int(self._all.max_staleness) // self.steps_of_a_generation if is_async else 0
 
 
 def _steps_that_fit(o: Any) -> str:
@@ -146,10 +85,9 @@ PROMPTS_RULES = (
     ),
     *unset(
         {"num_completions_to_print": 3, "log_unique_prompts": True},
-        if_=lambda o: not o.log_completions,
-        because="log_completions=False",
-        remedy="Set log_completions=True.",
-        example=example("grpo"),
+        lambda o: not o.log_completions,
+        "log_completions=False. Set log_completions=True.",
+        example("grpo"),
     ),
 )
 NUMBERS_RULES = (
@@ -175,10 +113,9 @@ GENERATION_SIZE_RULES = (
     ),
     *unset(
         {"steps_per_generation": 2},
-        if_=lambda o: {"per_device_train_batch_size", "gradient_accumulation_steps"} <= o.automatic,
-        because="micro-batches, which it counts, are cut by trial",
-        remedy="Set generation_batch_size.",
-        example=example(
+        lambda o: {"per_device_train_batch_size", "gradient_accumulation_steps"} <= o.automatic,
+        "micro-batches, which it counts, are cut by trial. Set generation_batch_size.",
+        example(
             "grpo",
             per_device_train_batch_size="auto",
             gradient_accumulation_steps="auto",

@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, fields, replace
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_unset, default_of, mapping_of
+from prefrl.options.fields import about, check_unset, default_of, mapping_of, opt
 from prefrl.options.params import Params
 from prefrl.options.suggest import nearest
 
-__all__ = ["KwargsOption", "KwargsValue"]
+__all__ = ["KwargsOption", "KwargsValue", "ParamsOf", "kwargs", "kwargs_options"]
 
 P = TypeVar("P", bound=Params)
 KwargsValue = dict[str, Any] | str | None  # None: all defaults; a text is JSON, from the command line
+
+
+def kwargs(
+    description: str,
+    choices: Mapping[Any, type[Params]] | type[Params],
+    *,
+    switch: str | None = None,
+    own_options: tuple[str, ...] = (),
+    label: str = "",
+    off: str = "",
+    others_elsewhere: bool = False,
+    **facts: Any,
+) -> Any:
+    """A field of a config that maps names to hyperparameters; for the arguments, see `KwargsOption` and `opt`."""
+    by_value = choices if isinstance(choices, Mapping) else {None: choices}
+    option = KwargsOption("", description, switch, by_value, own_options, label, off, others_elsewhere)
+    return opt(None, option.help, kwargs=option, **facts)
+
+
+@cache
+def kwargs_options(config_class: Any) -> tuple[KwargsOption[Any], ...]:
+    """The options of a config that map names to hyperparameters."""
+    declared = {field.name: about(field).kwargs for field in fields(config_class)}
+    return tuple(replace(option, name=name) for name, option in declared.items() if option is not None)
+
+
+class ParamsOf(Generic[P]):
+    """The hyperparameters that an option maps to, as an attribute of configs.
+
+    Args:
+        option: The option.
+        params: The class that all of its choices derive from.
+        if_off: Whether there are hyperparameters, those of `params`, even if the option's part is off.
+    """
+
+    def __init__(self, option: str, params: type[P], *, if_off: bool = False) -> None:
+        self._option, self._params, self._if_off = option, params, if_off
+
+    def __get__(self, config: Any, config_class: type) -> P:
+        option = next(option for option in kwargs_options(config_class) if option.name == self._option)
+        return self._params() if self._if_off and option.is_off(config) else option.of(config)
 
 
 @dataclass(frozen=True)
@@ -29,7 +71,7 @@ class KwargsOption(Generic[P]):
         own_options: Hyperparameters that are options of their own, where a config has them.
         label: How messages call the switch, if it is not an option itself.
         off: Why there is no part and what to do, if the switch does not say it.
-        checked_elsewhere: Values of the switch whose keys this class does not know.
+        others_elsewhere: Whether other values of the switch have keys, too, which this class does not know.
     """
 
     name: str
@@ -39,7 +81,7 @@ class KwargsOption(Generic[P]):
     own_options: tuple[str, ...] = ()
     label: str = ""
     off: str = ""
-    checked_elsewhere: Collection[Any] = ()
+    others_elsewhere: bool = False
 
     @property
     def help(self) -> str:
@@ -67,6 +109,10 @@ class KwargsOption(Generic[P]):
     def _keys_of(self, params: type[P]) -> dict[str, Field[Any]]:
         return {field.name: field for field in fields(params) if field.name not in self.own_options}
 
+    def is_off(self, config: Any) -> bool:
+        """Whether there is no part."""
+        return self._chosen(config) is None
+
     def of(self, config: Any) -> P:
         """The hyperparameters of the part that is on.
 
@@ -90,7 +136,7 @@ class KwargsOption(Generic[P]):
         """
         params, given = self._chosen(config), mapping_of(config, self.name)
         if params is None:
-            if given and getattr(config, str(self.switch)) not in self.checked_elsewhere:
+            if given and not self.others_elsewhere:
                 able = [choice for choice, other in self.choices.items() if given.keys() <= {*other.names()}]
                 reason = self.off or f"{self._where(config)}. {self._remedy(able or self.choices)}"
                 raise ConfigError(f"{self.name}={given!r} has no effect because {reason}")

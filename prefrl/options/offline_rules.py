@@ -55,10 +55,9 @@ def _other_keys(o: Any) -> bool:
 WORKERS_RULES = (
     *unset(
         {"dataloader_persistent_workers": True, "dataloader_multiprocessing_context": "fork"},
-        if_=lambda o: not o.dataloader_num_workers,
-        because="dataloader_num_workers=0: there are no workers",
-        remedy="Set dataloader_num_workers.",
-        example=example("sft"),
+        lambda o: not o.dataloader_num_workers,
+        "dataloader_num_workers=0: there are no workers. Set dataloader_num_workers.",
+        example("sft"),
     ),
     when(
         lambda o: o.dataloader_num_workers and o.dataloader_multiprocessing_context not in (None, "fork"),
@@ -70,10 +69,9 @@ WORKERS_RULES = (
 PACKING_RULES = (
     *unset(
         {"packing_strategy": "wrapped"},
-        if_=lambda o: not (o.packing or o.eval_packing),
-        because="nothing is packed",
-        remedy="Set packing=True.",
-        example=example("sft"),
+        lambda o: not (o.packing or o.eval_packing),
+        "nothing is packed. Set packing=True.",
+        example("sft"),
     ),
     when(
         lambda o: (o.packing or o.eval_packing) and o.max_length is None,
@@ -136,10 +134,9 @@ DIVERGENCE_RULES = (
     ),
     *unset(
         {"f_alpha_divergence_coef": 0.1},
-        if_=lambda o: o.f_divergence_type != "alpha_divergence",
-        because="f_divergence_type={f_divergence_type!r}",
-        remedy="Set f_divergence_type='alpha_divergence'.",
-        example=example("dpo"),
+        lambda o: o.f_divergence_type != "alpha_divergence",
+        "f_divergence_type={f_divergence_type!r}. Set f_divergence_type='alpha_divergence'.",
+        example("dpo"),
     ),
 )
 LABELS_RULES = (

@@ -261,10 +261,9 @@ def _fixed(option: str, reason: str) -> Rule:
 UPDATE_RULES = (
     *unset(
         {"optim_target_modules": ["q_proj"]},
-        if_=lambda o: not any(word in optimizer_of(o) for word in _LAYERWISE),
-        because="optim={optim!r} treats all weights in the same way",
-        remedy="Leave it None; freeze leaves weights out.",
-        example=example("sft"),
+        lambda o: not any(word in optimizer_of(o) for word in _LAYERWISE),
+        "optim={optim!r} treats all weights in the same way. Leave it None; freeze leaves weights out.",
+        example("sft"),
     ),
     when(
         lambda o: (o.regularization_type is not None) != (o.regularization_lambda > 0),
@@ -278,17 +277,15 @@ UPDATE_RULES = (
 NAMED_OPTIMIZER_RULES = (
     *unset(
         {"adam_beta1": 0.5, "adam_beta2": 0.5},
-        if_=lambda o: _does_not_read(o, "betas"),
-        because="optim={optim!r} does not read it",
-        remedy="Leave it out; see optim_args.",
-        example=example("sft", optim="adadelta"),
+        lambda o: _does_not_read(o, "betas"),
+        "optim={optim!r} does not read it. Leave it out; see optim_args.",
+        example("sft", optim="adadelta"),
     ),
     *unset(
         {"adam_epsilon": 1e-6},
-        if_=lambda o: _does_not_read(o, "eps"),
-        because="optim={optim!r} does not read it",
-        remedy="Leave it out; see optim_args.",
-        example=example("sft", optim="adadelta"),
+        lambda o: _does_not_read(o, "eps"),
+        "optim={optim!r} does not read it. Leave it out; see optim_args.",
+        example("sft", optim="adadelta"),
     ),
     decay_rule("weight_decay", lambda o: o.weight_decay, example("sft", optim="rprop", weight_decay=0.1)),
     when(

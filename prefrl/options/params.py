@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
-from prefrl.options.fields import check_fields
+from prefrl.options.fields import check_fields, default_of
 from prefrl.options.rules import Rule, apply
 
-__all__ = ["Params"]
+__all__ = ["Params", "hyperparameters"]
 
 
-@dataclass(frozen=True)
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True)
+def hyperparameters(cls: type[_T]) -> type[_T]:
+    """`dataclass(frozen=True)` with the methods of `Params` in place of ones that are compiled for each class.
+
+    The command makes some sixty of these classes before it reads an option.
+    """
+    return dataclass(frozen=True, init=False, repr=False, eq=False)(cls)
+
+
+@hyperparameters
 class Params:
     """Base of all hyperparameters. A field has a default, bounds in its type, and a description: see `opt`.
 
@@ -20,6 +32,25 @@ class Params:
     """
 
     rules: ClassVar[tuple[Rule, ...]] = ()  # what the values must be together
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        options = fields(self)
+        given = dict(zip((option.name for option in options), values, strict=False)) | named
+        if len(values) > len(options) or given.keys() - {option.name for option in options}:
+            raise TypeError(f"{type(self).__name__} has no hyperparameters {values or sorted(named)}")
+        for option in options:
+            value = given[option.name] if option.name in given else default_of(option)
+            object.__setattr__(self, option.name, value)
+        self.__post_init__()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
 
     def __post_init__(self) -> None:
         """Check types, bounds and rules."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Rule, example, when
 
 __all__ = [
@@ -62,7 +62,7 @@ LossType = Literal[
 ]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CovarianceBand(Params):
     """Hyperparameters of `select_clip_cov`."""
 
@@ -79,7 +79,7 @@ class CovarianceBand(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class HighestCovariance(Params):
     """Hyperparameters of `select_kl_cov`."""
 
@@ -88,7 +88,7 @@ class HighestCovariance(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class PolicyLossParams(Params):
     """Hyperparameters that go with every policy loss."""
 
@@ -113,7 +113,7 @@ def _high(p: Any) -> Any:
     return p.epsilon if p.epsilon_high is None else p.epsilon_high
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class BoundParams(PolicyLossParams):
     """Bounds of a ratio, or of the quantity that a loss bounds instead."""
 
@@ -134,7 +134,7 @@ class BoundParams(PolicyLossParams):
         return math.log1p(-self.epsilon) if self.epsilon < 1 else -math.inf, math.log1p(self.high)
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ClipParams(BoundParams):
     """Hyperparameters of `clipped_surrogate`."""
 
@@ -154,14 +154,14 @@ class ClipParams(BoundParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class AipoParams(PolicyLossParams):
     """Hyperparameters of `aipo`."""
 
     rho: Annotated[float, Ge(1)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class DppoParams(BoundParams):
     """Hyperparameters of `dppo`. A probability may fall by epsilon and rise by epsilon_high."""
 
@@ -170,7 +170,7 @@ class DppoParams(BoundParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SapoParams(PolicyLossParams):
     """Hyperparameters of `sapo`."""
 
@@ -178,7 +178,7 @@ class SapoParams(PolicyLossParams):
     temperature_neg: Annotated[float, Gt(0)] = opt(1.05, "Temperature tau of the gate where A <= 0.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class GmpoParams(BoundParams):
     """Hyperparameters of `gmpo`."""
 
@@ -188,7 +188,7 @@ class GmpoParams(BoundParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class VespoParams(PolicyLossParams):
     """Hyperparameters of `vespo`: k is how fast rows with W < 1 lose weight, lambda how fast those with W > 1 do."""
 
@@ -198,19 +198,19 @@ class VespoParams(PolicyLossParams):
     lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "lambda where A < 0, in the weight W^k exp(lambda (1 - W)).")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ClipCovParams(ClipParams, CovarianceBand):
     """Hyperparameters of `clip_cov` and of its selection."""
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class KlCovParams(PolicyLossParams, HighestCovariance):
     """Hyperparameters of `kl_cov` and of its selection."""
 
     coef: Annotated[float, Ge(0)] = opt(1.0, "Weight of the KL penalty; ppo_kl_coef in verl.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class KLParams(Params):
     """Hyperparameters that go with every KL term: the weight may adapt to the KL."""
 
@@ -232,7 +232,7 @@ class KLParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SampledKLParams(KLParams):
     """Hyperparameters of the estimators of this module."""
 
@@ -243,7 +243,7 @@ class SampledKLParams(KLParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SequenceKLParams(KLParams):
     """Hyperparameters of `sequence_kl`."""
 
@@ -252,7 +252,7 @@ class SequenceKLParams(KLParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class EntropyParams(Params):
     """Hyperparameters of `AdaptiveEntropy`."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefrl.options.generation_rules import GenerationRules
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.rules import Example, Rule, example, unset, when
 from prefrl.options.schedule_rules import takes_warmup
@@ -22,7 +21,6 @@ __all__ = [
     "RATIO_RULES",
     "REINFORCE_PLUS_PLUS_RULES",
     "RLOO_RULES",
-    "PolicyGradientRules",
     "kl_part",
     "name_scale",
 ]
@@ -39,64 +37,11 @@ def name_scale(config: Any) -> None:
         config.scale_rewards = "group" if config.scale_rewards else "none"
 
 
-class PolicyGradientRules(GenerationRules):
-    """What the options that advantages and losses connect say together; a base of policy-gradient configs.
-
-    These configs also know `estimator`, `of_tokens` (whether it gives each token its own advantage), `needs_greedy`,
-    `levels` (of the ratio, that the loss supports), `reduction` (how the loss is averaged), and the hyperparameters:
-    `loss_params`, `entropy_params`, `kl_params`, `advantage_params`, `selection_params` and `shaping_params`.
-    """
-
-    @property
-    def needs_whole_batch(self) -> dict[str, str]:
-        """See `GenerationRules.needs_whole_batch`."""
-        options, needs = self._all, super().needs_whole_batch
-        if options.normalize_advantages:
-            needs["normalize_advantages=True"] = "Set it to False."
-        if options.top_entropy_quantile < 1:
-            needs[f"top_entropy_quantile={options.top_entropy_quantile}"] = "Set it to 1."
-        if options.loss_type in ("clip_cov", "kl_cov"):
-            needs[f"loss_type={options.loss_type!r}"] = "Use another loss."
-        if self.bonus_has_own_count:
-            bonus = f"entropy_coef={options.entropy_coef}" if options.entropy_coef else "use_adaptive_entropy=True"
-            if options.reduction != "token":
-                needs[f"{bonus} and loss_type={options.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
-            else:
-                needs[f"{bonus} and a selection of tokens"] = "Remove one of them."
-        if _scales_by_batch(options):
-            needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
-        if _normalizes_each_reward(options):
-            needs["multi_objective_aggregation='normalize_then_sum'"] = (
-                "Use multi_objective_aggregation='sum_then_normalize'."
-            )
-        if options.estimator == "gpg":
-            needs["advantage_estimator='gpg'"] = "Use another estimator."
-        resamples = options.rollout_selection in ("pow", "max_min", "max_random")
-        given = {
-            "rollout_selection": options.rollout_selection if resamples else None,
-            "loss_kwargs: positive_nll_coef": options.loss_params.positive_nll_coef,
-            "reward_balance": options.reward_balance,
-        }
-        return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}
-
-    @property
-    def has_bonus(self) -> bool:
-        """Whether the loss has an entropy bonus."""
-        return bool(self._all.entropy_coef > 0 or self._all.use_adaptive_entropy)
-
-    @property
-    def bonus_has_own_count(self) -> bool:
-        """Whether the bonus is a mean over something else than the items that the loss is divided by."""
-        options = self._all
-        selects = options.top_entropy_quantile < 1 or options.loss_params.min_filter_prefix_tokens is not None
-        return self.has_bonus and (selects or options.reduction != "token")
-
-
-def _scales_by_batch(o: Any) -> bool:
+def scales_by_batch(o: Any) -> bool:
     return "scale_rewards" in o.advantage_params.names() and o.advantage_params.scale_rewards == "batch"
 
 
-def _normalizes_each_reward(o: Any) -> bool:
+def normalizes_each_reward(o: Any) -> bool:
     params = o.advantage_params
     has_choice = "multi_objective_aggregation" in params.names()
     return has_choice and params.multi_objective_aggregation == "normalize_then_sum"
@@ -128,8 +73,8 @@ def _on_totals(o: Any) -> str | None:
         "reward_shaping_kwargs": not o.shaping_params.is_default,
         f"reward_balance={o.reward_balance!r}": o.reward_balance is not None,
         "normalize_advantages=True": o.normalize_advantages,
-        "scale_rewards='batch'": _scales_by_batch(o),
-        "multi_objective_aggregation='normalize_then_sum'": _normalizes_each_reward(o),
+        "scale_rewards='batch'": scales_by_batch(o),
+        "multi_objective_aggregation='normalize_then_sum'": normalizes_each_reward(o),
     }
     return next((name for name, is_set in given.items() if is_set), None)
 
@@ -155,10 +100,9 @@ LEVEL_RULES = (
 KL_RULES = (
     *unset(
         {"kl_estimator": "k1", "kl_in": "reward"},
-        if_=lambda o: o.beta == 0,
-        because="beta=0.0: there is no KL term",
-        remedy="Set beta > 0.",
-        example=example("grpo", beta=0.0),
+        lambda o: o.beta == 0,
+        "beta=0.0: there is no KL term. Set beta > 0.",
+        example("grpo", beta=0.0),
     ),
     when(
         lambda o: o.kl_estimator == "full" and o.sync_ref_model,
@@ -223,7 +167,7 @@ HYPERPARAMETERS_RULES = (
         example("grpo", reward_balance="nash", reward_weights=[1.0, -1.0]),
     ),
     when(
-        lambda o: _normalizes_each_reward(o) and _changes_totals(o),
+        lambda o: normalizes_each_reward(o) and _changes_totals(o),
         "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but kl_in='reward' and "
         "reward_shaping_kwargs change the total. Use 'sum_then_normalize', or remove these.",
         example(
@@ -233,7 +177,7 @@ HYPERPARAMETERS_RULES = (
         ),
     ),
     when(
-        lambda o: _normalizes_each_reward(o) and o.reward_balance is not None,
+        lambda o: normalizes_each_reward(o) and o.reward_balance is not None,
         "multi_objective_aggregation='normalize_then_sum' with reward_balance={reward_balance!r}: both determine how "
         "rewards are combined. Remove one of them.",
         example(
@@ -250,10 +194,10 @@ HYPERPARAMETERS_RULES = (
     ),
     *unset(
         {"turn_discount": 0.5},
-        if_=lambda o: not _has_returns(o),
-        because="it discounts only with turn_credit='return' and advantages of completions",
-        remedy="Set turn_credit='return'; for advantages of tokens set gamma in advantage_kwargs.",
-        example=example("reinforce_plus_plus", turn_credit="return"),
+        lambda o: not _has_returns(o),
+        "it discounts only with turn_credit='return' and advantages of completions. Set turn_credit='return'; for "
+        "advantages of tokens set gamma in advantage_kwargs.",
+        example("reinforce_plus_plus", turn_credit="return"),
     ),
     when(
         lambda o: _has_returns(o) and o.estimator not in ("grpo", "rloo"),
@@ -295,10 +239,9 @@ REINFORCE_PLUS_PLUS_RULES = (
 CRITIC_RULES = (
     *unset(
         {"detach_trunk": True},
-        if_=lambda o: o.critic == "model",
-        because="critic='model' shares nothing with the policy",
-        remedy="Use critic='head'.",
-        example=example("ppo", critic="model"),
+        lambda o: o.critic == "model",
+        "critic='model' shares nothing with the policy. Use critic='head'.",
+        example("ppo", critic="model"),
     ),
     when(
         lambda o: 0 < o.max_steps <= o.critic_warmup,

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Rule, example, when
 
 __all__ = [
@@ -32,21 +32,21 @@ Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_diverge
 LabelSmoothing = Annotated[float, Ge(0), Le(0.5)]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class PairParams(Params):
     """Hyperparameters that go with every pairwise loss."""
 
     beta: Annotated[float, Gt(0)] = opt(0.1, "b, in 1 / nats.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SmoothedParams(PairParams):
     """Hyperparameters of the losses that allow for wrong labels."""
 
     label_smoothing: LabelSmoothing = opt(0.0, "e, the probability that a label is wrong.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ExoParams(SmoothedParams):
     """Hyperparameters of `exo_pair`."""
 
@@ -65,7 +65,7 @@ class ExoParams(SmoothedParams):
         return self.label_smoothing or 1e-3
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class RobustParams(SmoothedParams):
     """Hyperparameters of `robust`."""
 
@@ -78,7 +78,7 @@ class RobustParams(SmoothedParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class DiscopopParams(PairParams):
     """Hyperparameters of `discopop`."""
 
@@ -87,14 +87,14 @@ class DiscopopParams(PairParams):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class SimpoParams(SmoothedParams):
     """Hyperparameters of `simpo`."""
 
     simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "g, the target margin of rewards.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class AlphaParams(SimpoParams):
     """Hyperparameters of `alphapo`."""
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+import ipaddress
+from dataclasses import InitVar, dataclass
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from prefrl.options.base import BaseOptions
 from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.flat_names import flat
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
+from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Rule, ascending, example, when
+from prefrl.options.server_rules import unscored
+from prefrl.options.types import Seconds
 
 __all__ = [
     "AtKParams",
@@ -28,7 +35,7 @@ __all__ = [
 CurriculumWeighting = Literal["variance", "band"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CurriculumParams(Params):
     """Hyperparameters of `SuccessCurriculum`."""
 
@@ -50,7 +57,7 @@ class CurriculumParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ResamplingParams(Params):
     """Hyperparameters of dynamic sampling."""
 
@@ -62,7 +69,7 @@ class ResamplingParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ShapingParams(Params):
     """Hyperparameters of `shaped`."""
 
@@ -97,7 +104,7 @@ ReweightMethod = Literal["pow", "max_min", "max_random"]
 RowSelection = Literal["max_variance", "best", "random", "pow", "max_min", "max_random"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class KeptParams(Params):
     """Hyperparameters of the rules of `kept_rows`."""
 
@@ -106,7 +113,7 @@ class KeptParams(Params):
     )
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class PowParams(Params):
     """Hyperparameters of the method `pow` of `draw_counts`."""
 
@@ -124,7 +131,7 @@ SELECTIONS: dict[str, type[Params]] = {
 }
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class AtKParams(Params):
     """Which of pass@k, best@k and maj@k are computed, and what a correct sample is."""
 
@@ -136,3 +143,222 @@ class AtKParams(Params):
     answer: str | None = opt(
         None, "Column of the answers that maj@k compares, which a reward logs with log_extra; None: no maj@k."
     )
+
+
+@hyperparameters
+class VLLMParams(Params):
+    """Settings of requests and weight syncs that are rarely changed."""
+
+    request_timeout: Seconds = opt(
+        600.0, "Time limit of a request for all completions of a prompt, in seconds; a late request is repeated once."
+    )
+    guided_json: dict[str, Any] | None = opt(None, "Constrain completions to JSON that follows this schema.")
+    guided_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
+    sync_folder: str | None = opt(
+        None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
+    )
+    sync_timeout: Seconds = opt(300.0, "Time limit of a weight sync, in seconds.")
+
+
+@hyperparameters
+class CorrectionParams(Params):
+    """Hyperparameters of every correction: `low` and `high` of `losses.policy.off_policy.importance_weights`."""
+
+    clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(None, "Lower bound of the importance ratio; None: no bound.")
+    clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Upper bound of the importance ratio; None: no bound.")
+
+
+@hyperparameters
+class EvalSamplingParams(Params):
+    """How completions are sampled in evaluations; None: as in training."""
+
+    top_p: Annotated[float, Ge(0.001), Le(1)] | None = opt(None, "See top_p.")
+    top_k: Annotated[int, Ge(0)] | None = opt(None, "See top_k; 0: from all tokens.")
+    min_p: Annotated[float, Ge(0), Le(1)] | None = opt(None, "See min_p; 0: off.")
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] | None = opt(None, "See repetition_penalty.")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that differ from training."""
+        return {name: value for name in self.names() if (value := getattr(self, name)) is not None}
+
+
+@dataclass(init=False, repr=False, eq=False)
+class RolloutOptions(BaseOptions):
+    """Rewards, prompts, and the servers or the process that samples completions."""
+
+    # Keywords that fill keys of mappings.
+    reward_clip_range: InitVar[list[float] | None] = flat("reward_shaping_kwargs", "clip_range")
+    missing_eos_penalty: InitVar[float | None] = flat("reward_shaping_kwargs", "missing_eos_penalty")
+    vllm_structured_outputs_regex: InitVar[str | None] = flat("vllm_guided_decoding_regex")
+    vllm_importance_sampling_clip_min: InitVar[float | None] = flat("vllm_importance_sampling_kwargs", "clip_min")
+    vllm_importance_sampling_clip_max: InitVar[float | None] = flat(
+        "vllm_importance_sampling_kwargs", "clip_max", default=3.0
+    )
+
+    reward_shaping_kwargs: KwargsValue = kwargs(
+        "How total rewards are shaped before advantages are computed, in this order.", ShapingParams
+    )
+    reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
+    reward_timeout: Seconds | None = opt(
+        600.0,
+        "Time limit of a reward function for a batch, in seconds; None: no limit.",
+        decides=False,
+    )
+    on_reward_error: Literal["raise", "skip"] = opt(
+        "raise",
+        "What happens on an error in a reward function. raise: the run ends. skip: the function's rewards are None "
+        "for that batch; ten such batches in a row end the run.",
+        decides=False,
+    )
+    stop_without_signal: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "End the run with an error after this many consecutive optimizer steps in which the rewards give no signal; "
+        "None: only warn.",
+        decides=False,
+    )
+    mask_truncated_completions: bool = opt(
+        False, "Exclude completions that were cut off at max_completion_length from the loss (DAPO)."
+    )
+    dynamic_sampling: bool = opt(
+        False,
+        "Replace prompts whose completions all have the same reward with other prompts of the dataset (DAPO) until "
+        "rewards differ within every prompt or max_tries is reached.",
+    )
+    dynamic_sampling_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of dynamic_sampling.", {True: ResamplingParams}, switch="dynamic_sampling"
+    )
+    curriculum: Literal["variance", "band"] | None = opt(
+        None,
+        "Replace prompts whose success rate p is outside a band (too easy or too hard). variance: sample the "
+        "replacements in proportion to p (1 - p). band: sample them uniformly inside the band.",
+    )
+    curriculum_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the curriculum.",
+        {"variance": CurriculumParams, "band": CurriculumParams},
+        switch="curriculum",
+    )
+    use_vllm: bool = opt(
+        False, "Sample completions on a vLLM server instead of in the training process.", decides=False
+    )
+    vllm_server_base_url: list[str] | None = opt(
+        None,
+        "URLs of the servers, which share the requests; None: http://vllm_server_host:vllm_server_port.",
+        decides=False,
+        needs=["use_vllm"],
+    )
+    vllm_server_host: str = opt("127.0.0.1", "Host of the server.", decides=False, needs=["use_vllm"])
+    vllm_server_port: Annotated[int, Ge(1), Le(65535)] = opt(
+        8000, "Port of the server.", decides=False, needs=["use_vllm"]
+    )
+    vllm_server_timeout: Seconds = opt(
+        120.0,
+        "Seconds to wait for a server that is starting, unreachable or restarting.",
+        decides=False,
+        needs=["use_vllm"],
+    )
+    vllm_guided_decoding_regex: str | None = opt(
+        None, "Constrain completions to this regular expression.", needs=["use_vllm"]
+    )
+    vllm_kwargs: KwargsValue = kwargs(
+        "Rarely changed settings of servers.",
+        {True: VLLMParams},
+        switch="use_vllm",
+        decides=False,
+        needs=["use_vllm"],
+    )
+    vllm_importance_sampling_correction: bool | None = opt(
+        None,
+        "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
+        "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated "
+        "sampling with truncated_logprobs='softmax', makes the trainer score a different distribution from the "
+        "sampler's.",
+        needs=["use_vllm"],
+    )
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
+    ] = opt(
+        "sequence_mask",
+        "Level of the importance weights: the ratio of each token (token), the product of a sequence's token ratios "
+        "(sequence), or their geometric mean (geometric). Ratios out of bounds are set to the bound (truncate), or "
+        "their tokens are excluded from the loss (mask).",
+        needs=["use_vllm"],
+    )
+    vllm_importance_sampling_kwargs: KwargsValue = kwargs(
+        "Bounds of the importance weights.",
+        {True: CorrectionParams},
+        switch="corrects_sampling",
+        off="sampling is not corrected. Leave vllm_importance_sampling_correction None, without guided decoding and "
+        "with truncated_logprobs='exact'.",
+        needs=["use_vllm"],
+    )
+    weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
+        None,
+        "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
+        "the LoRA weights, as files in a shared folder). None: adapter if only an adapter is trained and there is a "
+        "shared folder, otherwise nccl on a GPU and gloo on a CPU.",
+        decides=False,
+        needs=["use_vllm"],
+    )
+    generation_mode: Literal["sync", "overlap", "async"] = opt(
+        "sync",
+        "sync: generate, then train. overlap: train on finished groups while other groups of the same step are "
+        "still being generated; the update is the same up to rounding. async: generate for later steps during "
+        "training, at most max_staleness steps ahead.",
+        needs=["use_vllm"],
+    )
+    max_staleness: Annotated[int, Ge(1)] = opt(
+        4,
+        "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on.",
+        needs=["use_vllm"],
+    )
+    ds3_gather_for_generation: bool = opt(
+        True,
+        "For partitioned models (ZeRO-3, FSDP2): keep all weights gathered on each process during generation. "
+        "False: gather them layer by layer for every token, which is slow but needs little memory.",
+        decides=False,
+    )
+    cache_implementation: Literal["dynamic", "offloaded"] | None = opt(
+        None,
+        "Where the KV cache is kept: on the device (dynamic, the default), or in host memory except for the layer "
+        "that is being computed (offloaded).",
+        decides=False,
+    )
+
+    shaping_params = ParamsOf("reward_shaping_kwargs", ShapingParams)
+    resampling_params = ParamsOf("dynamic_sampling_kwargs", ResamplingParams)
+    curriculum_params = ParamsOf("curriculum_kwargs", CurriculumParams)
+    vllm_params = ParamsOf("vllm_kwargs", VLLMParams)
+    correction_params = ParamsOf("vllm_importance_sampling_kwargs", CorrectionParams)
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Base URLs of the servers, without a trailing slash."""
+        given = self.vllm_server_base_url or [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
+        return [url.rstrip("/") for url in given]
+
+    @property
+    def servers_are_local(self) -> bool:
+        """Whether all servers are reached through the loopback interface."""
+        return all(_is_loopback(urlsplit(url).hostname or "") for url in self.server_urls)
+
+    @property
+    def shared_folder(self) -> str | None:
+        """A folder that trainer and servers share; None if there is none."""
+        return self.vllm_params.sync_folder or ("/dev/shm" if self.servers_are_local else None)
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """The effective value of `vllm_importance_sampling_correction`."""
+        if self.vllm_importance_sampling_correction is None:
+            return self.use_vllm and not unscored(self)
+        return self.vllm_importance_sampling_correction
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

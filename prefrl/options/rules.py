@@ -32,7 +32,7 @@ class Rule:
     Args:
         breaks: What is true, or not empty, if options break the row.
         message: What is then said, as a template: a name in braces is an option or a property of the config, or one of
-            `values`. `{found}` is what `breaks` returned.
+            `values`. `{found}` is what `breaks` returned. Other braces are doubled.
         example: Options that break this row, and none before it.
         values: What the message takes from the options beyond their own values.
     """
@@ -79,32 +79,21 @@ def when(
     return Rule(breaks, message, example, values)
 
 
-def unset(
-    given: Mapping[str, Any],
-    *,
-    if_: Callable[[Any], object],
-    because: str,
-    remedy: str,
-    example: Example,
-    **values: Callable[[Any], object],
-) -> tuple[Rule, ...]:
+def unset(given: Mapping[str, Any], if_: Callable[[Any], object], why: str, example: Example, /) -> tuple[Rule, ...]:
     """A row for each option that has no effect under a condition: it must then have its default.
 
     Args:
         given: The options, each with a value that is not its default, for the examples.
         if_: The condition.
-        because: The condition in words, as in `Rule.message`.
-        remedy: What to do.
+        why: The condition in words, and what to do, as in `Rule.message`.
         example: Options that meet the condition.
-        values: See `Rule`.
     """
 
     def row(name: str, value: Any) -> Rule:
         return Rule(
             lambda options: if_(options) and getattr(options, name) != _default(options, name),
-            f"{name}={{{name}!r}} has no effect because {because}. {remedy}",
+            f"{name}={{{name}!r}} has no effect because {why}",
             replace(example, options={**example.options, name: value}),
-            values,
         )
 
     return tuple(row(name, value) for name, value in given.items())

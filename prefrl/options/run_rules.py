@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.errors import ConfigError
 from prefrl.options.fields import plain_value
 from prefrl.options.references import check_references
-from prefrl.options.rules import Rule, apply, example, unset, when
+from prefrl.options.rules import Example, Rule, apply, example, unset, when
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, check_value
 
 __all__ = [
@@ -184,24 +184,21 @@ COMMON_RULES = (
     ),
     *unset(
         {"nan_patience": 2},
-        if_=lambda o: o.on_nan == "stop",
-        because="on_nan='stop': the first step ends training",
-        remedy="Set on_nan='skip'.",
-        example=example("sft"),
+        lambda o: o.on_nan == "stop",
+        "on_nan='stop': the first step ends training. Set on_nan='skip'.",
+        example("sft"),
     ),
     *unset(
         {"activation_checkpointing_kwargs": {"use_reentrant": True}},
-        if_=lambda o: not o.activation_checkpointing,
-        because="activation_checkpointing=False",
-        remedy="Set activation_checkpointing=True.",
-        example=example("sft"),
+        lambda o: not o.activation_checkpointing,
+        "activation_checkpointing=False. Set activation_checkpointing=True.",
+        example("sft"),
     ),
     *unset(
         {"liger_kernel_config": {"rope": True}},
-        if_=lambda o: not o.use_liger_kernel,
-        because="use_liger_kernel=False",
-        remedy="Set use_liger_kernel=True.",
-        example=example("sft"),
+        lambda o: not o.use_liger_kernel,
+        "use_liger_kernel=False. Set use_liger_kernel=True.",
+        example("sft"),
     ),
 )
 CPU_RULES = (
@@ -212,10 +209,10 @@ CPU_RULES = (
     ),
     *unset(
         {"activation_offloading": True},
-        if_=lambda o: o.device.type == "cpu",
-        because="this run is on the CPU, where activations are already in host memory",
-        remedy="Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
-        example=example("sft"),
+        lambda o: o.device.type == "cpu",
+        "this run is on the CPU, where activations are already in host memory. Leave it False; "
+        "activation_checkpointing and max_tokens_per_micro_batch save memory here.",
+        example("sft"),
     ),
 )
 LIGER_RULES = (
@@ -322,4 +319,30 @@ IGNORED_PARTS_RULES = (
         remedy="Leave it out; dataloader_drop_last skips uneven steps.",
     ),
     _ignored_part("use_seedable_sampler", False, unset=True, because=_SEED, remedy="Set data_seed."),
+)
+
+
+def _interval(what: str, example: Example) -> tuple[Rule, ...]:
+    return unset(
+        {f"{what}_epochs": 2.0},
+        lambda o: plain_value(getattr(o, f"{what}_strategy")) != "epoch",
+        f"{what}_strategy={{{what}_strategy!r}}. Set {what}_strategy='epoch'.",
+        example,
+    )
+
+
+def _lacks_evaluations(o: Any) -> bool:
+    ratio = o.save_epochs / o.eval_epochs
+    return bool(o.load_best_model_at_end) and o.save_strategy == "epoch" and abs(ratio - round(ratio)) > 1e-6
+
+
+EVALUATION_RULES = (
+    *_interval("eval", example("sft")),
+    *_interval("save", example("sft")),
+    when(
+        _lacks_evaluations,
+        "load_best_model_at_end=True with save_epochs={save_epochs} and eval_epochs={eval_epochs}: each checkpoint "
+        "needs an evaluation. Make save_epochs a multiple of eval_epochs.",
+        example("sft", load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch", save_epochs=1.5),
+    ),
 )

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import opt
-from prefrl.options.params import Params
+from prefrl.options.params import Params, hyperparameters
 
 __all__ = ["CosineWarmRestartsParams", "ExponentialParams", "OneCycleParams", "WeightDecayParams", "WsdParams"]
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class OneCycleParams(Params):
     """Of `one_cycle`."""
 
@@ -23,7 +23,7 @@ class OneCycleParams(Params):
     final_div_factor: Annotated[float, Ge(1)] = opt(1e4, "The last rate is the first one / final_div_factor.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class ExponentialParams(Params):
     """Of `exponential`."""
 
@@ -32,7 +32,7 @@ class ExponentialParams(Params):
     staircase: bool = opt(False, "Lower the rate once every decay_steps steps instead of in each step.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class CosineWarmRestartsParams(Params):
     """Of `cosine_warm_restarts`."""
 
@@ -41,7 +41,7 @@ class CosineWarmRestartsParams(Params):
     eta_min: Annotated[float, Ge(0)] = opt(0.0, "Learning rate at the end of a cycle.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class WsdParams(Params):
     """Of `wsd`: warm-up, stable, decay. The stable phase is what the other two leave."""
 
@@ -55,9 +55,50 @@ class WsdParams(Params):
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = opt(0.0, "Final rate, as a fraction of learning_rate.")
 
 
-@dataclass(frozen=True)
+@hyperparameters
 class WeightDecayParams(Params):
     """Of `weight_decay_schedule`."""
 
     start_factor: Annotated[float, Ge(0)] = opt(0.0, "Factor of weight_decay in the first step.")
     end_factor: Annotated[float, Ge(0)] = opt(1.0, "Factor of weight_decay at the end.")
+
+
+@hyperparameters
+class PlateauParams(Params):
+    """Of `reduce_on_plateau`."""
+
+    metric: str = opt(
+        "eval_loss", "Name of a logged metric; names that start with eval_ are from evaluations, others from training."
+    )
+    mode: Literal["min", "max"] | None = opt(
+        None, "Whether the metric is minimized or maximized; None: minimized if its name ends in loss."
+    )
+    patience: Annotated[int, Ge(0)] = opt(
+        10, "Number of consecutive values without an improvement that are tolerated."
+    )
+    factor: Annotated[float, Gt(0), Lt(1)] = opt(0.1, "Factor by which a reduction multiplies the learning rate.")
+    threshold: Annotated[float, Ge(0)] = opt(1e-4, "Minimum improvement that counts, as a fraction of the best value.")
+    window: Annotated[int, Ge(1)] = opt(1, "Number of logged values that are averaged into one.")
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What is known of a schedule that transformers does not have, without its function.
+
+    Args:
+        params: Its hyperparameters.
+        has_warmup: Whether `warmup_steps` steps precede it; otherwise it begins low itself.
+        knows_length: Whether it depends on the number of steps.
+    """
+
+    params: type[Params]
+    has_warmup: bool = True
+    knows_length: bool = True
+
+
+SCHEDULE_FACTS: dict[str, ScheduleFacts] = {
+    "one_cycle": ScheduleFacts(OneCycleParams, has_warmup=False),
+    "exponential": ScheduleFacts(ExponentialParams, knows_length=False),
+    "cosine_warm_restarts": ScheduleFacts(CosineWarmRestartsParams, knows_length=False),
+    "wsd": ScheduleFacts(WsdParams),
+}

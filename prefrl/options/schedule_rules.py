@@ -103,10 +103,9 @@ SCHEDULE_RULES = (
     ),
     *unset(
         {"lr_decay_steps": 3},
-        if_=lambda o: schedule_of(o) in ("constant", "constant_with_warmup") and o.weight_decay_schedule == "constant",
-        because="lr_scheduler_type={lr_scheduler_type!r} has no end",
-        remedy="Choose another schedule.",
-        example=example("sft", lr_scheduler_type="constant"),
+        lambda o: schedule_of(o) in ("constant", "constant_with_warmup") and o.weight_decay_schedule == "constant",
+        "lr_scheduler_type={lr_scheduler_type!r} has no end. Choose another schedule.",
+        example("sft", lr_scheduler_type="constant"),
     ),
 )
 METRIC_SCHEDULE_RULES = (
@@ -141,10 +140,10 @@ WARMUP_RULES = (
     ),
     *unset(
         {"warmup_start_factor": 0.5, "warmup_evaluations": 2},
-        if_=lambda o: not _has_warmup(o),
-        because="lr_scheduler_type={lr_scheduler_type!r} with warmup_steps={warmup_steps} has no such warm-up",
-        remedy="Set warmup_steps, and a schedule with a warm-up, such as 'constant_with_warmup'.",
-        example=example("sft", lr_scheduler_type="constant", eval_strategy="steps", eval_steps=3),
+        lambda o: not _has_warmup(o),
+        "lr_scheduler_type={lr_scheduler_type!r} with warmup_steps={warmup_steps} has no such warm-up. Set "
+        "warmup_steps, and a schedule with a warm-up, such as 'constant_with_warmup'.",
+        example("sft", lr_scheduler_type="constant", eval_strategy="steps", eval_steps=3),
     ),
     when(
         lambda o: _other_warmup(o) if o.warmup_start_factor is not None else None,

@@ -28,6 +28,18 @@ Length = Annotated[int, Ge(1), Le(2 * 10**7)]  # in tokens
 NumSamples = Annotated[int, Ge(1), Le(2**16)]  # completions of a prompt
 Seconds = Annotated[float, Gt(0), Le(10**9)]  # more than Python's locks can wait for is an OverflowError
 
+TruncationMode = Literal["keep_start", "keep_end", "error"]
+# The side from which tokens are cut off.
+TRUNCATION_SIDES: dict[TruncationMode, Literal["left", "right", "error"]] = {
+    "keep_start": "right",
+    "keep_end": "left",
+    "error": "error",
+}
+# What the next turn sees of the thinking in earlier ones: what the template prints, all of it, or nothing.
+ReasoningInHistory = Literal["template", "keep", "strip"]
+ToolErrorMode = Literal["tell", "raise"]
+EnvironmentErrorMode = Literal["retry", "drop", "raise"]
+
 _LONGEST = 200  # characters of a value in a message
 
 # Kind of bound -> its sign, the attribute that holds the limit, and the comparison.

@@ -1,26 +1,164 @@
-"""Requests rollouts of prompts, and scores them."""
+"""From rows of a dataset to scored rollouts: samplers, requests made ahead, scores."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
 
+from prefrl.data.tokenize import completion_text
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.types import Rollout
+from prefrl.types import Rollout, Turn
 
 if TYPE_CHECKING:
-    from prefrl.generation.base import Pending, SamplingParams
-    from prefrl.rewards.runner import RewardRunner
-    from prefrl.rollout.samplers import RolloutSampler
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Collected", "Collector", "Request", "add_greedy", "ask", "joined", "prompt_seed"]
+    from prefrl.data.images import ImageReader
+    from prefrl.generation.base import Generator, Pending, SamplingParams
+    from prefrl.rewards.runner import RewardRunner
+    from prefrl.types import Completion, Images
+
+__all__ = [
+    "CompletionSampler",
+    "RolloutSampler",
+    "PrefetchQueue",
+    "Collected",
+    "Collector",
+    "Request",
+    "add_greedy",
+    "joined",
+    "prompt_seed",
+]
+
+
+class RolloutSampler(Protocol):
+    """Samples rollouts without rewards."""
+
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """Request rollouts.
+
+        Args:
+            rows: [P] rows of the dataset with `prompt` and `prompt_ids`.
+            groups: [P] group number of each prompt.
+            sampling: The sampling parameters; `num_samples` is G.
+            seeds: [P] random seed of each prompt's samples.
+        """
+        ...
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        """Say that these rollouts are scored, so that what they hold can be used for others."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSampler:
+    """Samples one completion for each rollout.
+
+    Args:
+        generator: Returns the current generator, which may change.
+        tokenizer: Decodes the completions for the rewards.
+        reader: Reads the images of prompts; None: there are none.
+    """
+
+    generator: Callable[[], Generator]
+    tokenizer: PreTrainedTokenizerBase
+    reader: ImageReader | None = None
+
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> Pending[Rollout]:
+        """See `RolloutSampler`."""
+        prompts = [row["prompt_ids"] for row in rows]
+        if self.reader is None or not any(row.get("images") for row in rows):
+            pending = self.generator().start(prompts, sampling, seeds=seeds)
+            return _Decoded(pending, rows, groups, self.tokenizer, [None] * len(rows))
+        images = [self.reader.of_prompt(row) for row in rows]
+        pending = self.generator().start(prompts, sampling, seeds=seeds, images=images)
+        return _Decoded(pending, rows, groups, self.tokenizer, images)
+
+    def release(self, rollouts: Sequence[Rollout]) -> None:
+        """No-op: they hold nothing."""
+
+    def close(self) -> None:
+        """No-op: the generator is the trainer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Requested completions, as rollouts."""
+
+    pending: Pending[Completion]
+    rows: Sequence[Mapping[str, Any]]
+    groups: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
+    images: Sequence[Images | None]
+
+    def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
+        for number, completions in self.pending.as_completed():
+            row, group, images = self.rows[number], self.groups[number], self.images[number]
+            is_conversational = not isinstance(row["prompt"], str)
+            found = []
+            for completion in completions:
+                text = completion_text(self.tokenizer, completion.token_ids, conversational=is_conversational)
+                turn = Turn(row["prompt_ids"], completion)
+                found.append(Rollout([turn], row, group, prompt=row["prompt"], text=text, images=images))
+            yield number, found
+
+    def cancel(self) -> None:
+        self.pending.cancel()
+
+
+class PrefetchQueue:
+    """A queue of requests that runs ahead of training by a bounded number of generation batches.
+
+    A batch is requested at most `num_ahead` batches before it is trained on, so no completion is ever too old and
+    none is thrown away.
+
+    Args:
+        ask: Requests the generation batch with this number, counted from the start of training.
+        num_ahead: Number of batches that may be requested in advance, in addition to the one that is needed.
+    """
+
+    def __init__(self, ask: Callable[[int], Request], *, num_ahead: int) -> None:
+        self._ask = ask
+        self._num_ahead = num_ahead
+        self._queue: deque[tuple[int, Request]] = deque()
+
+    def take(self, number: int, *, last: int) -> Request:
+        """The request of the generation batch that is needed now. First requests all batches that are allowed by now.
+
+        Args:
+            number: Number of the batch.
+            last: Number of the last batch of training.
+        """
+        if self._queue and self._queue[0][0] != number:
+            self.drop()
+        first_new = self._queue[-1][0] + 1 if self._queue else number
+        for new in range(first_new, min(number + self._num_ahead, last) + 1):
+            self._queue.append((new, self._ask(new)))
+        return self._queue.popleft()[1]
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def drop(self) -> None:
+        """Cancel all pending requests."""
+        for _, request in self._queue:
+            request.pending.cancel()
+        self._queue.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +234,13 @@ class Request:
     seeds: list[int]  # [P] random seed of each prompt's samples
 
 
-def ask(
-    rows: Sequence[Mapping[str, Any]], *, sampler: RolloutSampler, sampling: SamplingParams, seeds: Mapping[int, int]
-) -> Request:
-    """Request rollouts of the prompts of dataset rows.
-
-    Args:
-        rows: [P] dataset rows with `prompt` and `prompt_ids`.
-        sampler: Samples them.
-        sampling: The sampling parameters; `num_samples` is G.
-        seeds: [P] group number of each prompt -> random seed of its samples.
-    """
-    values = list(seeds.values())
-    return Request(len(rows), sampler.start(rows, list(seeds), sampling, values), values)
-
-
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Waits for requested rollouts, and scores them.
+    """Requests rollouts of prompts, waits for them, and scores them.
 
     Args:
         rewards: Scores the rollouts.
-        sampler: Sampled them.
+        sampler: Samples them.
         trainer_state: Returns HuggingFace's state of the current training run, for rewards that ask for it.
         clock: Returns seconds.
         company: Context in which rewards are computed. All ranks enter it the same number of times.
@@ -128,6 +251,17 @@ class Collector:
     trainer_state: Callable[[], object]
     clock: Callable[[], float]
     company: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def ask(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams, seeds: Mapping[int, int]) -> Request:
+        """Request rollouts of the prompts of dataset rows.
+
+        Args:
+            rows: [P] dataset rows with `prompt` and `prompt_ids`.
+            sampling: The sampling parameters; `num_samples` is G.
+            seeds: [P] group number of each prompt -> random seed of its samples.
+        """
+        values = list(seeds.values())
+        return Request(len(rows), self.sampler.start(rows, list(seeds), sampling, values), values)
 
     def collect(self, request: Request) -> Collected:
         """Wait for all rollouts and score them together.
@@ -148,11 +282,37 @@ class Collector:
             yield self._scored(request, number, rollouts)
 
     def _scored(self, request: Request, first: int, rollouts: list[Rollout]) -> Collected:
-        """Score rollouts of the prompts from number `first` on."""
-        started = self.clock()
+        """Set rewards and totals of rollouts of the prompts from number `first` on."""
+        started, rewards = self.clock(), self.rewards
+        scored = [rollout for rollout in rollouts if not rollout.has_failed]
+        for rollout in rollouts:
+            rollout.rewards = dict.fromkeys(rewards.names)
+        metrics: dict[str, float] = {}
+        columns: dict[str, list[Any]] = {}
         with self.company():
-            seed = request.seeds[first] if rollouts else 0
-            metrics, columns = _score(rollouts, self.rewards, self.trainer_state(), seed)
+            if scored:
+                names = [name for name in scored[0].row if name not in ("prompt", "prompt_ids")]
+                scores = rewards.score(
+                    [rollout.prompt for rollout in scored],
+                    [rollout.text for rollout in scored],
+                    [rollout.sampled_ids for rollout in scored],
+                    {name: [rollout.row[name] for rollout in scored] for name in names},
+                    episodes=[rollout.episode for rollout in scored if rollout.episode is not None] or None,
+                    trainer_state=self.trainer_state(),
+                    seed=request.seeds[first],
+                )
+                for i, rollout in enumerate(scored):
+                    rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}
+                given = [[math.nan if value is None else value for value in r.rewards.values()] for r in rollouts]
+                totals = row_totals(torch.tensor(given, dtype=torch.float32), torch.tensor(rewards.weights))
+                for rollout, total in zip(rollouts, totals.tolist(), strict=True):
+                    rollout.reward = total  # NaN if all its rewards are None
+                places = {id(rollout): i for i, rollout in enumerate(scored)}
+                at = [places.get(id(rollout)) for rollout in rollouts]
+                metrics = dict(scores.metrics)
+                columns = {
+                    name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()
+                }
         self.sampler.release(rollouts)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
@@ -167,42 +327,7 @@ def add_greedy(collected: Collected, collector: Collector, sampling: SamplingPar
     """
     rows = {rollout.group: rollout.row for rollout in collected.rollouts}
     sampling = replace(sampling, num_samples=1, temperature=0.0)
-    asked = ask(list(rows.values()), sampler=collector.sampler, sampling=sampling, seeds=dict.fromkeys(rows, 0))
+    asked = collector.ask(list(rows.values()), sampling, dict.fromkeys(rows, 0))
     totals = {rollout.group: rollout.reward for rollout in collector.collect(asked).rollouts}
     for rollout in collected.rollouts:
         rollout.greedy_reward = totals[rollout.group]
-
-
-def _score(
-    rollouts: list[Rollout], rewards: RewardRunner, trainer_state: object, seed: int
-) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    scored = [rollout for rollout in rollouts if not rollout.has_failed]
-    for rollout in rollouts:
-        rollout.rewards = dict.fromkeys(rewards.names)
-    if not scored:
-        return {}, {}
-    names = [name for name in scored[0].row if name not in ("prompt", "prompt_ids")]
-    scores = rewards.score(
-        [rollout.prompt for rollout in scored],
-        [rollout.text for rollout in scored],
-        [rollout.sampled_ids for rollout in scored],
-        {name: [rollout.row[name] for rollout in scored] for name in names},
-        episodes=[rollout.episode for rollout in scored if rollout.episode is not None] or None,
-        trainer_state=trainer_state,
-        seed=seed,
-    )
-    for i, rollout in enumerate(scored):
-        rollout.rewards = {name: values[i] for name, values in scores.by_name.items()}
-    _set_totals(rollouts, rewards.weights)
-    places = {id(rollout): i for i, rollout in enumerate(scored)}
-    at = [places.get(id(rollout)) for rollout in rollouts]
-    extra = {name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()}
-    return dict(scores.metrics), extra
-
-
-def _set_totals(rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
-    """Set `reward`, the weighted sum of the rewards of each rollout; NaN if all its rewards are None."""
-    values = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in rollouts]
-    totals = row_totals(torch.tensor(values, dtype=torch.float32), torch.tensor(weights))
-    for rollout, total in zip(rollouts, totals.tolist(), strict=True):
-        rollout.reward = total

@@ -114,7 +114,7 @@ class Journal:
         if self.keep == 0 or generation < self._left_until:
             return
         try:
-            files = self._files()
+            files = self._files() if self._known is None else self._known
             write_entry(Entry(self._run, generation, step, parts), self.path_of(step))
         except OSError as error:
             raise CheckpointError(
@@ -156,14 +156,11 @@ class Journal:
         return (about["run"], about["generation"]) == (self._run, generation)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """The files of this rank by step; the folder is listed the first time."""
-        if self._known is not None:
-            return self._known
+        """The files of this rank by step, in the folder."""
         suffix = self.path_of(0).name.removeprefix("completions_00000")
         paths = self.folder.glob(f"completions_*{suffix}")
         numbers = ((path.name.removeprefix("completions_").removesuffix(suffix), path) for path in paths)
-        self._known = sorted((int(number), path) for number, path in numbers if number.isdecimal())
-        return self._known
+        return sorted((int(number), path) for number, path in numbers if number.isdecimal())
 
 
 def write_entry(entry: Entry, path: Path) -> None:
@@ -238,9 +235,19 @@ def _table(entry: Entry) -> pa.Table:
     abouts = []
     for part in entry.parts:
         own = [row for i, rollout in enumerate(part.rollouts) for row in _rows(entry.step, i, rollout, part)]
-        _add_images(own, part.rollouts)
+        if any(rollout.row.get("images") for rollout in part.rollouts):
+            _add_images(own, part.rollouts)
         rows += own
-        abouts.append(_about(part, len(own)))
+        abouts.append(
+            {
+                "rows": len(own),
+                "rewards": list(part.rollouts[0].rewards) if part.rollouts else [],
+                "logged_metrics": part.logged_metrics,
+                "logged_columns": list(part.logged_columns),
+                "metrics": {name: to_json(metric) for name, metric in part.metrics.items()},
+                "visits": part.visits,
+            }
+        )
     about = {"run": entry.run, "generation": entry.generation, "step": entry.step, "parts": abouts}
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
@@ -256,6 +263,7 @@ def _column(values: list[Any]) -> pa.Array:
 
 
 def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator[dict[str, Any]]:
+    prompt, text = (_utf8(as_text(value)) for value in (rollout.prompt, rollout.text))
     for i, turn in enumerate(rollout.turns):
         completion = turn.completion
         yield {
@@ -263,9 +271,9 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
             "group": rollout.group,
             "rollout": number,
             "turn": i,
-            "prompt": _utf8(as_text(rollout.prompt)),
-            "completion": _utf8(as_text(rollout.text)),
-            **_of_episode(rollout, i),
+            "prompt": prompt,
+            "completion": text,
+            **({} if rollout.episode is None else _of_episode(rollout, rollout.episode, i)),
             "prompt_ids": turn.sent_ids,
             "completion_ids": completion.token_ids,
             "logprobs": completion.logprobs,
@@ -289,11 +297,8 @@ def _add_images(rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]) -> 
             row["images"] = [file_bytes(image) for image in of_group]
 
 
-def _of_episode(rollout: Rollout, turn: int) -> dict[str, Any]:
+def _of_episode(rollout: Rollout, episode: Episode, turn: int) -> dict[str, Any]:
     """What a turn of an episode adds to the table."""
-    episode = rollout.episode
-    if episode is None:
-        return {}
     return {
         "environment": episode.kind,
         "stop_reason": episode.stop_reason,
@@ -302,17 +307,6 @@ def _of_episode(rollout: Rollout, turn: int) -> dict[str, Any]:
         "num_calls": episode.num_calls,
         "num_failed_calls": episode.num_failed_calls,
         "environment_reward": episode.reward,
-    }
-
-
-def _about(part: Collected, num_rows: int) -> dict[str, Any]:
-    return {
-        "rows": num_rows,
-        "rewards": list(part.rollouts[0].rewards) if part.rollouts else [],
-        "logged_metrics": part.logged_metrics,
-        "logged_columns": list(part.logged_columns),
-        "metrics": {name: to_json(metric) for name, metric in part.metrics.items()},
-        "visits": part.visits,
     }
 
 

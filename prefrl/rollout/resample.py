@@ -9,7 +9,7 @@
             break
         redrawn = resampling.redraw(unused)
         again = {group: resampling.sample_seed(group) for group in my_groups if group in redrawn}
-        request = ask([dataset[redrawn[group]] for group in again], seeds=again, ...)
+        request = collector.ask([dataset[redrawn[group]] for group in again], sampling, again)
         collected = replace_groups(collected, collector.collect(request))
 
 All ranks decide from the same gathered values whether to continue, so all of them make the same number of tries, even

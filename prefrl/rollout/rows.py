@@ -28,19 +28,6 @@ class Response:
     logprobs: list[float]  # nats, under the distribution that was sampled from; 0 for ids that were not sampled
     turn: list[int]  # number of the turn in the rollout; ids before a turn's completion belong to the turn before
 
-    @classmethod
-    def of(cls, number: int, turn: Turn) -> Response:
-        """The response of one turn."""
-        completion = turn.completion
-        count = len(completion.token_ids)
-        return cls(
-            turn.sent_ids,
-            list(completion.token_ids),
-            list(completion.trainable),
-            list(completion.logprobs),
-            [number] * count,
-        )
-
     def continues_with(self, turn: Turn) -> bool:
         """Whether what was sent for a turn begins with all ids of this response and its prompt."""
         start, stop = len(self.prompt_ids), len(self.prompt_ids) + len(self.token_ids)
@@ -70,7 +57,8 @@ def responses_of(rollout: Rollout) -> list[Response]:
         if responses and responses[-1].continues_with(turn):
             responses[-1].extend(number, turn)
         else:
-            responses.append(Response.of(number, turn))
+            ids, flags, logprobs = turn.completion.token_ids, turn.completion.trainable, turn.completion.logprobs
+            responses.append(Response(turn.sent_ids, [*ids], [*flags], [*logprobs], [number] * len(ids)))
     return responses
 
 

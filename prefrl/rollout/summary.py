@@ -1,4 +1,4 @@
-"""Logs a batch of rollouts: metrics, a table.
+"""Logs a batch of rollouts: metrics, a table, what trackers get.
 
 Completions are the words of a model: the terminal takes no commands from them, and no text is too long to be shown.
 """
@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
@@ -18,18 +19,15 @@ from rich.text import Text
 
 from prefrl import distributed
 from prefrl.metrics import Max, Mean, Metric, Min, Std
-from prefrl.printable import printable
-from prefrl.rollout.tables import Tables
-from prefrl.types import Rollout, StopReason
+from prefrl.printable import printable, reason_of
+from prefrl.types import Episode, Rollout, StopReason
 
 if TYPE_CHECKING:
     from prefrl.rollout.collect import Collected
 
 __all__ = [
     "as_text",
-    "best_and_worst",
     "collected_metrics",
-    "is_unscored",
     "log_collected",
     "log_completions",
     "messages_of_turn",
@@ -37,6 +35,7 @@ __all__ = [
     "rollout_metrics",
     "staleness",
     "title_of_step",
+    "Tables",
 ]
 
 logger = logging.getLogger(__name__)
@@ -68,11 +67,13 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         values = [value for rollout in rollouts if (value := rollout.rewards[name]) is not None]
         metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
         metrics[f"rewards/{name}/std"] = Std.of(values)
-    metrics |= _of_episodes(rollouts)
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if episodes:
+        metrics |= _of_episodes(rollouts, episodes)
     deviations = _group_deviations(rollouts)
     metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
-    metrics["frac_unscored"] = Mean(sum(is_unscored(rollout) for rollout in played), len(played))
+    metrics["frac_unscored"] = Mean(sum(rollout.reward != rollout.reward for rollout in played), len(played))
     return metrics
 
 
@@ -83,16 +84,8 @@ def collected_metrics(collected: Collected) -> dict[str, Metric]:
     return {**rollout_metrics(collected.rollouts), **logged}
 
 
-def is_unscored(rollout: Rollout) -> bool:
-    """Whether every reward returned None for a rollout that was scored."""
-    return not rollout.has_failed and rollout.reward != rollout.reward
-
-
-def _of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+def _of_episodes(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> dict[str, Metric]:
     """Turns, tool calls under TRL's names, and the share of episodes with each stop reason."""
-    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
-    if not episodes:
-        return {}
     num_calls = sum(episode.num_calls for episode in episodes)
     reasons = [episode.stop_reason for episode in episodes]
     return {
@@ -244,3 +237,60 @@ def print_table(rollouts: Sequence[Rollout], *, title: str, console: Console) ->
         ]
         table.add_row(*texts, *shown, f"{rollout.advantage:.2f}")
     console.print(table)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Tables:
+    """Logs tables to Weights & Biases, Trackio, MLflow and Comet, whichever of them a run reports to.
+
+    Args:
+        trackers: Names as in `report_to`. HuggingFace has imported these packages and begun their runs.
+    """
+
+    def __init__(self, trackers: Iterable[str]) -> None:
+        self._trackers = [tracker for tracker in trackers if tracker in _SENDERS]
+
+    def send(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int) -> None:
+        """Send a table. A tracker that fails is left out from then on, with one warning.
+
+        Args:
+            name: Of the table.
+            columns: Names of the columns.
+            rows: A value for each column.
+            step: The optimizer step of the table, part of the name where a tracker keeps one table for each name.
+        """
+        for tracker in tuple(self._trackers):
+            try:
+                _SENDERS[tracker](sys.modules[tracker], name, list(columns), [list(row) for row in rows], step)
+            except Exception as error:  # it must not end the training
+                self._trackers.remove(tracker)
+                _log.warning("%s gets no further tables, because it failed: %s", tracker, reason_of(error))
+
+
+def _to_wandb(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    wandb.log({name: wandb.Table(columns=columns, data=rows)})
+
+
+def _to_trackio(trackio: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    import pandas  # which Trackio needs
+
+    trackio.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
+
+
+def _to_mlflow(mlflow: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    data = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
+    mlflow.log_table(data, artifact_file=f"{name}_{step:05d}.json")
+
+
+def _to_comet(comet: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    comet.get_running_experiment().log_table(f"{name}.csv", tabular_data=rows, headers=columns)
+
+
+_SENDERS: dict[str, Callable[[Any, str, list[str], list[list[Any]], int], None]] = {
+    "wandb": _to_wandb,
+    "trackio": _to_trackio,
+    "mlflow": _to_mlflow,
+    "comet_ml": _to_comet,
+}

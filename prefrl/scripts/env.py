@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
 from importlib import metadata
 
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.command import command
 
 __all__ = ["main"]
 
@@ -18,13 +17,9 @@ _PACKAGES = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print it.
-
-    Args:
-        argv: No options but --help.
-    """
-    CommandParser("env", (), "Print the versions and devices of this machine.", takes_config=False).parse(argv)
+@command("env", about="Print the versions and devices of this machine.", takes_config=False)
+def main() -> int:
+    """Print it."""
     import torch  # its import takes seconds, which --help does not
 
     import prefrl

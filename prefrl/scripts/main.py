@@ -20,14 +20,15 @@ from prefrl.options.suggest import nearest
 from prefrl.printable import printable
 from prefrl.registry import REGISTRY
 
-__all__ = ["OTHERS", "Command", "main"]
+__all__ = ["OTHERS", "Listed", "main"]
 
 
-class Command(NamedTuple):
+class Listed(NamedTuple):
     """A command that is not an algorithm.
 
     Args:
-        module: Its module in `prefrl.scripts`, which has `main(argv) -> exit code`.
+        module: Its module in `prefrl.scripts`, which has `main(argv) -> exit code`, see `prefrl.scripts.command`. The
+            words follow the command's name, and what the user has to change raises PrefrlError.
         text: What it does, for the help.
     """
 
@@ -36,26 +37,26 @@ class Command(NamedTuple):
 
 
 OTHERS = {
-    "init": Command("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
-    "doctor": Command("checkup.doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
-    "launch": Command("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
-    "resume": Command("resume", "continue a run from its last checkpoint, with the options that it was started with"),
-    "demo": Command("demo.command", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
-    "watch": Command("report.watch", "show a run in the browser while it trains"),
-    "report": Command("report.command", "write one HTML file about a run, or about two"),
-    "look": Command("report.look", "show the best and the worst completions of a run"),
-    "chat": Command("sampling.chat", "talk to a model in the terminal"),
-    "generate": Command("sampling.generate", "sample completions of a prompt or of a dataset"),
-    "eval": Command(
+    "init": Listed("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
+    "doctor": Listed("checkup.doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
+    "launch": Listed("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
+    "resume": Listed("resume", "continue a run from its last checkpoint, with the options that it was started with"),
+    "demo": Listed("demo.command", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
+    "watch": Listed("report.watch", "show a run in the browser while it trains"),
+    "report": Listed("report.command", "write one HTML file about a run, or about two"),
+    "look": Listed("report.look", "show the best and the worst completions of a run"),
+    "chat": Listed("sampling.chat", "talk to a model in the terminal"),
+    "generate": Listed("sampling.generate", "sample completions of a prompt or of a dataset"),
+    "eval": Listed(
         "sampling.eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
     ),
-    "merge": Command("merge", "merge an adapter into its base model"),
-    "soup": Command("soup", "average checkpoints"),
-    "replay": Command("replay.command", "recompute a past step of a run, for debugging"),
-    "verify": Command("oracle.command", "compute the exact bias of your own loss, advantage or KL estimate"),
-    "vllm-serve": Command("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
-    "migrate": Command("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),
-    "env": Command("env", "print the versions and devices of this machine, for bug reports"),
+    "merge": Listed("merge", "merge an adapter into its base model"),
+    "soup": Listed("soup", "average checkpoints"),
+    "replay": Listed("replay.command", "recompute a past step of a run, for debugging"),
+    "verify": Listed("oracle.command", "compute the exact bias of your own loss, advantage or KL estimate"),
+    "vllm-serve": Listed("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
+    "migrate": Listed("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),
+    "env": Listed("env", "print the versions and devices of this machine, for bug reports"),
 }
 
 
@@ -173,7 +174,7 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     from prefrl.distributed.launcher import as_worker  # imports torch
 
     def train() -> int:
-        from prefrl.scripts.imports import uncollected
+        from prefrl.scripts.startup import uncollected
 
         with uncollected():
             from prefrl.scripts.train import main as train_and_save

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.scripts.arguments.model_config import DType
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.command import command
 
-__all__ = ["MergeArguments", "command_parser", "main"]
+__all__ = ["MergeArguments", "main"]
 
 
 @dataclass
@@ -31,28 +30,13 @@ class MergeArguments:
             raise ConfigError(f"output_dir={self.output_dir!r}: already holds a model. Choose another folder.")
 
 
-def command_parser() -> CommandParser:
-    """The parser of `prefrl merge`."""
-    return CommandParser(
-        "merge", (MergeArguments,), "Merge an adapter into its base model.", positional=("adapter", "output_dir")
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Parse the command line, merge and save.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work.
-    """
-    (options,) = command_parser().parse(argv)
+@command("merge", MergeArguments, about="Merge an adapter into its base model.", positional=("adapter", "output_dir"))
+def main(options: MergeArguments) -> int:
+    """Merge and save."""
     from prefrl.models.merged import is_adapter, load_merged, tokenizer_of_checkpoint
 
+    assert options.adapter is not None  # it is checked
+    assert options.output_dir is not None
     if not is_adapter(options.adapter):
         raise ConfigError(
             f"adapter={options.adapter!r}: holds no adapter_config.json. A model that was trained in full needs no "

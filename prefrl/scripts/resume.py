@@ -15,8 +15,8 @@ from prefrl.printable import MASK
 from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import find_last
 from prefrl.run.records import STARTS, read_identity, read_starts
+from prefrl.scripts.command import command
 from prefrl.scripts.inputs import read
-from prefrl.scripts.parsing.command_parser import CommandParser
 
 __all__ = ["command_to_resume", "main"]
 
@@ -35,22 +35,16 @@ class ResumeArguments:
             raise ConfigError("run_dir: not given. Write prefrl resume RUN_DIR.")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Start the run's own command again, in place of this process.
-
-    Args:
-        argv: The folder of the run.
-
-    Returns:
-        Never: the process is another program afterwards.
-
-    Raises:
-        ConfigError: There is nothing to resume, or the run was not started by the command.
-    """
-    about = "Continue a run from its last checkpoint, with the options that it was started with."
-    parser = CommandParser("resume", (ResumeArguments,), about, takes_config=False, positional=("run_dir",))
-    (options,) = parser.parse(argv)
-    words = command_to_resume(Path(options.run_dir))
+@command(
+    "resume",
+    ResumeArguments,
+    about="Continue a run from its last checkpoint, with the options that it was started with.",
+    takes_config=False,
+    positional=("run_dir",),
+)
+def main(options: ResumeArguments) -> int:
+    """Start the run's own command again, in place of this process, which is another program afterwards."""
+    words = command_to_resume(Path(str(options.run_dir)))
     print(f"prefrl resume: {shlex.join(['prefrl', *words])}", file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", _MODULE, *words])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,11 +14,11 @@ from rich.table import Table
 from prefrl.errors import ConfigError
 from prefrl.models.soup_choice import check_folders
 from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.offline import OfflineReferenceOptions
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
-from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions
+from prefrl.scripts.command import command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,21 +107,9 @@ class SoupArguments:
         return sorted(paths, key=lambda path: int(path.name.split("-", 1)[1]))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Parse the command line, average, write and report.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work.
-    """
-    description = "Average the weights of checkpoints, or the updates of LoRA adapters."
-    parser = CommandParser("soup", (SoupArguments,), description)
-    (options,) = parser.parse(argv)
+@command("soup", SoupArguments, about="Average the weights of checkpoints, or the updates of LoRA adapters.")
+def main(options: SoupArguments) -> int:
+    """Average, write and report."""
     check_folders(options.folders, Path(options.output_dir), options.top_k)
     if options.metric is None:
         from prefrl.models.soup import uniform_soup  # imports torch, which mistakes do not need

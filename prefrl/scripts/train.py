@@ -13,8 +13,8 @@ from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.arguments.launch import ONLY_CHECK
 from prefrl.scripts.checkup.run import check_before
 from prefrl.scripts.ending import print_ending
-from prefrl.scripts.imports import uncollected
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
+from prefrl.scripts.startup import uncollected
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm

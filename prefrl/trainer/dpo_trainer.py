@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll
-from prefrl.losses.preference.rows import wpo_weights
+from prefrl.losses.preference.unpaired import wpo_weights
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.offline.preference import (
     PAIRS,

@@ -1,27 +1,22 @@
-"""Options of GRPO."""
+"""Options of `GRPOTrainer`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import opt
-from prefrl.options.policy_rules import GROUP_RULES, name_scale
-from prefrl.options.rules import apply
-from prefrl.trainer.grpo_presets import PRESETS, combined
-from prefrl.trainer.online.policy_gradient_config import GroupOptions, PolicyGradientConfig
+from prefrl.options.algorithms import GRPOOptions
+from prefrl.options.flat_names import flat_names
+from prefrl.options.presets import PRESETS, combined
+from prefrl.trainer.online.config import PolicyGradientConfig
 
 __all__ = ["GRPOConfig"]
 
 
 @dataclass
-class GRPOConfig(GroupOptions, PolicyGradientConfig):
+class GRPOConfig(GRPOOptions, PolicyGradientConfig):
     """Options of `GRPOTrainer`."""
-
-    advantage_estimator: Literal[
-        "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
-    ] = opt("grpo", "How advantages are computed from the rewards of a group; see docs/losses.md.")
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
@@ -36,19 +31,4 @@ class GRPOConfig(GroupOptions, PolicyGradientConfig):
         """
         if name not in PRESETS:
             raise ConfigError(f"preset {name!r}: must be one of {', '.join(map(repr, PRESETS))}")
-        return cls(**combined(PRESETS[name], options, cls.flat_names))
-
-    def take_other_forms(self) -> None:
-        """See `BaseConfig.take_other_forms`: rewards scaled True means by "group", False "none"."""
-        super().take_other_forms()
-        name_scale(self)
-
-    def validate(self) -> None:
-        """See `BaseConfig.validate`."""
-        super().validate()
-        apply(self, GROUP_RULES)
-
-    @property
-    def estimator(self) -> str:
-        """See `PolicyGradientConfig.estimator`."""
-        return self.advantage_estimator
+        return cls(**combined(PRESETS[name], options, flat_names(cls)))

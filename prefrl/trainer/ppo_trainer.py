@@ -15,18 +15,21 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.trainer import Optimizers
-from prefrl.trainer.online.policy_batch import CriticBatch
+from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
+    add_critic_groups,
     attach_critic,
+    clip_apart,
     critic_loss,
     make_critic,
     refuse_reward_model,
     save_gathered,
+    set_decays,
     split_state,
+    warm_up_critic,
 )
-from prefrl.trainer.ppo_optimizer import add_critic_groups, clip_apart, set_decays, warm_up_critic
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -37,9 +40,9 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.rewards.base import RewardSource
-    from prefrl.trainer.base.predictions import ComputeMetrics
-    from prefrl.trainer.base.steps import Step
+    from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
+    from prefrl.trainer.steps import Step
 
 __all__ = ["PPOTrainer"]
 
@@ -137,7 +140,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     # The critic is part of the model that HuggingFace trains, and its parameters are in the optimizer's last groups.
 
     def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """See `OptimizedTrainer`; the critic has groups of its own, and its norms and biases do not decay either."""
+        """See `Loop`; the critic has groups of its own, and its norms and biases do not decay either."""
         super().group_parameters(optimizer, model)
         decaying = self.get_decay_parameter_names(model)
         self._weight_decays = add_critic_groups(optimizer, model, self.critic, self.args, decaying=decaying)
@@ -155,13 +158,13 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
-        """See `OptimizedTrainer`; during `critic_warmup`, the critic's alone."""
+        """See `Loop`; during `critic_warmup`, the critic's alone."""
         return self.critic.parameters() if self._is_warmup else super().penalized(model)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if distributed.updates_in_backward(self.accelerator):  # it has already clipped the gradients of both together
             return super()._clip_grad_norm(model)
-        self.add_penalty(model)
+        self.gradients_complete(model)
         return clip_apart(self.accelerator, model, self.critic, self.args)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from prefrl.data.collate import reward_batch
 from prefrl.data.preference import prepare_reward_dataset
-from prefrl.losses.preference.reward_model import bradley_terry, centering
+from prefrl.losses.preference.reference_free import bradley_terry, centering
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model

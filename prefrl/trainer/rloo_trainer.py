@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefrl.trainer.online.policy_batch import PolicyBatch
+from prefrl.trainer.online.policy_terms import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.rloo_config import RLOOConfig
 

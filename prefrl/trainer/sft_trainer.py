@@ -14,9 +14,9 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.losses.reduce import row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
+from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.trainer.base.arguments import named
-from prefrl.trainer.base.config import TRUNCATION_SIDES
-from prefrl.trainer.offline.predictions import predicted_tokens
+from prefrl.trainer.offline.rows import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.sft_config import SFTConfig
 from prefrl.types import LossOutput, TokenBatch

@@ -205,7 +205,7 @@ def test_a_merged_adapter_gives_the_outputs_of_base_and_adapter(workspace: Path,
 @pytest.mark.parametrize("line", LINES)
 def test_the_commands_of_the_docs_parse(line: str) -> None:
     command, *words = shlex.split(line)
-    assert importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").command_parser().parse(words)
+    assert importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").main.parser().parse(words)
 
 
 def rollout(group: int, text: str, reward: float) -> Rollout:

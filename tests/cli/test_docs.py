@@ -22,8 +22,8 @@ from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.inputs import read
 from prefrl.scripts.main import main
-from prefrl.scripts.schema.writer import parser_of
 from tests.cli.conftest import write_jsonl
+from tests.parsers import parser_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

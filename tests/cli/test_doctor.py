@@ -18,11 +18,10 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.checkup import doctor, resources
 from prefrl.scripts.checkup.findings import Section
-from prefrl.scripts.checkup.plan import plan_of
 from prefrl.scripts.checkup.processes import footprint_of_process
 from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
 from prefrl.scripts.checkup.run import checkup_of
-from prefrl.scripts.checkup.subject import Subject
+from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl

@@ -17,8 +17,9 @@ import prefrl
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
-from prefrl.scripts.schema.parser import SCHEMA_FILE, SchemaParser
-from prefrl.scripts.schema.writer import schema_text
+from prefrl.scripts.schema.early import HUGGINGFACE_FILE
+from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.schema.writer import huggingface_text
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
@@ -272,9 +273,9 @@ def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--seed" not in text
 
 
-def test_the_schema_is_that_of_the_configs() -> None:
+def test_the_options_of_huggingface_are_those_of_transformers() -> None:
     remedy = "run python -m prefrl.scripts.schema.writer"
-    assert schema_text() == SCHEMA_FILE.read_text(encoding="utf-8"), remedy
+    assert huggingface_text() == HUGGINGFACE_FILE.read_text(encoding="utf-8"), remedy
 
 
 def test_help_all_shows_the_options_of_huggingface_too(capsys: pytest.CaptureFixture[str]) -> None:

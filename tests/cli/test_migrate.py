@@ -19,7 +19,7 @@ from prefrl.scripts.main import main
 from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.verl import migrate_verl
-from prefrl.scripts.schema.writer import parser_of
+from tests.parsers import parser_of
 
 SCRIPT = '''\
 # /// script

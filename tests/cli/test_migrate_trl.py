@@ -17,14 +17,13 @@ import yaml
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
-from prefrl.scripts.migrate.config import migrate_trl_yaml
 from prefrl.scripts.migrate.edits import accepted
 from prefrl.scripts.migrate.foreign.trl import DEFAULTS
-from prefrl.scripts.migrate.options import NAMES, config_of, missing_defaults
+from prefrl.scripts.migrate.options import NAMES, config_of, migrate_trl_yaml, missing_defaults
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.shell import migrate_commands
 from prefrl.scripts.schema.parser import SchemaParser, options_of
-from prefrl.scripts.schema.writer import parser_of
+from tests.parsers import parser_of
 from tests.trl_defaults import NOT_COMPARED, defaults_of
 
 SFT = "--gradient_checkpointing true --bf16 true --logging_first_step false --logging_nan_inf_filter true"

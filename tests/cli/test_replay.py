@@ -13,7 +13,7 @@ from peft import LoraConfig
 from prefrl import GRPOConfig
 from prefrl.errors import NonFiniteError
 from prefrl.scripts.main import main
-from prefrl.scripts.replay.setup import config_of
+from prefrl.scripts.replay.steps import config_of
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of, stopping_model
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
+from prefrl.options.offline import OfflineReferenceOptions
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
 

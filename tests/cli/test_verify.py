@@ -87,7 +87,7 @@ K1 = ["my_losses:k1", "--kind", "kl"]
         pytest.param([*K1, "--claim", "on_policy_unbiased"], 1, id="k1 as a loss"),
         pytest.param([*K1, "--claim", "unbiased", "--placement", "reward"], 0, id="k1 in the reward"),
         pytest.param(
-            ["--function", "prefrl.losses.kl.estimators:k2", "--kind", "kl", "--claim", "on_policy_unbiased"],
+            ["--function", "prefrl.losses.kl:k2", "--kind", "kl", "--claim", "on_policy_unbiased"],
             0,
             id="k2",
         ),

@@ -13,9 +13,8 @@ from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.trainer.base.sizes.auto import AutomaticSizes
-from prefrl.trainer.base.sizes.search import Trial
 from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.features.sizes import AutomaticSizes, Trial
 from tests.contract.cases import (
     ONLINE,
     Job,
@@ -52,7 +51,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefrl.trainer.base.sizes.auto._SECONDS", 0.0)
+    monkeypatch.setattr("prefrl.trainer.features.sizes._SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -86,8 +85,8 @@ def test_a_search_leaves_no_trace(name: str, options: dict[str, Any], tmp_path: 
 
     found = trained(**TOKENS)
     given = trained(max_tokens_per_micro_batch=found.args.max_tokens_per_micro_batch)
-    assert [trial.rows for trial in found.sizes.trials] == [1, 2, 4, 8]
-    assert found.args.max_tokens_per_micro_batch == found.sizes.trials[2].tokens
+    assert [trial.rows for trial in found.parts[AutomaticSizes].trials] == [1, 2, 4, 8]
+    assert found.args.max_tokens_per_micro_batch == found.parts[AutomaticSizes].trials[2].tokens
     expected, actual = weights_of(given.model), weights_of(found.model)
     assert all(torch.equal(value, actual[key]) for key, value in expected.items())
     assert values_of(found) == values_of(given)
@@ -99,8 +98,8 @@ def test_weights_optimizer_and_random_numbers_are_restored_bit_by_bit(tmp_path: 
     trainer.model.train()
     trainer.create_optimizer()
     before, random = weights_of(trainer.model), torch.get_rng_state()
-    trainer.sizes.settle({}, num_rows=40)
-    assert len(trainer.sizes.trials) == 4
+    trainer.parts[AutomaticSizes].settle({}, num_rows=40)
+    assert len(trainer.parts[AutomaticSizes].trials) == 4
     assert all(torch.equal(value, weights_of(trainer.model)[name]) for name, value in before.items())
     assert torch.equal(torch.get_rng_state(), random)
     assert not trainer.optimizer.state
@@ -115,7 +114,7 @@ def test_rows_and_accumulation_make_the_step_that_was_asked_for(name: str, tmp_p
     given = make_trainer(name, tmp_path / "given", per_device_train_batch_size=8)
     assert relative_difference(update_of(found), update_of(given)) < 1e-5
     assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (4, 2)
-    assert found.sizes.found == {"per_device_train_batch_size": 4, "rows_per_step": 8}
+    assert found.parts[AutomaticSizes].found == {"per_device_train_batch_size": 4, "rows_per_step": 8}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_a_resumed_run_has_the_sizes_that_were_found(
     monkeypatch.setattr(AutomaticSizes, "_search", lambda *_: pytest.fail("it searches again"))
     resumed = make_trainer(name, tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert resumed.sizes.found == whole.sizes.found
+    assert resumed.parts[AutomaticSizes].found == whole.parts[AutomaticSizes].found
     assert resumed.args.per_device_train_batch_size == whole.args.per_device_train_batch_size
     assert resumed.state.train_batch_size == whole.state.train_batch_size == whole.args.per_device_train_batch_size
     expected, actual = weights_of(whole.model), weights_of(resumed.model)
@@ -158,29 +157,30 @@ def test_a_run_that_died_before_its_first_checkpoint_has_the_sizes_that_were_fou
     monkeypatch.setattr(AutomaticSizes, "_search", lambda *_: pytest.fail("it searches again"))
     resumed = make_trainer("sft", tmp_path, **ADAM, **TOKENS)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.sizes.found == first.sizes.found
+    assert resumed.parts[AutomaticSizes].found == first.parts[AutomaticSizes].found
 
 
 def test_sizes_that_a_resumed_run_has_not_found_are_sought(tmp_path: Path) -> None:
     """Another trainer with the same options finds its own, too."""
     first = make_trainer("grpo", tmp_path, **TOKENS)
-    first.sizes.settle({"per_device_train_batch_size": 4, "rows_per_step": 8}, num_rows=24)
+    first.parts[AutomaticSizes].settle({"per_device_train_batch_size": 4, "rows_per_step": 8}, num_rows=24)
     assert first.args.max_tokens_per_micro_batch is not None
-    again = AutomaticSizes(first.args, first.model, first.trial, first._run_trial)
+    own = first.parts[AutomaticSizes]
+    again = AutomaticSizes(first.args, first.model, first.trial, own._run)
     again.settle({}, num_rows=24)
-    assert [trial.tokens for trial in again.trials][:3] == [trial.tokens for trial in first.sizes.trials][:3]
+    assert [trial.tokens for trial in again.trials][:3] == [trial.tokens for trial in own.trials][:3]
 
 
 def test_sizes_of_a_resumed_run_fit_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {"per_device_train_batch_size": 4, "rows_per_step": 24}
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     trainer = make_trainer("sft", tmp_path, **{**ROWS, "effective_batch_size": 24})
-    trainer.sizes.settle(saved, num_rows=40)
+    trainer.parts[AutomaticSizes].settle(saved, num_rows=40)
     assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (4, 3)
     given = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 5}
     trainer = make_trainer("sft", tmp_path, **given)
     with pytest.raises(ConfigError, match="24 rows per step, which 2 processes with gradient_accumulation_steps=5"):
-        trainer.sizes.settle(saved, num_rows=40)
+        trainer.parts[AutomaticSizes].settle(saved, num_rows=40)
 
 
 def test_two_processes_have_the_same_sizes(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_two_processes_have_the_same_sizes(tmp_path: Path) -> None:
 def test_the_slowest_process_and_the_fullest_memory_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer("sft", tmp_path, **TOKENS)
     monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=[1e3], load=0.75))
-    trainer.sizes.settle({}, num_rows=24)
-    assert all(trial.load == 0.75 and trial.speed < 1 for trial in trainer.sizes.trials)
+    trainer.parts[AutomaticSizes].settle({}, num_rows=24)
+    assert all(trial.load == 0.75 and trial.speed < 1 for trial in trainer.parts[AutomaticSizes].trials)
 
 
 def _other_process(*, seconds: Sequence[float], load: float) -> Any:
@@ -215,20 +215,20 @@ def test_memory_that_runs_out_ends_the_search_or_the_run(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer("sft", tmp_path, **ROWS)
-    original = trainer._micro_step
+    original = trainer.micro_step
 
     def step(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.num_rows >= first:
             raise OutOfMemoryError("out of memory in a trial")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(trainer, "_micro_step", step)
+    monkeypatch.setattr(trainer, "micro_step", step)
     if first == 1:
         with pytest.raises(OutOfMemoryError, match="out of memory in a trial"):
-            trainer.sizes.settle({}, num_rows=24)
+            trainer.parts[AutomaticSizes].settle({}, num_rows=24)
         return
-    trainer.sizes.settle({}, num_rows=24)
-    assert [found.rows for found in trainer.sizes.trials] == [1, 2]
+    trainer.parts[AutomaticSizes].settle({}, num_rows=24)
+    assert [found.rows for found in trainer.parts[AutomaticSizes].trials] == [1, 2]
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
@@ -237,8 +237,8 @@ def test_memory_that_runs_out_in_another_process_ends_the_search_here(
 ) -> None:
     trainer = make_trainer("sft", tmp_path, **ROWS)
     monkeypatch.setattr(distributed, "max_over_ranks", _other_process(seconds=[0.0, 0.0, math.inf], load=0.0))
-    trainer.sizes.settle({}, num_rows=24)
-    assert [found.rows for found in trainer.sizes.trials] == [1]
+    trainer.parts[AutomaticSizes].settle({}, num_rows=24)
+    assert [found.rows for found in trainer.parts[AutomaticSizes].trials] == [1]
 
 
 @pytest.mark.parametrize("name", ["sft", "kto", "grpo"])
@@ -264,7 +264,7 @@ def test_trials_have_images(name: str, family: str, tmp_path: Path) -> None:
 def test_a_batch_size_without_a_step_size_is_bounded(tmp_path: Path) -> None:
     def most(**options: Any) -> int:
         trainer = make_trainer("sft", tmp_path, per_device_train_batch_size="auto", **options)
-        return trainer.sizes._most(1000)
+        return trainer.parts[AutomaticSizes]._most(1000)
 
     assert most() == 128
     assert most(auto_size_kwargs={"max_batch_size": 300}) == 300
@@ -277,7 +277,7 @@ def test_what_was_found_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFi
     trainer.train()
     printed = capsys.readouterr().err
     assert printed.count(f"max_tokens_per_micro_batch={trainer.args.max_tokens_per_micro_batch}\n") == 1
-    assert printed.count(" tokens/s, ") == len(trainer.sizes.trials)
+    assert printed.count(" tokens/s, ") == len(trainer.parts[AutomaticSizes].trials)
 
 
 def test_a_stream_has_no_longest_rows(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from prefrl import GRPOConfig, SFTConfig
 from prefrl.errors import ConfigError
 from prefrl.metrics import Max
-from prefrl.trainer.base.early_stopping import best_metric
-from prefrl.trainer.base.guard import StepGuard
+from prefrl.trainer.evaluation import best_metric, check_metric_names
+from prefrl.trainer.features.averages import MovingAverage
+from prefrl.trainer.features.guard import StepGuard
 from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
@@ -293,7 +294,7 @@ def test_each_of_several_datasets_can_decide(metric: str, tmp_path: Path) -> Non
     options = {**STOPS, "metric_for_best_model": metric, "ema_decay": 0.5, "evaluate_training_set": True}
     several = {"a": dataset_of("sft", 2), "b": dataset_of("sft", 2)}
     trainer = make_trainer("sft", tmp_path, **options, max_eval_samples=2, eval_dataset=several)
-    trainer.check_metric_names()
+    check_metric_names(trainer.args, trainer.eval_dataset)
     assert best_metric(trainer.args) in trainer.evaluate() or metric.startswith("ema_")  # there is no average yet
 
 
@@ -414,8 +415,9 @@ def test_adapters_are_averaged_and_stay_adapters_that_learn(tmp_path: Path) -> N
     assert torch.allclose(weight, torch.stack([file[saved] for file in files]).mean(0), atol=1e-7)
     trainer.save_model(str(tmp_path / "out"))
     average = load_file(tmp_path / "out" / "ema" / "adapter_model.safetensors")[saved]
-    assert trainer.ema is not None
-    assert torch.equal(average, trainer.ema.average.state(keep=True)[name])
+    kept = trainer.parts[MovingAverage].average
+    assert kept is not None
+    assert torch.equal(average, kept.state(keep=True)[name])
 
 
 def test_without_two_evaluated_checkpoints_there_is_no_soup(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -425,22 +427,13 @@ def test_without_two_evaluated_checkpoints_there_is_no_soup(tmp_path: Path, capl
 
 
 REFUSED = [
-    ({"early_stopping_patience": 2}, "early_stopping_patience=2 with eval_strategy='no'"),
-    ({"model_soup": "greedy"}, "model_soup='greedy' with eval_strategy='no'"),
-    ({**EVALUATES, "model_soup": "greedy", "save_total_limit": 1}, "with save_total_limit=1: there is one checkpoint"),
     ({**EVALUATES, "model_soup": "greedy", "eval_steps": 2, "save_steps": 3}, "whose ratio is 1.5"),
-    ({**EVALUATES, "model_soup": "greedy", "save_strategy": "epoch"}, "Set both to the same value"),
     (
         {**EVALUATES, "model_soup": "greedy", "ema_decay": 0.9, "metric_for_best_model": "ema_loss"},
         "Set metric_for_best_model='loss'",
     ),
-    ({"ema_decay": 0.9, "optim": "schedule_free_adamw"}, "this optimizer averages the weights itself"),
-    ({"on_spike": "rollback", "save_only_model": True}, "training cannot continue from a model alone"),
-    ({"on_spike": "rollback", "save_strategy": "no"}, "on_spike='rollback' has no effect"),
-    ({"increase_batch_size_on_plateau": 1, "increase_batch_size_kwargs": {"eval_split": "validation"}}, "no evaluat"),
     ({"model_soup_kwargs": {"top_k": 2}}, "model_soup_kwargs"),
     ({"early_stopping_kwargs": {"threshold": 0.1}}, "early_stopping_patience=None: training does not stop early"),
-    ({"spike_kwargs": {"metrics": ["reward"]}, "on_spike": "rollback"}, "must be one or several of 'loss'"),
 ]
 
 
@@ -450,12 +443,9 @@ def test_parts_that_cannot_work_are_refused_at_once(options: dict[str, Any], mes
         SFTConfig(output_dir=str(tmp_path), **{"save_strategy": "steps", **options})
 
 
-@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"increase_batch_size_on_plateau": 1}], ids=str)
-def test_what_needs_a_generation_at_a_time_is_refused_with_generations_ahead(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_batch_that_grows_is_refused_with_generations_ahead(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="with generation_mode='async'"):
-        GRPOConfig(output_dir=str(tmp_path), use_vllm=True, generation_mode="async", **options)
+        GRPOConfig(str(tmp_path), use_vllm=True, generation_mode="async", increase_batch_size_on_plateau=1)
 
 
 def test_the_loss_of_an_online_trainer_is_no_sign_of_a_spike(tmp_path: Path) -> None:

@@ -171,24 +171,13 @@ def test_a_url_without_checkpoints_is_an_error_and_true_starts_at_step_0(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"upload_to": URL, "save_strategy": "no"}, r"upload_to=.* has no effect because save_strategy='no'"),
-        ({"upload_to": "{folder}"}, r"upload_to=.* is output_dir itself"),
         ({"upload_kwargs": {"timeout": 1.0}}, r"upload_kwargs=.* has no effect because upload_to=None"),
         ({"upload_to": URL, "upload_kwargs": {"timeout": 0.0}}, r"upload_kwargs: timeout=0.0: must be a number > 0"),
-        (
-            {"save_only_model": True, "checkpoint_kwargs": {"save_optimizer": False}},
-            r"save_optimizer=False has no effect because save_only_model=True",
-        ),
-        (
-            {"on_spike": "rollback", "checkpoint_kwargs": {"save_optimizer": False}},
-            r"save_optimizer=False with on_spike='rollback'",
-        ),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    filled = {k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in options.items()}
     with pytest.raises(ConfigError, match=message):
-        make_trainer("sft", tmp_path, **SAVING | filled)
+        make_trainer("sft", tmp_path, **SAVING | options)
 
 
 # Without the optimizer's state.

@@ -114,7 +114,7 @@ def test_overlap_trains_on_a_group_before_the_next_is_read(tmp_path: Path) -> No
     trainer = online(tmp_path, generation_mode="overlap", max_steps=1)
     events: list[str] = []
     pending = trainer.generator.start
-    micro_step = trainer._micro_step
+    micro_step = trainer.micro_step
 
     def start(*args: Any, **kwargs: Any) -> Any:
         groups = pending(*args, **kwargs)
@@ -133,7 +133,7 @@ def test_overlap_trains_on_a_group_before_the_next_is_read(tmp_path: Path) -> No
         return micro_step(*args, **kwargs)
 
     trainer.generator.start = start  # type: ignore[method-assign]
-    trainer._micro_step = watched  # type: ignore[method-assign]
+    trainer.micro_step = watched  # type: ignore[method-assign]
     trainer.train()
     assert events == ["arrives", "trained"] * 4
 
@@ -209,6 +209,7 @@ def test_a_training_that_stops_early_gives_up_what_is_under_way(tmp_path: Path) 
     trainer.train()
     assert isinstance(trainer.generator, ArrivingGenerator)
     assert trainer.generator.num_cancelled == 3
+    assert trainer.prompts.prefetched is not None
     assert len(trainer.prompts.prefetched) == 0
 
 

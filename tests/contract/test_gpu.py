@@ -16,6 +16,8 @@ from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
+from prefrl.trainer.features.guard import Guard
+from prefrl.trainer.features.sizes import AutomaticSizes
 from tests.assets import tiny_model
 from tests.contract.cases import ONLINE, make_trainer, relative_difference, train_inside, update_of
 from tests.contract.test_guard import EVERYTHING, Breaks
@@ -83,7 +85,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optim: str, tmp_path: Path) -
     breaks = Breaks(trainer, "gradient", (2,))
     trainer.train()
     assert breaks.changed == [EVERYTHING, [], EVERYTHING, EVERYTHING]
-    assert trainer.guard.num_skipped == 1
+    assert trainer.parts[Guard].steps.num_skipped == 1
 
 
 def test_completions_are_the_same_with_an_offloaded_cache_and_less_memory() -> None:
@@ -152,4 +154,4 @@ def test_automatic_sizes_are_found_and_make_the_step_that_was_asked_for(algorith
     assert relative_difference(update_of(found), update_of(given)) < 1e-4
     rows, accumulation = found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps
     assert rows * accumulation == 8
-    assert all(trial.load > 0 for trial in found.sizes.trials)
+    assert all(trial.load > 0 for trial in found.parts[AutomaticSizes].trials)

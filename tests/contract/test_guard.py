@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from prefrl import distributed
 from prefrl.errors import NonFiniteError
 from prefrl.run.checkpoints import find_last
-from prefrl.trainer.base.early_read import EarlyRead
 from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.features.averages import MovingAverage
+from prefrl.trainer.features.guard import EarlyRead, Guard
 from tests.contract.cases import make_trainer, weights_of
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
@@ -132,16 +133,16 @@ def run_of(trainer: BaseTrainer, checkpoint: str | None = None) -> Run:
     """What training leaves behind in which steps 1, 4 and 5 are left out."""
     changes = Breaks(trainer, "gradient", (1, 4, 5))
     trainer.train(resume_from_checkpoint=checkpoint)
-    assert trainer.ema is not None
-    assert trainer.ema.average is not None
+    average = trainer.parts[MovingAverage].average
+    assert average is not None
     state = changes.state()
     names = ("loss", "grad_norm", "learning_rate", "guard/skipped_steps")
     logs = [{name: log[name] for name in names} for log in trainer.state.log_history if "loss" in log]
-    guard = trainer.guard
+    guard = trainer.parts[Guard].steps
     return Run(
         weights=state["weights"],
         moments=state["optimizer"],
-        average=trainer.ema.average.state(keep=True),
+        average=average.state(keep=True),
         schedule=state["schedule"],
         logs=logs,
         guard=[guard.num_skipped, guard.in_a_row, {name: list(values) for name, values in guard.known.items()}],
@@ -253,4 +254,4 @@ def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> No
     Breaks(resumed, "loss", (3,))
     with pytest.raises(NonFiniteError, match=r"step 3: .* the last of nan_patience=2 in a row"):
         resumed.train(resume_from_checkpoint=True)
-    assert list(resumed.guard.known["loss"]) == losses(trainer)[:1]
+    assert list(resumed.parts[Guard].steps.known["loss"]) == losses(trainer)[:1]

@@ -13,7 +13,7 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of
-from prefrl.options.kwargs import KwargsOption
+from prefrl.options.kwargs import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base.config import BaseConfig
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, weights_of
@@ -238,10 +238,10 @@ def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]
     """
     return {
         (option.name, choices, key.name): ((default_of(key) or 0.5) * 2, {_switch(option): choices.split(", ")[0]})
-        for option in REGISTRY[algorithm].load_config().kwargs_options
+        for option in kwargs_options(REGISTRY[algorithm].load_config())
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith(("vllm_", "critic_")) and option not in BaseConfig.kwargs_options
+        if not option.name.startswith(("vllm_", "critic_")) and option not in kwargs_options(BaseConfig)
     }
 
 
@@ -250,7 +250,7 @@ def _switch(option: KwargsOption[Any]) -> str:
 
 
 def _mappings(algorithm: str) -> set[str]:
-    return {option.name for option in REGISTRY[algorithm].load_config().kwargs_options}
+    return {option.name for option in kwargs_options(REGISTRY[algorithm].load_config())}
 
 
 def shown_here(algorithm: str) -> list[str]:

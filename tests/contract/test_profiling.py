@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, SFTConfig
-from prefrl.trainer.base.profiling import PROFILE, ProfileParams, StepProfiler, profilers
+from prefrl.options.base import BaseOptions
+from prefrl.options.checkpoint import ProfileParams
+from prefrl.options.kwargs import kwargs_options
+from prefrl.trainer.features.profile import StepProfiler, profiler
 from tests.contract.cases import make_trainer
 
 
@@ -42,7 +45,7 @@ def test_nothing_is_recorded_outside_of_the_window_and_other_processes(tmp_path:
     args = config(tmp_path, profile=True)
     for ranks, is_traced in ((None, True), ([0], True), ([1], False)):
         args.profile_kwargs = {"ranks": ranks}
-        (found,) = profilers(args)
+        found = profiler(args)
         assert isinstance(found, StepProfiler)
         assert found.is_traced is is_traced
 
@@ -75,5 +78,6 @@ def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], message: st
 
 
 def test_defaults_are_those_of_the_help(tmp_path: Path) -> None:
-    assert PROFILE.of(config(tmp_path, profile=True)) == ProfileParams()
-    assert "wait=1, warmup=1, active=3, repeat=1, skip_first=0, ranks=[0]" in PROFILE.help
+    assert config(tmp_path, profile=True).profile_params == ProfileParams()
+    (option,) = [option for option in kwargs_options(BaseOptions) if option.name == "profile_kwargs"]
+    assert "wait=1, warmup=1, active=3, repeat=1, skip_first=0, ranks=[0]" in option.help

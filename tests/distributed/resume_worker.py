@@ -20,6 +20,8 @@ from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.features.averages import MovingAverage
+from prefrl.trainer.features.guard import Guard
 from prefrl.types import LossOutput
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
@@ -109,9 +111,10 @@ def run(folder: Path, backend: str, name: str, checkpoint: str | None) -> dict[s
 
 def averages_of(trainer: BaseTrainer) -> dict[str, torch.Tensor]:
     """The moving average of the weights, whole; none on other processes than the first."""
-    if trainer.ema is None or trainer.ema.average is None:
+    ema = trainer.parts.get(MovingAverage)
+    if ema is None or ema.average is None:
         return {}
-    return trainer.ema.average.state(keep=distributed.is_main())
+    return ema.average.state(keep=distributed.is_main())
 
 
 class Broken(TrainerCallback):
@@ -164,7 +167,7 @@ def go_back(folder: Path, backend: str) -> dict[str, Any]:
     trainer._is_spike = lambda _: judged({"guard/loss_spike": 99.0 * (trainer.state.global_step == 4)})
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"rates": rates, "rollbacks": trainer.guard.num_rollbacks, "steps": trainer.state.global_step}
+    return {"rates": rates, "rollbacks": trainer.parts[Guard].steps.num_rollbacks, "steps": trainer.state.global_step}
 
 
 def main(folder: Path, jobs: list[str]) -> None:

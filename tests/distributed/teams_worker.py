@@ -16,7 +16,7 @@ from prefrl import distributed
 from prefrl.data.collate import flat_batch
 from prefrl.distributed.processes import form_teams, limit_waits
 from prefrl.models.forward import token_logprobs
-from prefrl.rollout.share import share_out
+from prefrl.trainer.online.minibatches import share_out
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
 from tests.property.test_types import rows_of

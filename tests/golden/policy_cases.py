@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefrl.losses.policy.covariance import covariance, covariance_sums
 from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
-from prefrl.losses.policy.terms import off_policy_sequence_mask
+from prefrl.losses.policy.tokens import off_policy_sequence_mask
 from prefrl.losses.reduce import item_count, token_weights
 from prefrl.options.policy import ImportanceLevel
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens, normalize_rows
-from prefrl.losses.advantage.whitening import moments, whitened
+from prefrl.losses.advantage.scored import moments, whitened
 from prefrl.options.advantage import AdvantageParams, BaselineParams, DiscountParams, GaeParams, GpgParams, GrpoParams
 
 STORED = json.loads((Path(__file__).parent / "advantages.json").read_text(encoding="utf-8"))

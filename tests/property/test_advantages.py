@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.whitening import moments, whitened
+from prefrl.losses.advantage.scored import moments, whitened
 from prefrl.options.advantage import DiscountParams, GaeParams, ScaleParams
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)

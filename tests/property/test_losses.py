@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.kl.estimators import k3
+from prefrl.losses.kl import k3
 from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
 from prefrl.losses.reduce import item_count, token_weights

@@ -17,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefrl.errors import ConfigError, DataError, NonFiniteError, PrefrlError
+from prefrl.options.flat_names import init_vars
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.options.flat_names import init_vars
 from tests.contract.cases import make_trainer
 
 inf, nan = math.inf, math.nan

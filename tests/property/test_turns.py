@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefrl.losses.advantage.estimators import ScoredRows, rloo
-from prefrl.losses.advantage.turns import turn_advantages
+from prefrl.losses.advantage.tokens import turn_advantages
 from prefrl.options.advantage import AdvantageParams
 
 quick = settings(max_examples=50, deadline=None, derandomize=True)

@@ -16,7 +16,7 @@ from transformers import Trainer
 import prefrl
 from prefrl.losses.advantage.balance import REWARD_BALANCES
 from prefrl.losses.advantage.estimators import ADVANTAGES
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.losses.preference.reference_free import CPO_LOSSES
@@ -25,19 +25,14 @@ from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.schema.writer import parser_of
-from prefrl.trainer.base.averaging import AveragingTrainer
-from prefrl.trainer.base.evaluating import EvaluatingTrainer
-from prefrl.trainer.base.guarded import GuardedTrainer
-from prefrl.trainer.base.optimized import OptimizedTrainer
-from prefrl.trainer.base.resumable import ResumableTrainer
-from prefrl.trainer.base.sized import SizedTrainer
 from prefrl.trainer.base.trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.loop import Loop
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
 from prefrl.trainer.sft_config import SFTConfig
+from tests.parsers import parser_of
 from tests.private_names import ROOT, SOURCES, nodes_of_files
 
 ALGORITHMS = [pytest.param(row, id=row.name) for row in REGISTRY.values()]
@@ -49,8 +44,8 @@ MAX_LEAF_LINES = 150
 # Optional packages that `require` may be asked for, and where.
 OPTIONAL = {
     "peft": ("prefrl/models/", "prefrl/rewards/model.py"),
-    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/base/optimizers/by_name.py"),
-    "pytorch_optimizer": ("prefrl/trainer/base/optimizers/by_name.py",),
+    "bitsandbytes": ("prefrl/models/", "prefrl/trainer/optimizers.py"),
+    "pytorch_optimizer": ("prefrl/trainer/optimizers.py",),
     "deepspeed": ("prefrl/distributed/",),
     "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base/options/precision.py"),
     "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base/config.py"),
@@ -101,13 +96,8 @@ def test_a_leaf_stands_on_one_of_two_bases_and_on_no_other_leaf(row: Algorithm) 
     trainer = row.load_trainer()
     assert _bases(trainer) in ([OfflineTrainer], [OnlineTrainer])
     assert _bases(OfflineTrainer) == _bases(OnlineTrainer) == [BaseTrainer]
-    assert _bases(BaseTrainer) == [AveragingTrainer]
-    assert _bases(AveragingTrainer) == [EvaluatingTrainer]
-    assert _bases(EvaluatingTrainer) == [SizedTrainer]
-    assert _bases(SizedTrainer) == [GuardedTrainer]
-    assert _bases(GuardedTrainer) == [ResumableTrainer]
-    assert _bases(ResumableTrainer) == [OptimizedTrainer]
-    assert _bases(OptimizedTrainer) == [Trainer]
+    assert _bases(BaseTrainer) == [Loop]
+    assert _bases(Loop) == [Trainer]
     assert trainer.algorithm == row.name
     assert len(inspect.getsource(trainer).splitlines()) <= MAX_LEAF_LINES
 
@@ -198,10 +188,10 @@ def _imported_packages(every: list[ast.AST]) -> set[str]:
 
 # Who imports modules by a name that is a string, and what the names are.
 BY_STRING = {
-    "prefrl/registry.py": "configs and trainers of algorithms, public names, and the rules of the schema",
+    "prefrl/registry.py": "options, configs and trainers of algorithms, and public names",
     "prefrl/scripts/main.py": "commands",
     "prefrl/optional.py": "optional packages",
-    "prefrl/distributed/unpickling.py": "classes of DeepSpeed",
+    "prefrl/distributed/checkpoint.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
     "prefrl/rewards/named.py": "modules of the user",
     "prefrl/scripts/oracle/command.py": "modules of the user",
@@ -209,7 +199,6 @@ BY_STRING = {
 OF_THE_REGISTRY = {
     "prefrl/__init__.py": "public names",
     "prefrl/trainer/__init__.py": "public names",
-    "prefrl/scripts/schema/early.py": "functions that the schema names",
 }
 
 

@@ -23,6 +23,7 @@ from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
+from prefrl.options.checkpoint import ProfileParams
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
@@ -33,15 +34,16 @@ from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
-from prefrl.trainer.base.early_read import EarlyRead
+from prefrl.trainer.account import StepAccount
 from prefrl.trainer.base.options.precision import check_precision
-from prefrl.trainer.base.profiling import ProfileParams, StepProfiler, check_profile
-from prefrl.trainer.base.sizes.auto import AutomaticSizes, LongBatch
-from prefrl.trainer.base.sizes.memory import TrialMemory, free_memory
-from prefrl.trainer.base.step_account import StepAccount
+from prefrl.trainer.features.guard import EarlyRead
+from prefrl.trainer.features.profile import StepProfiler, check_profile
+from prefrl.trainer.features.sizes import AutomaticSizes
+from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.generators import sync_method
-from prefrl.trainer.online.local_options import LocalOptions
+from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
 from tests.patience import PATIENCE
@@ -172,7 +174,7 @@ def test_segments_are_given_to_the_kernels_of_cuda_as_they_take_them(
 # Time and memory.
 
 
-@reaches("trainer.base.step_account:_device_mark", "trainer.base.step_account:StepAccount.__init__")
+@reaches("trainer.account:_device_mark", "trainer.account:StepAccount.__init__")
 def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have_come(gpus: Gpus) -> None:
     account = StepAccount(OWN, clock=lambda: 0.0)
     torch.cuda.set_device(5)  # by a reward, say
@@ -190,9 +192,9 @@ def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have
 
 
 @reaches(
-    "trainer.base.sizes.memory:free_memory",
-    "trainer.base.sizes.memory:_used",
-    "trainer.base.sizes.memory:_peak",
+    "trainer.memory:free_memory",
+    "trainer.memory:_used",
+    "trainer.memory:_peak",
     "scripts.checkup.resources:_free",
     "scripts.checkup.resources:_available",
 )
@@ -217,7 +219,7 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     assert resources._available(subject) == (76 * GIB, place + others)
 
 
-@reaches("trainer.base.sizes.auto:AutomaticSizes._search", "trainer.base.sizes.auto:AutomaticSizes._wait")
+@reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:AutomaticSizes._wait")
 def test_trials_time_the_gpu_and_give_its_memory_back(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,27 +265,27 @@ def test_the_speed_of_products_is_that_of_the_gpu_without_its_first_call(
 
 
 @reaches(
-    "trainer.base.profiling:StepProfiler._follow",
-    "trainer.base.profiling:StepProfiler._write",
-    "trainer.base.profiling:StepProfiler._end_trace",
+    "trainer.features.profile:StepProfiler._follow",
+    "trainer.features.profile:StepProfiler._write",
+    "trainer.features.profile:StepProfiler._end_trace",
 )
 def test_a_snapshot_of_memory_is_written_for_each_trace_and_recording_ends(gpus: Gpus, tmp_path: Path) -> None:
     profiler = StepProfiler(ProfileParams(memory_snapshot=True, wait=0, active=1, repeat=2), tmp_path, is_traced=True)
-    state: Any = SimpleNamespace(max_steps=9, global_step=0)
-    nothing: Any = None
-    profiler.on_train_begin(nothing, state, nothing)
+    state = SimpleNamespace(max_steps=9, global_step=0)
+    run: Any = SimpleNamespace(state=state)
+    profiler.begin(run)
     for step in range(1, 6):
         num_calls = len(gpus.calls)
         state.global_step = step
-        profiler.on_step_end(nothing, state, nothing)
+        profiler.after_step(run)
         expected = {1: [("history",)], 2: [("history", None)], 3: [("history",)], 4: [("history", None)]}
         assert gpus.calls[num_calls:] == expected.get(step, [])
-    profiler.on_train_end(nothing, state, nothing)
+    profiler.ended(run)
     found = {path.name: path.read_text() for path in tmp_path.glob("*.pickle")}
     assert found == {f"steps-{step}-{step}-rank-0.memory.pickle": "GPU 3" for step in (2, 4)}
 
 
-@reaches("trainer.base.profiling:check_profile")
+@reaches("trainer.features.profile:check_profile")
 def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SFTConfig(output_dir="x", report_to="none", use_cpu=True, profile=True)
     config.profile_kwargs = {"memory_snapshot": True}
@@ -294,7 +296,7 @@ def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch)
         check_profile(config)
 
 
-@reaches("trainer.base.early_read:EarlyRead.__init__")
+@reaches("trainer.features.guard:EarlyRead.__init__")
 def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) -> None:
     numbers = torch.tensor([[1.0, 2.0]]).to(OWN)
     gpus[3].work(2.0)
@@ -347,7 +349,7 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run_rules:check_device",
     "options.run_rules:_lacks_gpu",
-    "trainer.online.local_options:LocalOptions.check_sampler",
+    "trainer.online.config:OnlineConfig._check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
@@ -355,13 +357,9 @@ def test_what_a_mac_cannot_do_is_refused() -> None:
         check_device(mac)
     with pytest.raises(ConfigError, match="this run is on the MPS"):
         apply(mac, LIGER_RULES)
-    local: Any = LocalOptions()
-    local.device = mac.device
-    local.check_sampler(use_vllm=True)
+    OnlineConfig._check_sampler(options(device=mac.device, use_vllm=True))
     with pytest.raises(ConfigError, match=r"use_vllm=False on MPS: .* float64.* Set use_cpu=True"):
-        local.check_sampler(use_vllm=False)
-    local.device = OWN
-    local.check_sampler(use_vllm=False)
+        OnlineConfig._check_sampler(options(device=mac.device, use_vllm=False))
 
 
 def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,8 +470,8 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 @reaches(
     "trainer.online.generators:sync_method",
     "generation.weights.sync:_transport",
-    "trainer.online.vllm_options:_writes_no_files",
-    "trainer.online.vllm_options:_lacks_nccl",
+    "options.server_rules:_writes_no_files",
+    "options.server_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import prefrl
+from prefrl.options.kwargs import kwargs_options
 
 PAGE = Path(__file__).parents[2] / "docs/defaults.md"
 # Config, system -> option, or key of an option -> its default there.
@@ -89,7 +90,7 @@ def ours(config: str, option: str) -> list[Any]:
     name, _, key = option.partition(": ")
     if not key:
         return [field.default for field in dataclasses.fields(config_class) if field.name == name]
-    (mapping,) = [mapping for mapping in config_class.kwargs_options if mapping.name == name]
+    (mapping,) = [mapping for mapping in kwargs_options(config_class) if mapping.name == name]
     return [field.default for fields in mapping.keys().values() for field in fields if field.name == key]
 
 

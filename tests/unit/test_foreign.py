@@ -13,15 +13,15 @@ import pytest
 
 import prefrl
 from prefrl import ConfigError, DPOConfig, GRPOConfig, PPOConfig, SFTConfig, rewards
+from prefrl.options.flat_names import flat_names
 from prefrl.options.foreign import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice
-from prefrl.options.kwargs import KwargsOption
+from prefrl.options.kwargs import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import every_option, options_of
 from prefrl.scripts.migrate.foreign import LIBRARIES, foreign_text, row_of
 from prefrl.scripts.migrate.foreign.trl import DEFAULTS, REWARDS, TRANSFORMERS, TRL, VALUES
 from prefrl.scripts.migrate.foreign.verl import VERL
 from prefrl.scripts.schema.parser import options_of as schema_options
-from prefrl.trainer.online.flat_names import FLAT_NAMES
 from tests.trl_defaults import CONFIGS, NOT_COMPARED, defaults_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -56,15 +56,16 @@ def test_every_default_that_differs_is_in_the_table(config: str) -> None:
     assert {**differing, **no_limit} == DEFAULTS[config]
 
 
-OF_TRL = [name for name, place in FLAT_NAMES.items() if place.key is not None]
+FLAT = flat_names(GRPOConfig)
+OF_TRL = [name for name, place in FLAT.items() if place.key is not None]
 
 
 @pytest.mark.parametrize("name", [name for name in OF_TRL if name != "use_bias_correction_kl"])
 def test_keys_have_the_defaults_of_trl(name: str) -> None:
     """A keyword that is not given leaves the default to the class of the key."""
-    option = next(option for option in GRPOConfig.kwargs_options if option.name == FLAT_NAMES[name].option)
+    option = next(option for option in kwargs_options(GRPOConfig) if option.name == FLAT[name].option)
     fields = [field for params in option.choices.values() for field in dataclasses.fields(params)]
-    defaults = [field.default for field in fields if field.name == FLAT_NAMES[name].key]
+    defaults = [field.default for field in fields if field.name == FLAT[name].key]
     theirs = next(values[name] for values in map(defaults_of, CONFIGS) if name in values)
     assert theirs in defaults
 
@@ -95,7 +96,7 @@ def test_no_name_of_the_table_is_an_option_of_every_command() -> None:
 
 
 def test_keys_of_mappings_are_keys_of_these() -> None:
-    listed = (*GRPOConfig.kwargs_options, *PPOConfig.kwargs_options)
+    listed = (*kwargs_options(GRPOConfig), *kwargs_options(PPOConfig))
     options: dict[str, KwargsOption[Any]] = {option.name: option for option in listed}
     for rows in LIBRARIES.values():
         for name, row in rows.items():

@@ -10,7 +10,7 @@ from types import FunctionType
 import pytest
 from transformers import Trainer
 
-from prefrl.distributed.unpickling import _DEEPSPEED
+from prefrl.distributed.checkpoint import _DEEPSPEED
 from prefrl.registry import REGISTRY
 from tests.private_names import (
     ABSENT,

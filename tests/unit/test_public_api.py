@@ -17,8 +17,8 @@ import prefrl
 import prefrl.rewards
 import prefrl.trainer
 from prefrl.options.fields import default_of
+from prefrl.options.flat_names import init_vars
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.options.flat_names import init_vars
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"
 

@@ -92,10 +92,44 @@ def test_all_tables_are_found() -> None:
     assert {"COMMON_RULES", "PACKING_RULES", "SERVER_RULES"} <= TABLES.keys()
 
 
+# In messages, an option may be shown by another name of its value.
+ALIASES = {
+    "advantage_estimator": "estimator",
+    "steps_per_generation": "micro_batches_per_generation",
+    "vllm_server_base_url": "server_urls",
+}
+
+
+def test_messages_say_of_each_option_its_own_value() -> None:
+    for row in (row for table in TABLES.values() for row in table):
+        for option, shown in re.findall(r"(\w+)=\{([\w.]+)", row.message.replace("{{", "").replace("}}", "")):
+            name = shown.rpartition(".")[2]
+            assert name in (option, ALIASES.get(option), "found") or name in row.values, row.message
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "said"),
+    [
+        ("grpo", {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "this loss supports 'token'."),
+        ("grpo", {"loss_type": "clip_cov", "importance_sampling_level": "sequence"}, "'sequence_token' and 'token'."),
+        ("grpo", {"generation_batch_size": 12}, "a multiple of 8 = 8 completions of a micro-batch * 1 processes"),
+        ("grpo", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "one generation. Set 2 or 4."),
+        ("grpo", {"num_generations": 3}, "* 1 processes = 8 completions: must be a multiple of num_generations=3."),
+        ("grpo", {"num_generations": 3}, "The nearest that works is 9, which is 9 on each process."),
+        ("grpo", {"temperature_eval": 1e-4}, "greedy decoding, or at least 0.001"),
+        ("grpo", {"use_vllm": True, "weight_sync": "shm", "vllm_server_host": "node5"}, "(http://node5:8000)"),
+        ("dpo", {"loss_type": ["sigmo"]}, "must be one or several of sigmoid, hinge, ipo"),
+        ("sft", {"optim": "adam", "optim_args": "momentum=1"}, "optim_args: momentum=1 is not an argument of"),
+        ("sft", {"use_liger_kernel": True}, "this run is on the CPU."),
+    ],
+)
+def test_messages_say_what_they_compute(algorithm: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config(algorithm, 1)(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
 RULES = (
-    *unset(
-        {"a": 1, "b": 2}, if_=lambda o: o.off, because="off={off!r} {{}}", remedy="Set on.", example=example("sft")
-    ),
+    *unset({"a": 1, "b": 2}, lambda o: o.off, "off={off!r} {{}}. Set on.", example("sft")),
     when(lambda o: [o.a] if o.a > 1 else None, "a={found[0]!r}, {twice:.1f}", example("sft"), twice=lambda o: 2 * o.a),
 )
 

@@ -27,15 +27,14 @@ def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = Fal
         room: Number of tokens to come in each row.
         offloads: Whether to keep the copies in host memory.
     """
-
-    def copied(layer: CacheLayerMixin) -> CacheLayerMixin:
-        if type(layer) is DynamicLayer:
-            return _RoomyLayer(layer, rows, room, offloads=offloads)
-        # Layers of other kinds (sliding windows, recurrent states) have a bounded size and can select rows themselves.
-        return _rows_of_layer(layer, rows)
-
     filled = copy.copy(cache)
-    filled.layers = [copied(layer) for layer in cache.layers]
+    # Layers of other kinds (sliding windows, recurrent states) have a bounded size and can select rows themselves.
+    filled.layers = [
+        _RoomyLayer(layer, rows, room, offloads=offloads)
+        if type(layer) is DynamicLayer
+        else _rows_of_layer(layer, rows)
+        for layer in cache.layers
+    ]
     return filled
 
 
@@ -66,9 +65,13 @@ class _RoomyLayer(DynamicLayer):
         self.lazy_initialization(filled.keys, filled.values)
         self._length = filled.get_seq_length()
         device = torch.device("cpu") if offloads else filled.keys.device
-        self._key_room, self._value_room = (
-            _with_room(state, rows, room, device) for state in (filled.keys, filled.values)
-        )
+        rooms = []
+        for state in (filled.keys, filled.values):
+            _, heads, length, size = state.shape
+            roomy = state.new_empty(len(rows), heads, length + room, size, device=device)
+            roomy[:, :, :length] = state[rows]
+            rooms.append(roomy)
+        self._key_room, self._value_room = rooms
         self._show()
 
     def update(
@@ -94,13 +97,6 @@ class _RoomyLayer(DynamicLayer):
     def _show(self) -> None:
         self.keys = self._key_room[:, :, : self._length]
         self.values = self._value_room[:, :, : self._length]
-
-
-def _with_room(state: Tensor, rows: Tensor, room: int, device: torch.device) -> Tensor:
-    _, heads, length, size = state.shape
-    roomy = state.new_empty(len(rows), heads, length + room, size, device=device)
-    roomy[:, :, :length] = state[rows]
-    return roomy
 
 
 def _rows_of_layer(layer: CacheLayerMixin, rows: Tensor) -> CacheLayerMixin:

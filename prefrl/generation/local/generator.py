@@ -23,7 +23,7 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.cache import keep_rows, rows_of_cache, sent
 from prefrl.generation.local.packed_linear import packed_linears
-from prefrl.generation.local.prompts import Prompt, Row, batches_of, in_space
+from prefrl.generation.local.prompts import DistinctPrompt, SampleRow, batches_of, in_space
 from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
@@ -117,20 +117,11 @@ class LocalGenerator:
         images: Sequence[Images | None] | None = None,
         limits: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """Sample `sampling.num_samples` completions of each prompt.
+        """See `Generator`.
 
         A sample does not depend on the other samples, up to the rounding of matrix products of other shapes. The
-        model's training modes and torch's global random state are unchanged afterward.
-
-        Args:
-            prompts: [P] token ids.
-            sampling: The sampling parameters.
-            seeds: [P] random seeds, one for each prompt.
-            images: [P] the images of each prompt; None: there are none.
-            limits: [P] the most tokens of each prompt's completions; None: `sampling.max_tokens`.
-
-        Returns:
-            [P][G] completions; a stop token is the last token of its completion.
+        model's training modes and torch's global random state are unchanged afterward. `limits`, [P], are the most
+        tokens of each prompt's completions; None: `sampling.max_tokens`.
 
         Raises:
             ValueError: The numbers of prompts, seeds and limits differ.
@@ -140,7 +131,7 @@ class LocalGenerator:
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: must be one seed for each prompt")
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
-        completions: dict[Row, Completion] = {}
+        completions: dict[SampleRow, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
@@ -153,9 +144,13 @@ class LocalGenerator:
             f"generation of {num_rows} completions, {min(num_rows, self._max_rows)} at a time, of up to "
             f"{longest} + {most_tokens} tokens"
         )
+        if self._gathers:
+            usable: AbstractContextManager[object] = distributed.full_params(self._model)
+        else:
+            usable = distributed.in_company([(self._model, self._idle)], self._base.device)
         with (
             self._memory(lambda: work),
-            self._whole_or_in_company(),
+            usable,
             no_grad,
             eval_mode(self._model),
             packed_linears(self._base) if packs else nullcontext(),
@@ -169,14 +164,9 @@ class LocalGenerator:
                     self._decode(wave, TokenSampler(sampling, never=self._never), stop_ids)
                     completions |= wave.completions(self._version)
         return [
-            [completions[Row(request, sample)] for sample in range(sampling.num_samples)]
+            [completions[SampleRow(request, sample)] for sample in range(sampling.num_samples)]
             for request in range(len(prompts))
         ]
-
-    def _whole_or_in_company(self) -> AbstractContextManager[object]:
-        if self._gathers:
-            return distributed.full_params(self._model)
-        return distributed.in_company([(self._model, self._idle)], self._base.device)
 
     def _idle(self) -> None:
         """A forward pass that other ranks need this rank to take part in."""
@@ -219,20 +209,22 @@ class LocalGenerator:
     def _decode(self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int]) -> None:
         logits = wave.first_logits
         for step in range(wave.max_tokens):
-            draw = sampler.draw(logits, wave.uniforms(step), wave.history(step) if sampler.reads_history else None)
+            place = wave.width + step  # of the token that is drawn
+            history = wave.history[:, :place] if sampler.reads_history else None
+            draw = sampler.draw(logits, wave.uniforms[:, step], history)
             # The only point in a step that waits for the device.
             drawn, is_valid = torch.stack([draw.tokens, draw.is_valid.long()]).tolist()
             if not all(is_valid):
                 raise self._logits_error(wave.live_rows[is_valid.index(0)], step)
-            wave.record(step, draw)
             has_stopped = [token in stop_ids for token in drawn]
-            kept = wave.leave(has_stopped, step + 1)
+            kept = wave.advance(step, draw, has_stopped)
             if not kept:
                 return
             tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[sent(kept, draw.tokens.device)]
-            logits = self._forward(tokens[:, None], wave.cache, wave.positions(step), wave.mask(step))
+            mask = None if wave.mask is None else wave.mask[:, : place + 1]
+            logits = self._forward(tokens[:, None], wave.cache, wave.positions[..., place, None], mask)
 
-    def _prefill(self, prompts: list[Prompt]) -> _Prefill:
+    def _prefill(self, prompts: list[DistinctPrompt]) -> _Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = sent(ids, device)
@@ -319,7 +311,7 @@ class LocalGenerator:
                     "the prompts (max_prompt_length) or the completions (max_completion_length)."
                 )
 
-    def _logits_error(self, row: Row, step: int) -> GenerationError:
+    def _logits_error(self, row: SampleRow, step: int) -> GenerationError:
         return GenerationError(
             f"prompt {row.request}, sample {row.sample}, token {step}: the logits of weight version {self._version} "
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
@@ -333,7 +325,7 @@ class _Wave:
     def __init__(
         self,
         prefill: _Prefill,
-        rows: list[tuple[int, Row]],
+        rows: list[tuple[int, SampleRow]],
         seeds: Sequence[int],
         limits: Sequence[int],
         *,
@@ -341,7 +333,7 @@ class _Wave:
     ) -> None:
         self._limits = [limits[row.request] for _, row in rows]
         self.max_tokens = max(self._limits)
-        self._device, self._width = prefill.ids.device, prefill.ids.shape[1]
+        self._device, self.width = prefill.ids.device, prefill.ids.shape[1]
         self._rows = [row for _, row in rows]
         self._reasons: list[FinishReason] = ["length"] * len(rows)
         self._draws: list[Draw] = []
@@ -354,69 +346,55 @@ class _Wave:
             pad(uniform_numbers(seeds[row.request], row.sample, limit), (0, self.max_tokens - limit))
             for row, limit in zip(self._rows, self._limits, strict=True)
         ]
-        self._uniforms = torch.stack(uniforms).to(self._device, non_blocking=True)  # [R, T]
-        self._history = pad(prefill.ids[prompts], (0, self.max_tokens))  # [R, W + T]
-        columns = torch.arange(self._width + self.max_tokens, device=self._device)
+        self.uniforms = torch.stack(uniforms).to(self._device, non_blocking=True)  # [R, T] random numbers
+        # [R, W + T] tokens. Padding repeats a prompt token, so the set of tokens is correct.
+        self.history = pad(prefill.ids[prompts], (0, self.max_tokens))
+        columns = torch.arange(self.width + self.max_tokens, device=self._device)
         padding = prefill.padding[prompts, None]
-        self._positions = columns - padding  # [R, W + T], or [R, 4, W + T]
+        self.positions = columns - padding  # [R, W + T], or [R, 4, W + T]
         if any(place is not None for place in prefill.places):
-            self._positions = in_space(self._positions, [prefill.places[number] for number, _ in rows])
-        self._mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
+            self.positions = in_space(self.positions, [prefill.places[number] for number, _ in rows])
+        self.mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
         self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
         self.first_logits = prefill.logits[prompts]
 
     @property
-    def live_rows(self) -> list[Row]:
+    def live_rows(self) -> list[SampleRow]:
         """The rows that are not finished."""
         return [self._rows[row] for row in self._live]
 
-    def uniforms(self, step: int) -> Tensor:
-        """The random number of each live row."""
-        return self._uniforms[:, step]
-
-    def positions(self, step: int) -> Tensor:
-        """[R, 1] or [R, 4, 1] position of the token that was drawn in this step."""
-        return self._positions[..., self._width + step, None]
-
-    def mask(self, step: int) -> Tensor | None:
-        """[R, W + step + 1] attention mask of the token that was drawn in this step."""
-        return None if self._mask is None else self._mask[:, : self._width + step + 1]
-
-    def history(self, step: int) -> Tensor:
-        """[R, W + step] tokens of live rows. Padding repeats a prompt token, so the set of tokens is correct."""
-        return self._history[:, : self._width + step]
-
-    def record(self, step: int, draw: Draw) -> None:
-        """Store the tokens that were drawn for the live rows."""
-        self._history[:, self._width + step] = draw.tokens
-        self._draws.append(draw)
-        self._drawn_for.append(self._live)
-
-    def leave(self, has_stopped: list[bool], num_drawn: int) -> list[int]:
-        """Remove rows that have stopped or reached their limit.
+    def advance(self, step: int, draw: Draw, has_stopped: list[bool]) -> list[int]:
+        """Store the tokens that were drawn, and remove rows that have stopped or reached their limit.
 
         Args:
+            step: Number of tokens that each live row had before.
+            draw: A token for each live row.
             has_stopped: Which live rows have.
-            num_drawn: Number of tokens of each live row.
         Returns:
             The positions of the live rows that stay, in their new order.
         """
+        self.history[:, self.width + step] = draw.tokens
+        self._draws.append(draw)
+        self._drawn_for.append(self._live)
         for row, is_last in zip(self._live, has_stopped, strict=True):
             if is_last:
                 self._reasons[row] = "stop"
-        is_done = [s or self._limits[row] == num_drawn for row, s in zip(self._live, has_stopped, strict=True)]
-        kept = _fill_gaps(is_done)
+        is_done = [s or self._limits[row] == step + 1 for row, s in zip(self._live, has_stopped, strict=True)]
+        # In an order that moves as few rows as possible: the last ones fill the gaps.
+        num_kept = len(is_done) - sum(is_done)
+        movers = (place for place in range(len(is_done) - 1, num_kept - 1, -1) if not is_done[place])
+        kept = [next(movers) if is_done[place] else place for place in range(num_kept)]
         if kept and len(kept) < len(has_stopped):
             chosen = sent(kept, self._device)
             self._live = [self._live[place] for place in kept]
-            self._uniforms, self._history, self._positions = (
-                state[chosen] for state in (self._uniforms, self._history, self._positions)
+            self.uniforms, self.history, self.positions = (
+                state[chosen] for state in (self.uniforms, self.history, self.positions)
             )
-            self._mask = None if self._mask is None else self._mask[chosen]
+            self.mask = None if self.mask is None else self.mask[chosen]
             keep_rows(self.cache, kept, self._device)
         return kept
 
-    def completions(self, version: int) -> dict[Row, Completion]:
+    def completions(self, version: int) -> dict[SampleRow, Completion]:
         """The completions of all rows, on the host."""
         tokens: list[list[int]] = [[] for _ in self._rows]
         logprobs: list[list[float]] = [[] for _ in self._rows]
@@ -448,13 +426,6 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     if tokenizer is not None:
         ids.add(tokenizer.eos_token_id)
     return sorted(ids - {None})
-
-
-def _fill_gaps(is_gap: Sequence[bool]) -> list[int]:
-    """The positions without a gap, in an order that moves as few rows as possible: the last ones fill the gaps."""
-    num_kept = len(is_gap) - sum(is_gap)
-    movers = (place for place in range(len(is_gap) - 1, num_kept - 1, -1) if not is_gap[place])
-    return [next(movers) if is_gap[place] else place for place in range(num_kept)]
 
 
 def _no_cache_error(model: PreTrainedModel, reason: str) -> GenerationError:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from prefrl.models.images import RowPositions
     from prefrl.types import Images
 
-__all__ = ["Prompt", "Row", "batches_of", "in_space"]
+__all__ = ["DistinctPrompt", "SampleRow", "batches_of", "in_space"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DistinctPrompt:
     """A prompt; equal ones, with the same images, are computed once."""
 
     ids: tuple[int, ...]
@@ -27,7 +27,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SampleRow:
     """Sample number `sample` of prompt number `request` in the call."""
 
     request: int
@@ -36,13 +36,13 @@ class Row:
 
 def batches_of(
     prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, num_samples: int, max_rows: int
-) -> list[dict[Prompt, list[Row]]]:
+) -> list[dict[DistinctPrompt, list[SampleRow]]]:
     """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
-    rows: dict[Prompt, list[Row]] = {}
+    rows: dict[DistinctPrompt, list[SampleRow]] = {}
     for request, prompt in enumerate(prompts):
-        one = Prompt(tuple(prompt), None if images is None else images[request])
-        rows.setdefault(one, []).extend(Row(request, sample) for sample in range(num_samples))
-    batches: list[dict[Prompt, list[Row]]] = []
+        one = DistinctPrompt(tuple(prompt), None if images is None else images[request])
+        rows.setdefault(one, []).extend(SampleRow(request, sample) for sample in range(num_samples))
+    batches: list[dict[DistinctPrompt, list[SampleRow]]] = []
     num_rows = max_rows
     for one in sorted(rows, key=lambda one: len(one.ids)):
         if num_rows + len(rows[one]) > max_rows:

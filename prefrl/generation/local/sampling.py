@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from prefrl.generation.local.cache import sent
-from prefrl.losses.determinism import cumsum_permitted
+from prefrl.losses.truncation import cumsum_permitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,32 +79,25 @@ class TokenSampler:
             history: [B, .] int64, tokens so far; required if `reads_history`.
         """
         with cumsum_permitted():
-            return self._draw(logits, uniforms, history)
-
-    def _draw(self, logits: Tensor, uniforms: Tensor, history: Tensor | None) -> Draw:
-        scores = logits
-        for processor in self._processors:
-            scores = processor(history, scores)
-        allowed = self._allowed(scores)
-        if self._is_greedy:
-            tokens = allowed.argmax(dim=-1)
-            logprobs = torch.zeros_like(scores[:, 0])
-            is_valid = _at(scores, tokens).isfinite()
-        else:
-            probabilities = allowed.softmax(dim=-1)
-            tokens, is_valid = _invert(probabilities, uniforms)
-            logprobs = _at(probabilities, tokens).log()
+            scores = logits
+            for processor in self._processors:
+                scores = processor(history, scores)
+            allowed = scores
             if self._never:
-                logprobs = _at(scores, tokens) - scores.logsumexp(dim=-1)
-        if self._wants_raw:
-            logprobs = _at(logits, tokens) - logits.logsumexp(dim=-1)
-        return Draw(tokens, logprobs, is_valid)
-
-    def _allowed(self, scores: Tensor) -> Tensor:
-        """[B, V] scores, -inf for tokens that are never drawn."""
-        if not self._never:
-            return scores
-        return scores.index_fill(1, sent(self._never, scores.device), float("-inf"))
+                allowed = scores.index_fill(1, sent(self._never, scores.device), float("-inf"))
+            if self._is_greedy:
+                tokens = allowed.argmax(dim=-1)
+                logprobs = torch.zeros_like(scores[:, 0])
+                is_valid = scores.gather(1, tokens[:, None])[:, 0].isfinite()
+            else:
+                probabilities = allowed.softmax(dim=-1)
+                tokens, is_valid = _invert(probabilities, uniforms)
+                logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
+                if self._never:
+                    logprobs = scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(dim=-1)
+            if self._wants_raw:
+                logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+            return Draw(tokens, logprobs, is_valid)
 
 
 def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:
@@ -123,10 +116,6 @@ def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:
     if sampling.top_p < 1.0:
         processors.append(TopPLogitsWarper(sampling.top_p))
     return processors
-
-
-def _at(values: Tensor, tokens: Tensor) -> Tensor:
-    return values.gather(1, tokens[:, None])[:, 0]
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ def grpo(scored: ScoredRows, params: GrpoParams) -> Advantages:
     """
     totals, groups = scored.totals(), numbered(scored.groups)
     if params.multi_objective_aggregation == "sum_then_normalize":
-        return _result(scored, _divided(centered(totals, groups), scored, params))
+        return _result(scored, _divided(centered(totals, groups), totals, groups, params))
     rewards = scored.rewards.detach().double()
     per_reward = [centered(r, groups) / (group_std(r, groups) + params.advantage_epsilon) for r in rewards.unbind(1)]
     sums = row_totals(torch.stack(per_reward, 1), scored.weights)
@@ -177,7 +177,7 @@ def grpo_passk(scored: ScoredRows, params: ScaleParams) -> Advantages:
     second = _group_max(totals.masked_fill(is_best, torch.nan), groups)[groups]
     is_only_best = is_best & (group_sum(is_best.to(totals.dtype), groups)[groups] == 1) & second.isfinite()
     gap = (best - second).where(is_only_best, 0.0)
-    return _result(scored, _divided(gap, scored, params))
+    return _result(scored, _divided(gap, totals, groups, params))
 
 
 def maxrl(scored: ScoredRows, _: AdvantageParams) -> Advantages:
@@ -259,13 +259,12 @@ ADVANTAGES: dict[str, AdvantageEstimator[Any]] = {
 }
 
 
-def _divided(values: Tensor, scored: ScoredRows, params: ScaleParams) -> Tensor:
+def _divided(values: Tensor, totals: Tensor, groups: Tensor, params: ScaleParams) -> Tensor:
     """[B] values / (standard deviation of the totals in their group or in the batch + epsilon)."""
     if params.scale_rewards == "none":
         return values
-    groups = numbered(scored.groups)
     over = groups if params.scale_rewards == "group" else torch.zeros_like(groups)
-    return values / (group_std(scored.totals(), over) + params.advantage_epsilon)
+    return values / (group_std(totals, over) + params.advantage_epsilon)
 
 
 def _group_max(values: Tensor, groups: Tensor) -> Tensor:

@@ -5,6 +5,8 @@
 Tokens are selected once per generation batch, over all ranks. Random choices use numbers that are tied to the tokens,
 so an update does not depend on how its step is split into micro-batches and ranks.
 
+Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
+
 Source: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models,
     arXiv 2505.22617, section 4.2
 """
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.checks import check_same_shape
+from prefrl.losses.reduce import check_same_shape
 from prefrl.options.policy import CovarianceBand, HighestCovariance
 
 if TYPE_CHECKING:
@@ -50,9 +52,6 @@ def covariance_sums(logprobs: Tensor, advantages: Tensor, trainable: Tensor) -> 
         logprobs: [N] nats, treated as constant; read at trainable tokens only.
         advantages: [N], treated as constant; read at trainable tokens only.
         trainable: [N] bool, tokens that have a loss.
-
-    Raises:
-        ValueError: Shapes differ.
     """
     check_same_shape(logprobs=logprobs, advantages=advantages, trainable=trainable)
     return CovarianceSums(
@@ -76,9 +75,6 @@ def covariance(
 
     Returns:
         [N]; 0 where not trainable.
-
-    Raises:
-        ValueError: Shapes differ.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2
     """
@@ -120,9 +116,6 @@ def select_clip_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params
     Returns:
         [N] bool.
 
-    Raises:
-        ValueError: Shapes differ.
-
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (Clip-Cov)
     """
     check_same_shape(covariances=covariances, trainable=trainable, keys=keys)
@@ -144,9 +137,6 @@ def select_kl_cov(covariances: Tensor, trainable: Tensor, keys: Tensor, params: 
 
     Returns:
         [N] bool.
-
-    Raises:
-        ValueError: Shapes differ.
 
     Source: Cui et al. 2025, arXiv 2505.22617, section 4.2 (KL-Cov)
     """

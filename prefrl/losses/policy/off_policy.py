@@ -16,8 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from prefrl.losses.checks import check_same_shape
-from prefrl.losses.reduce import row_sums, trainable_per_row
+from prefrl.losses.reduce import check_same_shape, row_sums, trainable_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,18 +1,20 @@
-"""Inputs and results of a policy loss, and the importance ratio at the level of tokens or of whole rows."""
+"""Inputs and results of a policy loss, the importance ratio of tokens or of whole rows, and masks and extra terms.
+
+Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefrl.losses.checks import check_same_shape
-from prefrl.losses.reduce import row_sums, trainable_per_row
+from prefrl.losses.reduce import check_same_shape, row_sums, trainable_per_row
 from prefrl.options.policy import ImportanceLevel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_LOG_RATIO", "PolicyTokens", "TokenLoss"]
+__all__ = ["MAX_LOG_RATIO", "PolicyTokens", "TokenLoss", "off_policy_sequence_mask", "positive_nll"]
 
 # Ratios without another bound are limited to e^20. That is far beyond what a policy can be trained on, and products
 # with advantages and their gradients stay finite in every dtype but float16.
@@ -29,11 +31,7 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyTokens:
-    """Response tokens of B rows, laid end to end. Tokens that are not trainable are not read, and their loss is 0.
-
-    Raises:
-        ValueError: Shapes differ.
-    """
+    """Response tokens of B rows, laid end to end. Tokens that are not trainable are not read, and their loss is 0."""
 
     logprobs: Tensor  # [N] nats, log pi; gradient flows
     old_logprobs: Tensor  # [N] nats, constants: log-probs before the first update from this generation batch
@@ -98,3 +96,51 @@ class PolicyTokens:
         """[B] mean of [N] values over the trainable tokens of each row; 0 in rows without one. Gradient flows."""
         sums = row_sums(values, self.trainable, self.row_index, self.num_rows)
         return sums / trainable_per_row(self.trainable, self.row_index, self.num_rows).clamp(min=1).to(sums.dtype)
+
+
+def off_policy_sequence_mask(
+    tokens: PolicyTokens, sampling_logprobs: Tensor, *, off_policy_mask_threshold: float
+) -> Tensor:
+    """0 for tokens with A < 0 in rows that the policy has moved away from since sampling, else 1.
+
+    A row counts as off-policy if the mean of log mu - log pi over its trainable tokens is above the threshold, where
+    mu is the policy that it was sampled from. Dropped tokens still count in the loss denominator.
+
+    Args:
+        tokens: The tokens; everything is treated as constant.
+        sampling_logprobs: [N] nats, log mu; read at trainable tokens only. A row with NaN is kept.
+        off_policy_mask_threshold: Nats, not negative.
+
+    Returns:
+        [N] 0 or 1, in the dtype of the log-probs.
+
+    Raises:
+        ValueError: Shapes differ, or the threshold is negative.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv 2512.02556, eq. 9
+    """
+    check_same_shape(logprobs=tokens.logprobs, sampling_logprobs=sampling_logprobs)
+    if not off_policy_mask_threshold >= 0:
+        raise ValueError(f"off_policy_mask_threshold={off_policy_mask_threshold}: nats, needs to be >= 0")
+    distance = tokens.row_means(sampling_logprobs.detach() - tokens.logprobs.detach())
+    is_dropped = (tokens.advantages < 0) & (distance > off_policy_mask_threshold)[tokens.row_index]
+    return (~is_dropped).to(tokens.logprobs.dtype)
+
+
+def positive_nll(tokens: PolicyTokens, is_positive: Tensor) -> Tensor:
+    """Negative log-likelihood of the tokens of good responses, as in supervised training: -log pi.
+
+    It is averaged over the tokens of good responses, not over all tokens, so it has its own count:
+    `(is_positive & trainable).sum()`.
+
+    Args:
+        tokens: The tokens; gradient flows to their log-probs.
+        is_positive: [N] bool, tokens of responses to imitate.
+
+    Returns:
+        [N] nats; 0 at other tokens, and where not trainable.
+
+    Source: Yue et al. 2025 (VAPO), arXiv 2504.05118, section 4.3
+    """
+    check_same_shape(logprobs=tokens.logprobs, is_positive=is_positive)
+    return -tokens.trainable_logprobs.where(is_positive, 0.0)

@@ -10,6 +10,8 @@ Symbols of the formulas, for each of P pairs:
     |y_w|     tokens of the chosen response that have a loss
 
 Every loss takes `Pairs` and its hyperparameters, and returns [P]. Both check their values when they are constructed.
+
+Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from prefrl.losses.checks import check_same_shape
+from prefrl.losses.reduce import check_same_shape
 from prefrl.options.preference import (
     PAIR_LOSS_FACTS,
     DiscopopParams,
@@ -115,11 +117,7 @@ def smoothed_logistic(margin: Tensor, *, label_smoothing: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Log-probs of P pairs under the policy and the reference, and how losses compare them.
-
-    Raises:
-        ValueError: Shapes differ.
-    """
+    """Log-probs of P pairs under the policy and the reference, and how losses compare them."""
 
     chosen_logps: Tensor  # [P] nats, summed over tokens, gradient flows
     rejected_logps: Tensor  # [P]

@@ -1,9 +1,11 @@
-"""Pairwise losses without a reference model: CPO, SimPO, AlphaPO and ORPO.
+"""Pairwise losses without a reference model: CPO, SimPO, AlphaPO, ORPO, and those of reward models.
 
 CPO's losses take `Pairs` whose reference log-probs are 0, as if all responses were equally likely under it: three of
 them are DPO's. In the formulas l_w, l_l are the log-probs of the chosen and the rejected response, summed over tokens,
 a_w, a_l their means over tokens, b is beta > 0, g is simpo_gamma and e is label_smoothing. The caller adds CPO's
 negative log-likelihood of the chosen response.
+
+Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
 """
 
 from __future__ import annotations
@@ -14,14 +16,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from prefrl.losses.checks import check_same_shape
 from prefrl.losses.preference.pairwise import PairLoss, Pairs, box_cox, hinge, ipo, sigmoid, smoothed_logistic
+from prefrl.losses.reduce import check_same_shape
 from prefrl.options.preference import CPO_LOSS_FACTS, AlphaParams, SimpoParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CPO_LOSSES", "OddsRatio", "odds_ratio"]
+__all__ = ["bradley_terry", "centering", "CPO_LOSSES", "odds_ratio"]
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
+    """Negative log-likelihood of the preference: -log sigmoid(chosen - rejected - margin).
+
+    Args:
+        chosen: [P] scores of the preferred responses of P pairs, gradient flows.
+        rejected: [P] scores of the others, gradient flows.
+        margin: [P], the lead of the chosen score at which the loss is ln 2, treated as constant; None: 0.
+
+    Returns:
+        [P] nats.
+
+    Source: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 1 and 2 (margin)
+    """
+    check_same_shape(chosen=chosen, rejected=rejected, margin=chosen if margin is None else margin)
+    lead = chosen - rejected
+    return -logsigmoid(lead if margin is None else lead - margin.detach())
+
+
+def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Squared sum of the two scores. It centers the scores at 0, since `bradley_terry` ignores a constant offset.
+
+    Args:
+        chosen: [P] scores of the preferred responses of P pairs, gradient flows.
+        rejected: [P] scores of the others, gradient flows.
+
+    Returns:
+        [P], to be multiplied by a small coefficient.
+
+    Source: Eisenstein et al. 2023, arXiv 2312.09244, eq. 2
+    """
+    check_same_shape(chosen=chosen, rejected=rejected)
+    return (chosen + rejected).square()
 
 
 def simpo(pairs: Pairs, params: SimpoParams) -> Tensor:
@@ -72,9 +108,6 @@ def odds_ratio(chosen_mean_logps: Tensor, rejected_mean_logps: Tensor) -> OddsRa
     Returns:
         loss [P], which the caller multiplies by lambda (beta in TRL) and adds to the negative log-likelihood of the
         chosen response; log_odds_ratio [P].
-
-    Raises:
-        ValueError: Shapes differ.
 
     Source: Hong et al. 2024, arXiv 2403.07691, eq. 4 to 7
     """

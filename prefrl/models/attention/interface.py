@@ -45,7 +45,7 @@ __all__ = [
     "LAYOUT_KWARG",
     "Layout",
     "install",
-    "is_installed",
+    "reads_layouts",
     "mask_placeholder",
     "uninstall",
 ]
@@ -361,7 +361,7 @@ def install(model: PreTrainedModel) -> bool:
     Keep it installed: checkpointed layers read the implementation's name again in the backward pass.
     """
     _rename(model, _OUR_NAME)
-    return is_installed(model)
+    return reads_layouts(model)
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -369,7 +369,7 @@ def uninstall(model: PreTrainedModel) -> None:
     _rename(model, _REPLACED_NAME)
 
 
-def is_installed(model: PreTrainedModel) -> bool:
+def reads_layouts(model: PreTrainedModel) -> bool:
     """Whether the model's attention understands layouts."""
     return model.config.get_text_config()._attn_implementation in _REPLACED_NAME
 

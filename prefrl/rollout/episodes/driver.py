@@ -23,7 +23,7 @@ from prefrl.rollout.episodes.environment import EnvironmentKind
 from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
 from prefrl.rollout.episodes.seats import Seat, Seats
 from prefrl.rollout.episodes.threads import MainThread
-from prefrl.rollout.episodes.watchdog import watched
+from prefrl.rollout.episodes.watchdog import watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class EpisodeSampler:
 
     def watched(self, report: Callable[[EpisodeError], None]) -> AbstractContextManager[None]:
         """Report that user code blocks the loop."""
-        return watched(self._loop, limit=self.limits.tool_timeout + _PATIENCE_SECONDS, report=report)
+        return watched_loop(self._loop, limit=self.limits.tool_timeout + _PATIENCE_SECONDS, report=report)
 
     def release(self, rollouts: Sequence[Rollout]) -> None:
         """Make the environments of these rollouts free for other episodes."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from prefrl.data.encode import Truncation
-from prefrl.data.next_turn import ReasoningInHistory
+from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 
-__all__ = ["EnvironmentErrorMode", "EpisodeLimits", "ToolErrorMode"]
-
-ToolErrorMode = Literal["tell", "raise"]
-EnvironmentErrorMode = Literal["retry", "drop", "raise"]
+__all__ = [
+    "EpisodeLimits",
+]
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from prefrl.errors import EpisodeError
 from prefrl.rewards.call import EventLoopThread
 
-__all__ = ["watched"]
+__all__ = ["watched_loop"]
 
 # How often the loop is looked at, within the time limit.
 _NUM_LOOKS = 5
 
 
 @contextmanager
-def watched(loop: EventLoopThread, *, limit: float, report: Callable[[EpisodeError], None]) -> Iterator[None]:
+def watched_loop(loop: EventLoopThread, *, limit: float, report: Callable[[EpisodeError], None]) -> Iterator[None]:
     """Look at a loop from another thread, and report that one step of a task takes longer than allowed.
 
     Args:

@@ -73,12 +73,17 @@ class LaunchArguments(ProcessArguments):
         None,
         "Start a vLLM server for this run and sample on it. auto: on the last GPU, or on the CPU with use_cpu; 6,7: "
         "on these GPUs; cpu: with a build of vLLM for CPUs. Training uses the other GPUs.",
+        needs=["use_vllm"],
     )
     vllm_python: str | None = opt(
-        None, "Python of the environment with vLLM; None: PREFRL_VLLM_PYTHON if set, else the current Python."
+        None,
+        "Python of the environment with vLLM; None: PREFRL_VLLM_PYTHON if set, else the current Python.",
+        needs=["use_vllm", "vllm"],
     )
     vllm_args: str | None = opt(
-        None, "More options of prefrl vllm-serve for that server, in quotes: '--max_model_len 4096'."
+        None,
+        "More options of prefrl vllm-serve for that server, in quotes: '--max_model_len 4096'.",
+        needs=["use_vllm", "vllm"],
     )
 
     def __post_init__(self) -> None:

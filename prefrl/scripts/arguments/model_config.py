@@ -67,41 +67,66 @@ class ModelConfig:
         "Attention implementation of transformers, such as sdpa or flash_attention_2; None: transformers chooses.",
     )
     use_peft: bool = opt(False, "Train LoRA adapters instead of the model's own weights.")
-    lora_r: Annotated[int, Ge(1)] = opt(16, "LoRA: rank.")
-    lora_alpha: Annotated[int, Gt(0)] = opt(32, "LoRA: the update is scaled by lora_alpha / lora_r.")
-    lora_dropout: Annotated[float, Ge(0), Le(1)] = opt(0.05, "LoRA: dropout on the adapter's input.")
+    lora_r: Annotated[int, Ge(1)] = opt(16, "LoRA: rank.", needs=["use_peft"])
+    lora_alpha: Annotated[int, Gt(0)] = opt(
+        32, "LoRA: the update is scaled by lora_alpha / lora_r.", needs=["use_peft"]
+    )
+    lora_dropout: Annotated[float, Ge(0), Le(1)] = opt(
+        0.05, "LoRA: dropout on the adapter's input.", needs=["use_peft"]
+    )
     lora_target_modules: list[str] | None = opt(
-        None, "LoRA: names of the layers that get adapters, or all-linear; None: peft's default for the architecture."
+        None,
+        "LoRA: names of the layers that get adapters, or all-linear; None: peft's default for the architecture.",
+        needs=["use_peft"],
     )
     lora_target_parameters: list[str] | None = opt(
         None,
         "LoRA: names of parameters that get adapters, for experts that are stored as parameters instead of "
         "layers. Needs lora_dropout=0.",
+        needs=["use_peft"],
     )
-    lora_modules_to_save: list[str] | None = opt(None, "LoRA: names of layers that are trained in full.")
+    lora_modules_to_save: list[str] | None = opt(
+        None, "LoRA: names of layers that are trained in full.", needs=["use_peft"]
+    )
     lora_task_type: Literal["CAUSAL_LM", "SEQ_CLS"] = opt(
-        "CAUSAL_LM", "LoRA: type of the task; SEQ_CLS for reward models. prefrl reward sets it automatically."
+        "CAUSAL_LM",
+        "LoRA: type of the task; SEQ_CLS for reward models. prefrl reward sets it automatically.",
+        needs=["use_peft"],
     )
-    use_rslora: bool = opt(False, "LoRA: scale the update by lora_alpha / sqrt(lora_r).")
-    use_dora: bool = opt(False, "LoRA: also train the magnitude of each weight vector (DoRA).")
-    load_in_8bit: bool = opt(False, "Quantize the model to 8 bits when it is loaded. Needs use_peft.")
-    load_in_4bit: bool = opt(False, "Quantize the model to 4 bits when it is loaded. Needs use_peft.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt("nf4", "load_in_4bit: data type of the weights.")
-    use_bnb_nested_quant: bool = opt(False, "load_in_4bit: also quantize the scales of the weights.")
+    use_rslora: bool = opt(False, "LoRA: scale the update by lora_alpha / sqrt(lora_r).", needs=["use_peft"])
+    use_dora: bool = opt(False, "LoRA: also train the magnitude of each weight vector (DoRA).", needs=["use_peft"])
+    load_in_8bit: bool = opt(
+        False, "Quantize the model to 8 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
+    )
+    load_in_4bit: bool = opt(
+        False, "Quantize the model to 4 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt(
+        "nf4", "load_in_4bit: data type of the weights.", needs=["load_in_4bit"]
+    )
+    use_bnb_nested_quant: bool = opt(
+        False, "load_in_4bit: also quantize the scales of the weights.", needs=["load_in_4bit"]
+    )
     bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] | None = opt(
         None,
         "load_in_4bit: type of the tensors that store the weights; None: the type of the matrix products, which "
         "FSDP2 needs.",
+        needs=["load_in_4bit"],
     )
     lora_rank_pattern: dict[str, int] | str | None = opt(
-        None, "LoRA: ranks of individual layers, by regular expressions for their names; JSON on the command line."
+        None,
+        "LoRA: ranks of individual layers, by regular expressions for their names; JSON on the command line.",
+        needs=["use_peft"],
     )
     lora_alpha_pattern: dict[str, int] | str | None = opt(
         None,
         "LoRA: lora_alpha of individual layers, by regular expressions for their names; JSON on the command line.",
+        needs=["use_peft"],
     )
     lora_init: Literal["gaussian", "pissa", "olora", "orthogonal"] | None = opt(
-        None, "LoRA: initialization, see init_lora_weights of peft.LoraConfig. None: as in the LoRA paper."
+        None,
+        "LoRA: initialization, see init_lora_weights of peft.LoraConfig. None: as in the LoRA paper.",
+        needs=["use_peft"],
     )
 
     def __post_init__(self) -> None:

@@ -15,9 +15,9 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
-from prefrl.scripts.imports import uncollected
 from prefrl.scripts.inputs import read
 from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.startup import uncollected
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
@@ -28,17 +28,7 @@ _USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a run and print what was found.
-
-    Args:
-        argv: The algorithm, the file, and options that change it.
-
-    Returns:
-        0 if the run would begin, otherwise 2.
-
-    Raises:
-        ConfigError: The command line or the file cannot be read.
-    """
+    """Check a run and print what was found. The exit code is 0 if the run would begin, otherwise 2."""
     algorithm, options, own = _read(argv)
     given = read(algorithm, options)
     with uncollected():  # these import torch, which mistakes do not need

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from prefrl.models.footprint import Footprint
-    from prefrl.scripts.checkup.batches import Batches
     from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.plan import Plan
-    from prefrl.scripts.checkup.subject import Subject
+    from prefrl.scripts.checkup.rows import Batches
+    from prefrl.scripts.checkup.subject import Plan, Subject
 
 __all__ = ["check_processes", "footprint_of_process"]
 

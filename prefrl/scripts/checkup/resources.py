@@ -21,16 +21,16 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
+from prefrl.options.reference import ReferenceOptions
 from prefrl.scripts.checkup.processes import footprint_of_process
 from prefrl.scripts.checkup.rows import row_lengths
 from prefrl.scripts.inputs import lora_of
-from prefrl.trainer.base.options.reference import ReferenceOptions
 
 if TYPE_CHECKING:
     import datasets
 
-    from prefrl.scripts.checkup.batches import Batches
     from prefrl.scripts.checkup.findings import Section
+    from prefrl.scripts.checkup.rows import Batches
     from prefrl.scripts.checkup.subject import Subject
 
 __all__ = [

@@ -1,8 +1,13 @@
-"""Checks of the rows that a run trains on: columns, lengths, ends, duplicates, and how rows look as tokens."""
+"""Checks of the rows that a run trains on: columns, lengths, ends, duplicates, rewards of them, and steps of batches.
+
+Rewards are tried with the row's own answer as the completion, and with an empty one.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +30,29 @@ from prefrl.data.rows import list_lengths
 from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.plans import position_limit
+from prefrl.options.size import num_ranks
 from prefrl.printable import printable
+from prefrl.rewards.named import reward_by_name
+from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.checkup.findings import Section, logged_into
+from prefrl.trainer.online.prompts import prompts_per_generation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from prefrl.rewards.runner import RewardScores
     from prefrl.scripts.checkup.subject import Subject
 
-__all__ = ["ROWS_READ", "UNLIMITED", "check_columns", "check_rows", "first_rows", "row_lengths", "show_rows"]
+__all__ = [
+    "UNLIMITED",
+    "check_columns",
+    "check_rows",
+    "first_rows",
+    "row_lengths",
+    "show_rows",
+    "try_rewards",
+    "Batches",
+]
 
 ROWS_READ = 1000
 _MOST_CHARACTERS = 600  # of a part of a row that is shown
@@ -193,3 +212,127 @@ def _rendered(subject: Subject, name: str, parts: list[tuple[int, bool]]) -> Tex
 def _shortened(text: str) -> str:
     half = _MOST_CHARACTERS // 2
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+# Columns that may hold an answer, the first one that a row has.
+_ANSWERS = ("completion", "response", "solution", "answer", "ground_truth", "chosen")
+_ROWS = 3
+
+
+def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
+    """Call the reward functions on the first rows, and show what they return.
+
+    Raises:
+        ConfigError: There is no such reward, or a column is missing.
+        RewardError: A reward raised an error, or returned something else than finite numbers.
+    """
+    config, script = subject.config, subject.script
+    if (model := getattr(script, "reward_model_name_or_path", None)) is not None:
+        section.note(f"the reward model {model} was not loaded")
+    if not subject.reward_names:
+        return
+    weights = config.reward_weights if model is None else None
+    rewards: list[Any] = [reward_by_name(name) for name in subject.reward_names]
+    runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout)
+    rows = list(first_rows(dataset, _ROWS) or ())
+    column = next((name for name in _ANSWERS if rows and isinstance(rows[0].get(name), str)), None)
+    own = [str(row[column]) if column else _text(row.get("prompt")) for row in rows]
+    started = time.perf_counter()
+    scores = [_scored(subject, runner, rows, completions) for completions in (own, [""] * len(rows))]
+    each = (time.perf_counter() - started) / (2 * len(rows))
+    source = f"the row's {column}" if column else "the prompt itself, because there is no answer"
+    section.ok(f"{', '.join(runner.names)}: {1000 * each:.3g} ms for a completion")
+    table = Table("reward", f"completion: {source}", "empty completion", box=None, header_style="dim")
+    for name in runner.names:
+        first, second = (found.by_name[name] for found in scores)
+        table.add_row(name, _shown(first), _shown(second))
+        if column and first == second:
+            section.warn(
+                f"{name} gives {_shown(first)} both for {source} and for an empty completion. If an answer should "
+                "earn more, check how the reward reads completions."
+            )
+    section.shown.append(table)
+
+
+def _scored(subject: Subject, runner: RewardRunner, rows: list[dict[str, Any]], texts: list[str]) -> RewardScores:
+    is_chat = bool(rows) and not isinstance(rows[0].get("prompt"), str)
+    completions: list[Any] = [[{"role": "assistant", "content": text}] if is_chat else text for text in texts]
+    columns: Mapping[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    ids = [subject.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return runner.score([row.get("prompt") for row in rows], completions, ids, columns)
+
+
+def _text(prompt: Any) -> str:
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[-1], Mapping)
+    return str(prompt[-1].get("content") if is_chat else prompt)
+
+
+def _shown(values: list[float | None]) -> str:
+    return ", ".join("None" if value is None else f"{value:g}" for value in values)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sizes over all processes.
+
+    Args:
+        lines: The arithmetic in words.
+        rows_per_step: Rows of the dataset, or completions, of an optimizer step.
+        rows_per_micro_batch: Of one process, at most those that there are.
+        num_rows: Rows of the dataset; None: not known, as it is a stream.
+        num_steps: Optimizer steps of the run; None: not known, as the dataset is a stream.
+        note: What else is to be said; empty: nothing.
+    """
+
+    lines: tuple[str, ...]
+    rows_per_step: int
+    rows_per_micro_batch: int
+    num_rows: int | None
+    num_steps: int | None
+    note: str = ""
+
+    @classmethod
+    def of(cls, subject: Subject, num_rows: int | None) -> Batches:
+        """From the options and the number of dataset rows; None: a stream."""
+        config = subject.config
+        per_device = config.rows_per_micro_batch
+        if not isinstance(per_device, int):  # auto
+            return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, num_rows, None)
+        accumulation = int(config.gradient_accumulation_steps)
+        ranks = num_ranks(config) if subject.plan is None else subject.plan.num_ranks
+        rows = per_device * accumulation * ranks
+        who = "processes" if ranks == config.world_size else f"teams of {config.world_size // ranks} processes"
+        noun = "completions" if subject.is_online else "rows"
+        product = f"{per_device} {noun} in a micro-batch * {accumulation} micro-batches * {ranks} {who}"
+        lines = [f"{product} = {rows} {noun} a step"]
+        steps_per_epoch = None if num_rows is None else -(-num_rows // rows)
+        if subject.is_online:
+            prompts = prompts_per_generation(config)
+            lines.append(
+                f"{prompts} prompts * {config.num_generations} completions = {config.completions_of_generation} "
+                f"completions a generation batch, for {config.steps_of_a_generation} steps"
+            )
+            if num_rows is not None:
+                steps_per_epoch = num_rows // prompts * config.steps_of_a_generation
+        num_steps = _num_steps(config, steps_per_epoch)
+        if num_steps is not None and steps_per_epoch:
+            lines.append(f"{steps_per_epoch:,} steps an epoch, {num_steps:,} steps in all")
+        if subject.is_online or num_rows is None or per_device * ranks <= num_rows:
+            return cls(tuple(lines), rows, per_device, num_rows, num_steps)
+        note = f"a micro-batch of {per_device:,} {noun} is never full: the dataset has {num_rows:,}"
+        return cls(tuple(lines), rows, -(-num_rows // ranks), num_rows, num_steps, note)
+
+    def report(self, section: Section) -> None:
+        """Say it."""
+        for line in self.lines:
+            section.ok(line)
+        if self.note:
+            section.note(self.note)
+        if self.num_steps == 0:
+            section.problem("there is no step: the dataset is smaller than one generation batch")
+
+
+def _num_steps(config: Any, steps_per_epoch: int | None) -> int | None:
+    if config.max_steps > 0:
+        return int(config.max_steps)
+    return None if steps_per_epoch is None else int(steps_per_epoch * config.num_train_epochs)

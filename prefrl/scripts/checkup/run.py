@@ -1,4 +1,7 @@
-"""All checks of a run that do not need its weights: those of `prefrl doctor`, and the short ones before a run."""
+"""All checks of a run that do not need its weights: those of `prefrl doctor`, and the short ones before a run.
+
+vLLM servers are asked whether they are there and serve its model.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,23 @@ import datasets
 from prefrl.data.formats import column_names
 from prefrl.distributed import partitions_weights
 from prefrl.errors import ConfigError, DataError
+from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
+from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
+from prefrl.http import Http, Overdue, Refused, Unreachable
 from prefrl.rewards.runner import RewardRunner
-from prefrl.scripts.checkup.batches import Batches
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
-from prefrl.scripts.checkup.plan import plan_of
 from prefrl.scripts.checkup.processes import check_processes
 from prefrl.scripts.checkup.resources import check_memory, check_resources
-from prefrl.scripts.checkup.rewards import try_rewards
-from prefrl.scripts.checkup.rows import UNLIMITED, check_columns, check_rows, first_rows, show_rows
-from prefrl.scripts.checkup.server import check_servers
-from prefrl.scripts.checkup.subject import Subject
+from prefrl.scripts.checkup.rows import (
+    UNLIMITED,
+    Batches,
+    check_columns,
+    check_rows,
+    first_rows,
+    show_rows,
+    try_rewards,
+)
+from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:
@@ -31,6 +41,34 @@ if TYPE_CHECKING:
     from prefrl.scripts.arguments.launch import LaunchArguments
 
 __all__ = ["check_before", "checkup_of"]
+
+
+def check_servers(section: Section, subject: Subject) -> None:
+    """Note which servers answer. One that does not may still start: a run waits for it.
+
+    Raises:
+        GenerationError: A server serves another model, or was not started by prefrl.
+    """
+    config = subject.config
+    key = key_of_user(os.environ) if config.servers_are_local else os.environ.get(KEY_VARIABLE)
+    http = Http(key=key)
+    adapters = config.weight_sync == "adapter"
+    requirements = Requirements.of(subject.model, subject.tokenizer, has_adapters=adapters)
+    for url in config.server_urls:
+        try:
+            answer = http.request("GET", url + INFO_PATH, timeout=PROBE_SECONDS)
+        except (Unreachable, Overdue):
+            section.warn(
+                f"{url} does not answer. A run waits for {config.vllm_server_timeout:g} s (vllm_server_timeout). "
+                f"Start it with `{requirements.start_command(url)}`."
+            )
+            continue
+        except Refused as error:
+            raise requirements.error(url, f"refused the request: {error}") from error
+        info = ServerInfo.from_json(url, answer)
+        requirements.check(url, info)
+        section.ok(f"{url} serves {info.model} with vLLM {info.vllm}, up to {info.max_model_len:,} tokens")
+
 
 _FEW_ROWS = 8  # that are tokenized before a run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from prefrl.options.fields import check_fields, opt
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.command import command
 
 __all__ = ["main"]
 
@@ -29,20 +28,14 @@ class DemoArguments:
         check_fields(self)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the demo.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        0.
-
-    Raises:
-        ConfigError: An option is wrong.
-    """
-    description = "A tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO)."
-    (options,) = CommandParser("demo", (DemoArguments,), description, takes_config=False).parse(argv)
+@command(
+    "demo",
+    DemoArguments,
+    about="A tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO).",
+    takes_config=False,
+)
+def main(options: DemoArguments) -> int:
+    """Run the demo."""
     from rich.console import Console
 
     from prefrl.scripts.demo import smollm2, tiny  # import torch

@@ -29,8 +29,7 @@ from prefrl.scripts.arguments.launch import (
 )
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.run import ServerProgram, run_together
-from prefrl.scripts.launch.server import check_start, choose_port, plan_server
+from prefrl.scripts.launch.run import ServerProgram, check_start, choose_port, plan_server, run_together
 from prefrl.scripts.parsing.option_parser import OptionParser, boolean
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema.help import option_list
@@ -46,17 +45,7 @@ _OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an o
 
 
 def main(argv: Sequence[str]) -> int:
-    """`prefrl launch ALGORITHM ...`: the same as `prefrl ALGORITHM ...`, but always through accelerate.
-
-    Args:
-        argv: The algorithm, then its options.
-
-    Returns:
-        The exit code; see `start`.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work.
-    """
+    """`prefrl launch ALGORITHM ...`: the same as `prefrl ALGORITHM ...`, but always through accelerate."""
     parser = OptionParser(
         takes_config=False,
         prog="prefrl launch",

@@ -1,19 +1,28 @@
-"""Processes that are started together and must end together, including the processes that they started."""
+"""Processes that are started together and must end together, with all that they started; a server is one such unit."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import itertools
 import os
+import re
 import shlex
 import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from prefrl.errors import GenerationError
 from prefrl.generation.server import KEY_VARIABLE
 
-__all__ = ["Program", "StopNote", "kill_all", "of_session", "stop_signals_noted", "with_variable"]
+__all__ = ["Program", "StopNote", "kill_all", "stop_signals_noted", "with_variable", "Supervisor", "health"]
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -93,3 +102,175 @@ def kill_all(find: Callable[[], list[int]], *, seconds: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+
+
+_POLL_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
+_STOP_SECONDS = 20.0
+# Seconds in which a server whose engine died may still write the reason.
+_LAST_WORDS_SECONDS = 10.0
+_KILL_SECONDS = 10.0
+_KEPT_LINES = 2000
+_TAIL_LINES = 20
+_SHOWN_CAUSES = 4
+# The last line of a traceback, after the prefix of vLLM's log.
+_CAUSE = re.compile(r"(?:^|[\s\]])((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)")
+# The names that Python's multiprocessing gives to its shared memory.
+_SHARED_MEMORY = re.compile(r"/dev/shm/psm_\w+")
+
+
+class Supervisor:
+    """Runs a command in its own session, watches it through `GET /health`, and ends all of its processes.
+
+    Args:
+        command: What to run.
+        environment: All of its environment variables.
+        address: Host and port where it answers.
+        start_timeout: Seconds within which it must answer for the first time.
+        health_timeout: Seconds without an answer after which it counts as hung.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        address: tuple[str, int],
+        start_timeout: float,
+        health_timeout: float,
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._address = address
+        self._start_timeout = start_timeout
+        self._health_timeout = health_timeout
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._shared_memory: set[Path] = set()
+        self._stop = StopNote()
+
+    def run(self, *, when_ready: str) -> signal.Signals:
+        """Run until a signal ends it.
+
+        Args:
+            when_ready: What to print when it answers for the first time.
+
+        Returns:
+            The signal.
+
+        Raises:
+            GenerationError: It did not start in time, ended by itself, or hangs; with the end of its log.
+        """
+        with stop_signals_noted() as self._stop:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it only through this process
+            )
+            assert self._process.stdout is not None
+            reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+            reader.start()
+            try:
+                problem = self._watch(when_ready)
+            finally:
+                self._end()
+                reader.join(timeout=_ANSWER_SECONDS)
+        if problem is not None:
+            raise GenerationError(self._with_log(problem))
+        assert self._stop.signal is not None  # nothing else ends the watch
+        return self._stop.signal
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        """Forward its output, and keep the end of it."""
+        for line in pipe:
+            text = line.decode(errors="replace")
+            self._lines.append(text.rstrip())
+            with contextlib.suppress(OSError, ValueError):  # its output must be read even if nobody reads ours
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+    def _watch(self, when_ready: str) -> str | None:
+        """Wait until it fails and return how, or until a signal arrives and return None."""
+        began = answered = time.monotonic()
+        is_ready = False
+        while self._stop.signal is None:
+            code = self._exit_code(_POLL_SECONDS)
+            if code is not None:
+                return f"vLLM ended by itself, with exit code {code}."
+            status, now = health(self._address), time.monotonic()
+            if status == 200:
+                answered = now
+                if not is_ready:
+                    is_ready = True
+                    self._shared_memory |= _shared_memory(self._process.pid)
+                    print(when_ready, flush=True)
+            elif not is_ready and now - began > self._start_timeout:
+                limit = f"start_timeout={self._start_timeout:g}"
+                return f"vLLM was not ready after {limit} s. Set a longer one if it only needs more time."
+            elif is_ready and status == 503:
+                self._exit_code(_LAST_WORDS_SECONDS)
+                return "vLLM's engine died."
+            elif is_ready and now - answered > self._health_timeout:
+                return f"vLLM hung: no answer for health_timeout={self._health_timeout:g} s."
+        return None
+
+    def _exit_code(self, seconds: float) -> int | None:
+        """The exit code, if it ends within this time. A signal ends the wait."""
+        deadline = time.monotonic() + seconds
+        while self._stop.signal is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=0.1)
+        return None
+
+    def _end(self) -> None:
+        """End every process of its session, at first with SIGINT: killed processes leave shared memory behind."""
+        session = self._process.pid
+        self._shared_memory |= _shared_memory(session)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_STOP_SECONDS)
+        kill_all(lambda: of_session(session), seconds=_KILL_SECONDS)
+        for path in self._shared_memory:
+            path.unlink(missing_ok=True)
+
+    def _with_log(self, problem: str) -> str:
+        """What went wrong, the errors that the log names, and the end of the log."""
+        lines = list(self._lines)
+        causes = _causes(lines)[:_SHOWN_CAUSES]
+        parts = [problem, *(["Errors in its log, the first one first:", *causes] if causes else [])]
+        return "\n  ".join([*parts, "The end of its log:", *lines[-_TAIL_LINES:]])
+
+
+def _causes(lines: Sequence[str]) -> list[str]:
+    """The last lines of the tracebacks in a log, without duplicates, with an explaining line where there is one."""
+    found: dict[str, None] = {}
+    for line, below in itertools.pairwise([*lines, ""]):
+        match = _CAUSE.search(line)
+        if match is not None:
+            found[f"{match[1]} {below.strip()}" if below.startswith("  ") else match[1]] = None
+    return list(found)
+
+
+def health(address: tuple[str, int]) -> int | None:
+    """The status code of `GET /health`; None if there is no answer."""
+    connection = http.client.HTTPConnection(*address, timeout=_ANSWER_SECONDS)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _shared_memory(session: int) -> set[Path]:
+    """The segments of Python's shared memory that the processes of a session use."""
+    found: set[Path] = set()
+    for pid in of_session(session):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+            found |= {Path(match) for match in _SHARED_MEMORY.findall(maps)}
+    return found

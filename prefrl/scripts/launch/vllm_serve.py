@@ -20,7 +20,7 @@ from prefrl.errors import ConfigError
 from prefrl.generation.server import KEY_VARIABLE, check_key, key_of_user
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.remote_code import unpinned_code
-from prefrl.scripts.launch.supervisor import Supervisor
+from prefrl.scripts.launch.processes import Supervisor
 from prefrl.scripts.parsing.command_parser import CommandParser
 
 __all__ = [
@@ -130,17 +130,7 @@ class ServeArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, start the server and watch it until a signal arrives.
-
-    Args:
-        argv: The options. Those that are unknown here are passed on to vLLM.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work, or the server failed.
-    """
+    """Start the server and watch it until a signal arrives. Options that are unknown here are passed on to vLLM."""
     parser = CommandParser(
         "vllm-serve",
         (ServeArguments,),

@@ -14,13 +14,13 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate.config import migrate_trl_yaml
 from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.ludwig import migrate_ludwig
+from prefrl.scripts.migrate.options import migrate_trl_yaml
 from prefrl.scripts.migrate.python import migrate_script
+from prefrl.scripts.migrate.run import library_of
 from prefrl.scripts.migrate.shell import migrate_commands
-from prefrl.scripts.migrate.values import library_of
 from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.parsing.option_parser import BOOLEANS
@@ -59,17 +59,7 @@ class MigrateArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Migrate files, and print what was changed and what is left to do.
-
-    Args:
-        argv: The files and the options, in any order.
-
-    Returns:
-        0, or 3 if something is left to do.
-
-    Raises:
-        ConfigError: A file cannot be read, is not what it seems to be, or would overwrite another one.
-    """
+    """Migrate files, and print what was changed and what is left to do. Files and options come in any order."""
     description = (
         "Rewrite Python and shell scripts, YAML and TOML of TRL, verl, cosmos-rl and Ludwig for prefrl. "
         "Exit code: 0 if all is done, 3 if something is left to do, 2 for an error."

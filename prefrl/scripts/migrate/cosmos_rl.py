@@ -8,8 +8,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import cosmos_rl
-from prefrl.scripts.migrate.run import Run
-from prefrl.scripts.migrate.values import Values, of_toml
+from prefrl.scripts.migrate.run import Run, Values, of_toml
 
 __all__ = ["migrate_cosmos_rl"]
 

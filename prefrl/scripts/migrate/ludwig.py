@@ -7,8 +7,7 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import ludwig
-from prefrl.scripts.migrate.run import Run
-from prefrl.scripts.migrate.values import of_yaml
+from prefrl.scripts.migrate.run import Run, of_yaml
 
 __all__ = ["migrate_ludwig"]
 

@@ -1,4 +1,7 @@
-"""What the options of a run of TRL are here, whatever file they stand in."""
+"""What the options of a run of TRL are here, whatever file they stand in; its YAML files, which are edited.
+
+Options have the same places in them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prefrl.options.switches import SWITCHES
+import yaml
+
+from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate.edits import converted
+from prefrl.scripts.migrate.edits import Migrated, converted, every_option, options_of, switches
 from prefrl.scripts.migrate.foreign.trl import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
 
-__all__ = ["NAMES", "UNKNOWN", "Step", "config_of", "missing_defaults", "say_written", "steps_of"]
+__all__ = ["NAMES", "UNKNOWN", "config_of", "missing_defaults", "say_written", "steps_of", "migrate_trl_yaml"]
 
 NAMES = {**TRANSFORMERS, **TRL}
 UNKNOWN = object()  # a value that is known only when the file runs
@@ -73,7 +78,7 @@ def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
         config: The name of the config.
         values: The options that are given.
     """
-    off = {name for switch, names in SWITCHES.items() if values.get(switch) is not True for name in names}
+    off = {name for name, needs in switches().items() if any(values.get(switch) is not True for switch in needs)}
     missing = {
         name: value for name, value in DEFAULTS.get(config, {}).items() if name not in values and name not in off
     }
@@ -141,3 +146,69 @@ def _unknown(
         return Step(name, "keep", row.says, {})
     is_same = row.kind == "renamed" and [*options.values()] == [value]
     return Step(name, "rename" if is_same else "replace", row.says, options)
+
+
+def migrate_trl_yaml(text: str, algorithm: str | None = None) -> Migrated:
+    """A YAML file for TRL's commands or scripts, with the names and values of prefrl; all else stays as it is.
+
+    Args:
+        text: The file.
+        algorithm: The command of prefrl that reads the file; None: the only one that has the file's options.
+
+    Raises:
+        ConfigError: It has no options of TRL, the algorithm cannot be told, or the file is one line in braces.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        raise ConfigError("the file must have an option in each line, as name: value")
+    entries = {str(key.value): (key, value) for key, value in root.value}
+    values = {name: yaml.safe_load(yaml.serialize(value)) for name, (_, value) in entries.items()}
+    algorithm = algorithm or _algorithm_of(values)
+    config = config_of(algorithm)
+    result, lines = Migrated(text), text.splitlines(keepends=True)
+    for step in steps_of(config, {*options_of(algorithm), "env"}, values):
+        key, value = entries[step.name]
+        _apply(step, lines, key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0))
+        said = (key.start_mark.line + 1, f"{step.name} {step.says}")
+        (result.open if step.is_open else result.changes).append(said)
+        values.update(step.options)
+    if missing := missing_defaults(config, values):
+        written = yaml.safe_dump(missing, sort_keys=False)
+        start = "" if text.endswith("\n") else "\n"
+        lines += [start, "# TRL's defaults that differ from those of prefrl.\n", written]
+        shown = ", ".join(written.splitlines())
+        result.changes.append((len(lines), say_written(missing, values, shown)))
+    result.text = "".join(lines)
+    result.changes.sort()
+    result.open.sort()
+    return result
+
+
+def _apply(step: Step, lines: list[str], first: int, end: int) -> None:
+    """Change the lines of an option, from the first to the one before the end; all other lines keep their places."""
+    while end > first + 1 and lines[end - 1].lstrip()[:1] in ("", "#"):
+        end -= 1  # the end of a list is the next option; what lies between belongs to that
+    if step.kind == "rename":
+        lines[first] = lines[first].replace(step.name, next(iter(step.options)), 1)
+    elif step.kind == "replace":
+        written = yaml.safe_dump(dict(step.options), sort_keys=False) if step.options else ""
+        lines[first:end] = [written, *[""] * (end - first - 1)]
+    elif step.kind == "comment":
+        lines[first:end] = [f"# {line}" for line in lines[first:end]]
+        lines[first] = f"# to do: {step.name} {step.says}\n{lines[first]}"
+
+
+def _algorithm_of(names: Collection[str]) -> str:
+    """The only algorithm of TRL that has all of these options."""
+    if not {*names} & (every_option() | NAMES.keys()):
+        raise ConfigError("no options of TRL are in this file")
+    known = {name for name in names if name in every_option() - NAMES.keys()}
+    commands = [command for command in REGISTRY if config_of(command) in DEFAULTS]
+    fitting = [command for command in commands if known <= options_of(command)]
+    if len(fitting) == 1:
+        return fitting[0]
+    which = f"they may be those of {', '.join(fitting)}" if fitting else "no algorithm has all of them"
+    example = (fitting or commands)[0]
+    raise ConfigError(
+        f"the file's options do not tell its algorithm: {which}. Name it, for example --algorithm {example}"
+    )

@@ -16,9 +16,8 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.arguments.model_config import ModelConfig
 from prefrl.scripts.migrate import options
-from prefrl.scripts.migrate.edits import Edit, Migrated, accepted, applied, every_option, options_of
+from prefrl.scripts.migrate.edits import Edit, Migrated, accepted, applied, every_option, options_of, parsed_options
 from prefrl.scripts.migrate.foreign.trl import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
-from prefrl.scripts.migrate.parsed import parsed_options
 from prefrl.scripts.migrate.shell import migrate_commands
 
 __all__ = ["migrate_script"]

@@ -8,8 +8,7 @@ from pathlib import Path
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.foreign import verl, verl_sft
-from prefrl.scripts.migrate.run import Run
-from prefrl.scripts.migrate.values import Values, of_command, of_yaml
+from prefrl.scripts.migrate.run import Run, Values, of_command, of_yaml
 
 __all__ = ["migrate_verl"]
 

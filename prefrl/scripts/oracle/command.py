@@ -91,16 +91,9 @@ class VerifyArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, verify and report.
+    """Verify and report. The exit code is 0 if the claim and all checks hold, else 1.
 
-    Args:
-        argv: The options. The function may come first, without the name of its option.
-
-    Returns:
-        0 if the claim and all checks hold, else 1.
-
-    Raises:
-        ConfigError: Options do not match, or the function cannot be imported or called, or returns something else.
+    The function may come first, without the name of its option.
     """
     if argv and not argv[0].startswith("-"):
         argv = ["--function", *argv]

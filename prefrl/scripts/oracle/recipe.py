@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prefrl.losses.advantage.estimators import Advantages, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.scored import centered, group_count, numbered
+from prefrl.losses.advantage.scored import centered, group_count, moments, numbered, whitened
 from prefrl.losses.advantage.tokens import to_go
-from prefrl.losses.advantage.whitening import moments, whitened
 from prefrl.losses.policy.covariance import covariance, covariance_sums
 from prefrl.losses.policy.losses import PolicyLoss, PolicyTokens, TokenLoss, reinforce
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights

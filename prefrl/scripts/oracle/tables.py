@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
-from prefrl.losses.advantage.turns import turn_advantages
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.kl.full import full_kl
-from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.advantage.tokens import turn_advantages
+from prefrl.losses.kl import KL_ESTIMATORS, full_kl, importance_corrected, sequence_kl
 from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLoss
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.truncation import Truncation

@@ -12,9 +12,10 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import about
+from prefrl.options.flat_names import init_vars
+from prefrl.options.size import AUTO, AUTOMATIC
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch
-from prefrl.trainer.base.options.flat_names import init_vars
-from prefrl.trainer.base.options.size import AUTO, AUTOMATIC
 
 __all__ = ["ArgumentParser", "TrlParser"]
 
@@ -71,6 +72,7 @@ class ArgumentParser(OptionParser, HfArgumentParser):
             self.dataclass_types.append(cls)
             self._add_dataclass_arguments(cls)
             self._hints |= typing.get_type_hints(cls)
+            self._needs |= {field.name: about(field).needs for field in _fields(cls)}
             self._add_flat_names(cls)
         self._forms = {name: form_of(hint) for name, hint in self._hints.items()}
         for action in self._actions:

@@ -6,14 +6,11 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from prefrl.options.fields import default_of
-from prefrl.scripts.parsing.option_parser import OptionParser, form_of
+from prefrl.scripts.parsing.option_parser import OptionParser, option_of
 
 __all__ = ["CommandParser"]
-
-_KINDS = {int: "int", float: "float", bool: "bool", str: "str"}
 
 
 class CommandParser(OptionParser):
@@ -48,7 +45,7 @@ class CommandParser(OptionParser):
         for cls in dataclass_types:
             hints = typing.get_type_hints(cls, include_extras=True)
             for field in _fields(cls):
-                self.add_option(_option(field, hints[field.name]), *field.metadata.get("aliases", ()))
+                self.add_option(option_of(field, hints[field.name]), *field.metadata.get("aliases", ()))
         if positional:
             words = " ".join(f"[{name.upper()}]" for name in positional)
             config = "[--config FILE.yaml] " if takes_config else ""
@@ -89,34 +86,3 @@ class CommandParser(OptionParser):
 
 def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if field.init]
-
-
-def _option(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """A field as `OptionParser.add_option` takes it; see `prefrl.scripts.schema.writer`."""
-    default = default_of(field)
-    is_required = default is dataclasses.MISSING
-    plain = _plain(hint)
-    is_list = typing.get_origin(plain) is list
-    kind = _KINDS.get(typing.get_args(plain)[0] if is_list else plain, "str")
-    return {
-        "name": field.name,
-        "kind": kind,
-        "help": field.metadata.get("help", ""),
-        "choices": typing.get_args(plain) if typing.get_origin(plain) is Literal else None,
-        "is_list": is_list,
-        "is_flag": kind == "bool",
-        "is_required": is_required,
-        "has_no_form": default is True,
-        "default": None if is_required else default,
-        **form_of(hint)._asdict(),
-    }
-
-
-def _plain(hint: Any) -> Any:
-    """The type without None and bounds: the first one of a union that is no mapping."""
-    if typing.get_origin(hint) is Annotated:
-        return _plain(typing.get_args(hint)[0])
-    if typing.get_origin(hint) in (list, Literal) or not typing.get_args(hint):
-        return hint
-    parts = [part for part in typing.get_args(hint) if part is not type(None) and typing.get_origin(part) is not dict]
-    return _plain(parts[0]) if parts else str

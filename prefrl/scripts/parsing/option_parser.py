@@ -9,19 +9,31 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import yaml
+from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
+from prefrl.options.fields import about, default_of, plain_value
 from prefrl.options.foreign import advice
+from prefrl.options.size import AUTOMATIC
 from prefrl.options.suggest import nearest
-from prefrl.options.switches import SWITCHES
 from prefrl.scripts.arguments.dataset_config import DatasetConfig
 from prefrl.scripts.arguments.reward_entry import RewardEntry
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
 
-__all__ = ["BOOLEANS", "EarlyParser", "Form", "OptionParser", "boolean", "choice_of", "form_of", "has_switch"]
+__all__ = [
+    "BOOLEANS",
+    "EarlyParser",
+    "Form",
+    "OptionParser",
+    "boolean",
+    "choice_of",
+    "form_of",
+    "has_switch",
+    "option_of",
+]
 
 # Words that mean yes or no.
 BOOLEANS = {
@@ -29,6 +41,8 @@ BOOLEANS = {
     **dict.fromkeys(("no", "false", "f", "n", "0"), False),
 }
 _NULL = "null"
+_KINDS: dict[Any, str] = {int: "int", float: "float", bool: "bool", DatasetConfig: "dataset", RewardEntry: "reward"}
+_LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 _AUTO = "auto"
 
 
@@ -75,10 +89,11 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         self._own = {action.dest for action in self._actions}
         self._forms: dict[str, Form] = {}
+        self._needs: dict[str, tuple[str, ...]] = {}  # the switches without which an option has no effect
         self.places: dict[str, str] = {}  # the options of the file, and their entries: where each stands
 
     def add_option(self, option: Mapping[str, Any], *aliases: str) -> None:
-        """Add an option as schema.json describes it; see `prefrl.scripts.schema.writer`.
+        """Add an option as `option_of` describes it.
 
         Args:
             option: Its name, kind, default and so on. What is false may be left out.
@@ -102,6 +117,7 @@ class OptionParser(argparse.ArgumentParser):
             text = f"The same as --{name} false."
             self.add_argument(*spellings, action="store_false", dest=name, default=option.get("default"), help=text)
         self._forms[name] = Form(*(option.get(form, False) for form in Form._fields))
+        self._needs[name] = tuple(option.get("needs", ()))
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise an error instead of printing argparse's usage."""
@@ -145,12 +161,17 @@ class OptionParser(argparse.ArgumentParser):
 
     def _switched_off(self, argv: Sequence[str]) -> dict[str, str]:
         """The options that belong to features that the command line switches off, and the name of the feature."""
-        switches = self.given(argv) & SWITCHES.keys() & self._by_name.keys()
+        switches = self.given(argv) & {switch for needs in self._needs.values() for switch in needs}
         if not switches:
             return {}
         namespace, _ = self._parse_leniently(argv)
         off = [name for name in switches if getattr(namespace, name) in (False, None)]
-        return {option: name for name in off for option in SWITCHES[name] if option not in self.given(argv)}
+        return {
+            option: name
+            for option, needs in self._needs.items()
+            for name in needs
+            if name in off and option not in self.given(argv)
+        }
 
     def _parse_leniently(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Parse without asking for options that must be given."""
@@ -269,6 +290,57 @@ def form_of(hint: Any) -> Form:
             typing.get_origin(item) is dict or dataclasses.is_dataclass(item) or item is RewardEntry for item in items
         ),
     )
+
+
+def option_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """A field of a dataclass as `OptionParser.add_option` takes it; what is false or empty is left out."""
+    default = plain_value(default_of(field))
+    kind, is_list, choices = _kind_of(hint)
+    form = form_of(hint)
+    row = {
+        "name": field.name,
+        "kind": kind,
+        "help": str(field.metadata.get("help", "")),
+        "choices": choices,
+        "is_list": is_list,
+        "is_flag": kind == "bool" and not is_list and not (form.is_nullable and default is None),
+        "is_required": default is dataclasses.MISSING,
+        "is_auto": field.name in AUTOMATIC,
+        "needs": list(about(field).needs),
+        "has_no_form": default is True,
+        "bounds": _bounds(hint),
+        **form._asdict(),
+    }
+    kept = {key: value for key, value in row.items() if value not in (None, False, "", {}, [])}
+    return {**kept, "default": default} if isinstance(default, bool | int | float | str | list) else kept
+
+
+def _kind_of(hint: Any) -> tuple[str, bool, list[Any] | None]:
+    """The kind of a value or of the entries of a list, whether there is a list, and the choices."""
+    plain = _plain(hint)
+    if typing.get_origin(plain) is list:
+        return _kind_of(typing.get_args(plain)[0])[0], True, None
+    if typing.get_origin(plain) is Literal:
+        return "str", False, list(typing.get_args(plain))
+    return _KINDS.get(plain, "str"), False, None
+
+
+def _plain(hint: Any) -> Any:
+    """The type without None and bounds: the first one of a union that is no mapping."""
+    if typing.get_origin(hint) is Annotated:
+        return _plain(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (list, Literal) or not typing.get_args(hint):
+        return hint
+    parts = [part for part in typing.get_args(hint) if part is not type(None) and typing.get_origin(part) is not dict]
+    return _plain(parts[0]) if parts else str
+
+
+def _bounds(hint: Any) -> dict[str, float]:
+    """The bounds of a number in its type, which may also be None."""
+    parts = (hint,) if typing.get_origin(hint) is Annotated else typing.get_args(hint)
+    found = [part for part in parts if typing.get_origin(part) is Annotated]
+    limits = [limit for part in found for limit in typing.get_args(part)[1:] if type(limit) in _LIMITS]
+    return {_LIMITS[type(limit)]: getattr(limit, _LIMITS[type(limit)]) for limit in limits}
 
 
 def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:

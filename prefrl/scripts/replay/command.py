@@ -14,17 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, compute the step and print it.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: The step cannot be computed again; the message says what is missing.
-    """
+    """Compute the step and print it."""
     parser = argparse.ArgumentParser(prog="prefrl replay", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="output_dir of an online run, or a folder nan-step-N of any run")
     parser.add_argument("--step", type=int, help="number of the step, counted from 1, as it is logged")
@@ -37,13 +27,13 @@ def main(argv: Sequence[str]) -> int:
     if any(options.run.glob("step_*_of_*.safetensors")):
         if options.step is not None:
             raise ConfigError(f"step={options.step} has no effect: {options.run} holds a single step. Leave it out.")
-        from prefrl.scripts.replay.dump import replay_dump  # imports torch, as the other below does
+        from prefrl.scripts.replay.steps import replay_dump  # imports torch, as the other below does
 
         replay_dump(options.run, identity)
         return 0
     if options.step is None or options.step < 1:
         raise ConfigError(f"step={options.step}: must be the number of a step, 1 or more. Set --step.")
-    from prefrl.scripts.replay.online import Replay
+    from prefrl.scripts.replay.steps import Replay
 
     with tempfile.TemporaryDirectory() as scratch:
         Replay(options.run, identity, options.step, scratch).run()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
-from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.report.html import page
+from prefrl.scripts.command import command
+from prefrl.scripts.report.page import page
 
 __all__ = ["RunArguments", "main"]
 
@@ -38,27 +37,16 @@ class ReportArguments(RunArguments):
     output: str | None = opt(None, "File to write; None: report.html in the folder of the first run.")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the page to a file that only this user can read, as the completions in it.
-
-    Args:
-        argv: The folders of one run or two, then the options.
-
-    Returns:
-        0.
-
-    Raises:
-        ConfigError: A folder is not that of a run, or the page cannot be written.
-    """
-    parser = CommandParser(
-        "report",
-        (ReportArguments,),
-        "Write one HTML file with curves, rewards, completions, health, options and versions of a run. "
-        "Example: prefrl report runs/a runs/b --output compared.html",
-        takes_config=False,
-        positional=("run", "other"),
-    )
-    (options,) = parser.parse(argv)
+@command(
+    "report",
+    ReportArguments,
+    about="Write one HTML file with curves, rewards, completions, health, options and versions of a run. "
+    "Example: prefrl report runs/a runs/b --output compared.html",
+    takes_config=False,
+    positional=("run", "other"),
+)
+def main(options: ReportArguments) -> int:
+    """Write the page to a file that only this user can read, as the completions in it."""
     folders = options.folders()
     output = folders[0] / "report.html" if options.output is None else Path(options.output)
     text = page(folders)

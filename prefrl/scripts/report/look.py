@@ -19,9 +19,9 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.printable import printable
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.command import command
 
-__all__ = ["LookArguments", "command_parser", "main"]
+__all__ = ["LookArguments", "main"]
 
 _METADATA = b"prefrl"  # where the journal says which columns are rewards
 _SHOWN_CHARACTERS, _SHOWN_LINES = 4000, 100
@@ -51,27 +51,10 @@ class LookArguments:
             self.worst = 0 if self.best else _DEFAULT_WORST
 
 
-def command_parser() -> CommandParser:
-    """The parser of `prefrl look`."""
-    return CommandParser(
-        "look", (LookArguments,), "Show the worst and the best completions of a run.", positional=("run_dir",)
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Parse the command line and print completions.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: There is no such run, or it kept no completions.
-    """
-    (options,) = command_parser().parse(argv)
-    files = _files(Path(options.run_dir))
+@command("look", LookArguments, about="Show the worst and the best completions of a run.", positional=("run_dir",))
+def main(options: LookArguments) -> int:
+    """Print completions."""
+    files = _files(Path(str(options.run_dir)))
     chosen = _chosen(files, options)
     rows = [row for step in chosen for row in _last_turns(files[step], options.reward)]
     scored = sorted(

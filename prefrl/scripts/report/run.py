@@ -1,21 +1,21 @@
-"""Reads what a run's folder holds, without torch: metrics, options, versions, the commands that started it."""
+"""The folder of a run, read without torch: metrics, options, versions, starts, and what they say about its health."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from prefrl.errors import ConfigError
 from prefrl.printable import masked, printable
 from prefrl.run.checkpoints import step_of
 from prefrl.run.records import IDENTITY, METRICS_FILE, Identity, Start, read_identity, read_metrics, read_starts
 
-__all__ = ["Point", "RunRecord", "read_run", "series_of", "thinned"]
+__all__ = ["Point", "read_run", "series_of", "thinned", "events_of"]
 
 _TIME = re.compile(r"time/(\w+)_s")
 _NOT_METRICS = ("step", "epoch", "stage", "run", "time")
@@ -130,3 +130,77 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that went wrong, or may have."""
+
+    first: int  # optimizer step
+    last: int
+    is_severe: bool
+    text: str
+
+
+# Metric, test of its value, whether that is severe, and what it means. Values of `rewards/<name>/none` are tested by
+# the last part of the name.
+_RULES: tuple[tuple[str, Callable[[float], bool], bool, str], ...] = (
+    ("loss", lambda v: not math.isfinite(v), True, "The loss was not finite."),
+    ("grad_norm", lambda v: not math.isfinite(v), True, "The gradient was not finite."),
+    ("health/signal_fraction", lambda v: v == 0, True, "No completion had a learning signal."),
+    ("frac_reward_zero_std", lambda v: v >= 0.9, False, "At least 90 % of the groups had equal rewards."),
+    ("completions/clipped_ratio", lambda v: v >= 0.5, False, "At least half of the completions were cut off."),
+    ("frac_unscored", lambda v: v > 0, False, "Some completions were not scored by any reward."),
+    ("none", lambda v: v > 0, False, "A reward returned None."),
+    ("server/retries", lambda v: v > 0, False, "Requests to the server were repeated."),
+    ("server/restarts", lambda v: v > 0, False, "The server was restarted."),
+)
+# Counts since the run began: each increase is an event.
+_COUNTS = (
+    ("guard/skipped_steps", "Steps were skipped, because loss or gradient was not finite."),
+    ("guard/rollbacks", "The run went back to an earlier checkpoint."),
+)
+
+
+def events_of(run: RunRecord) -> list[Event]:
+    """The events of a run by their first step; the same finding in logs that follow each other is one event."""
+    events = [event for rule in _RULES for event in _by_rule(run.rows, *rule)]
+    events += [event for name, text in _COUNTS for event in _increases(run.rows, name, text)]
+    for path in run.folder.glob("nan-step-*"):
+        number = path.name.removeprefix("nan-step-")
+        if number.isdecimal():
+            step = int(number)
+            events.append(Event(step, step, True, f"The state before a failed step is in {path.name}."))
+    return sorted(events, key=lambda event: (event.first, event.text))
+
+
+def _by_rule(
+    rows: Sequence[Mapping[str, Any]], name: str, is_bad: Callable[[float], bool], is_severe: bool, text: str
+) -> Iterator[Event]:
+    steps: list[int] = []
+    for row in rows:
+        found = [v for key, v in row.items() if key == name or key.endswith(f"/{name}")]
+        values = [math.nan if v is None else v for v in found if v is None or _is_number(v)]  # JSON has no NaN
+        if not values:
+            continue
+        if any(map(is_bad, values)):
+            steps.append(row["step"])
+        elif steps:
+            yield Event(steps[0], steps[-1], is_severe, text)
+            steps = []
+    if steps:
+        yield Event(steps[0], steps[-1], is_severe, text)
+
+
+def _increases(rows: Sequence[Mapping[str, Any]], name: str, text: str) -> Iterator[Event]:
+    before = 0.0
+    for row in rows:
+        count = row.get(name)
+        if _is_number(count):
+            if count > before:
+                yield Event(row["step"], row["step"], True, text)
+            before = count
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -17,9 +17,9 @@ from annotated_types import Ge, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.command import command
 from prefrl.scripts.report.command import RunArguments
-from prefrl.scripts.report.html import page
+from prefrl.scripts.report.page import page
 
 __all__ = ["LivePage", "main", "serve"]
 
@@ -38,28 +38,17 @@ class WatchArguments(RunArguments):
         check_fields(self)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Serve the page until Ctrl-C.
-
-    Args:
-        argv: The folders of one run or two, then the options.
-
-    Returns:
-        0.
-
-    Raises:
-        ConfigError: A folder is not that of a run, or the port is taken.
-    """
-    parser = CommandParser(
-        "watch",
-        (WatchArguments,),
-        "Show a run in the browser, while it trains or later. Only this machine can open the page, with the address "
-        "that is printed: it contains a random token, which keeps out other users. "
-        "Example: prefrl watch runs/a",
-        takes_config=False,
-        positional=("run", "other"),
-    )
-    (options,) = parser.parse(argv)
+@command(
+    "watch",
+    WatchArguments,
+    about="Show a run in the browser, while it trains or later. Only this machine can open the page, with the address "
+    "that is printed: it contains a random token, which keeps out other users. "
+    "Example: prefrl watch runs/a",
+    takes_config=False,
+    positional=("run", "other"),
+)
+def main(options: WatchArguments) -> int:
+    """Serve the page until Ctrl-C."""
     live = LivePage(options.folders())
     live.current()
     with serve(live, options.port) as server:

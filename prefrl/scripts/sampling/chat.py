@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ from rich.markup import escape
 
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.command import command
 from prefrl.scripts.sampling.sampler import Sampler, SamplingArguments, make_sampler
 
-__all__ = ["ChatArguments", "command_parser", "main"]
+__all__ = ["ChatArguments", "main"]
 
 _COMMANDS = "/clear forgets the conversation, /undo its last turn; /exit or Ctrl-D ends."
 
@@ -32,26 +32,9 @@ class ChatArguments(SamplingArguments):
         )
 
 
-def command_parser() -> CommandParser:
-    """The parser of `prefrl chat`."""
-    return CommandParser(
-        "chat", (ChatArguments,), "Talk to a model in the terminal.", positional=("model_name_or_path",)
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Parse the command line and talk until the input ends.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work, or the model has no chat template.
-    """
-    (options,) = command_parser().parse(argv)
+@command("chat", ChatArguments, about="Talk to a model in the terminal.", positional=("model_name_or_path",))
+def main(options: ChatArguments) -> int:
+    """Talk until the input ends."""
     console = Console(highlight=False)
     with console.status("Loading the model"):
         sampler = make_sampler(options, needs_template=True)

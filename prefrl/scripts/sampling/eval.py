@@ -18,15 +18,22 @@ from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
 from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
-from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.sampling.sampler import Sample, SamplingArguments, has_messages, make_sampler
-from prefrl.scripts.sampling.samples_file import RESPONSES, load_rows, write_rows
+from prefrl.scripts.command import command
+from prefrl.scripts.sampling.sampler import (
+    RESPONSES,
+    Sample,
+    SamplingArguments,
+    has_messages,
+    load_rows,
+    make_sampler,
+    write_rows,
+)
 
 if TYPE_CHECKING:
     from prefrl.rewards.at_k import PromptSamples
     from prefrl.rewards.runner import RewardRunner
 
-__all__ = ["EvalArguments", "command_parser", "main"]
+__all__ = ["EvalArguments", "main"]
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingArguments) if field.name != "seed"]
 # Under these names, rewards look for what is right.
@@ -122,31 +129,16 @@ class _Scored:
     logged: dict[str, list[list[Any]]]  # what rewards log
 
 
-def command_parser() -> CommandParser:
-    """The parser of `prefrl eval`."""
-    return CommandParser(
-        "eval",
-        (EvalArguments,),
-        "Score a model's responses to prompts, or the responses that a file holds.",
-        positional=("model_name_or_path", "dataset_name"),
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Parse the command line, sample if asked to, score, and report.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work.
-    """
-    (options,) = command_parser().parse(argv)
+@command(
+    "eval",
+    EvalArguments,
+    about="Score a model's responses to prompts, or the responses that a file holds.",
+    positional=("model_name_or_path", "dataset_name"),
+)
+def main(options: EvalArguments) -> int:
+    """Sample if asked to, score, and report."""
     needed = _needed_column(options)
-    rows = load_rows(options.dataset_name, options.dataset_split, column=needed, options=options)
+    rows = load_rows(str(options.dataset_name), options.dataset_split, column=needed, options=options)
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)
     rewards.check_columns(columns)

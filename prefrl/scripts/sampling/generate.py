@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +14,19 @@ from prefrl.printable import printable
 from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
 from prefrl.scripts.arguments.dataset_config import FILES
-from prefrl.scripts.parsing.command_parser import CommandParser
-from prefrl.scripts.sampling.sampler import Prompt, SamplingArguments, has_messages, make_sampler
-from prefrl.scripts.sampling.samples_file import RESPONSES, check_output_file, load_rows, write_rows
+from prefrl.scripts.command import command
+from prefrl.scripts.sampling.sampler import (
+    RESPONSES,
+    Prompt,
+    SamplingArguments,
+    check_output_file,
+    has_messages,
+    load_rows,
+    make_sampler,
+    write_rows,
+)
 
-__all__ = ["GenerateArguments", "command_parser", "main"]
+__all__ = ["GenerateArguments", "main"]
 
 
 @dataclass
@@ -63,38 +70,23 @@ class GenerateArguments(SamplingArguments, ColumnArguments):
         return [*system, {"role": "user", "content": self.prompt}]
 
 
-def command_parser() -> CommandParser:
-    """The parser of `prefrl generate`."""
-    return CommandParser(
-        "generate",
-        (GenerateArguments,),
-        "Sample completions of a prompt, or of all prompts of a dataset.",
-        positional=("model_name_or_path", "prompt"),
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Parse the command line, sample, and print or write the completions.
-
-    Args:
-        argv: The options.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PrefrlError: The options ask for something that cannot work.
-    """
-    (options,) = command_parser().parse(argv)
+@command(
+    "generate",
+    GenerateArguments,
+    about="Sample completions of a prompt, or of all prompts of a dataset.",
+    positional=("model_name_or_path", "prompt"),
+)
+def main(options: GenerateArguments) -> int:
+    """Sample, and print or write the completions."""
     if options.dataset_name is None:
         return _print(options)
-    column = options.prompt_column
+    output, column = Path(str(options.output_file)), options.prompt_column
     rows = load_rows(options.dataset_name, options.dataset_split, column=column, options=options)
-    check_writable(Path(options.output_file).parent, option="folder of output_file")
+    check_writable(output.parent, option="folder of output_file")
     prompts = [row[options.prompt_column] for row in rows]
     samples = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
     answered = [{**row, RESPONSES: [one.text for one in group]} for row, group in zip(rows, samples, strict=True)]
-    write_rows(Path(options.output_file), answered)
+    write_rows(output, answered)
     print(f"{len(rows)} prompts with {options.num_generations} completions each are in {options.output_file}.")
     print(f"To score them: prefrl eval --dataset_name {options.output_file} --reward_funcs NAME")
     return 0

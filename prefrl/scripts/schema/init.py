@@ -27,17 +27,7 @@ _FILLED = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the file.
-
-    Args:
-        argv: The name of the algorithm.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: There is no such algorithm.
-    """
+    """Print the file for the algorithm that the command line names."""
     if argv and argv[0] in ("-h", "--help"):
         print(f"{_USAGE}\n\nPrint a commented YAML file of options. Algorithms: {', '.join(REGISTRY)}.")
         return 0

@@ -1,42 +1,68 @@
-"""The options of every algorithm, read from schema.json: a mistake is found before anything heavy is imported."""
+"""The options of every algorithm as data: a mistake is found before anything heavy is imported."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.switches import SWITCHES
+from prefrl.options.fields import hints_of
+from prefrl.options.flat_names import init_vars
+from prefrl.options.presets import PRESETS
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
+from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.given import Given
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser
-from prefrl.scripts.schema.early import check_pairs_of_options
+from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
+from prefrl.scripts.schema.early import EarlyConfig, check_together, early_class, huggingface
 from prefrl.scripts.schema.help import all_options, common_options, found_options
 
-__all__ = ["SCHEMA_FILE", "SchemaParser", "options_of"]
+__all__ = ["SchemaParser", "options_of"]
 
-SCHEMA_FILE = Path(__file__).with_name("schema.json")
 _NUMBERS = {"int": int, "float": float}
 _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    schema: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    return schema
-
-
 def options_of(algorithm: str) -> list[dict[str, Any]]:
-    """The options of an algorithm, in the order of their declaration; see `prefrl.scripts.schema.writer`."""
-    schema = _schema()
-    return [schema["options"][number] for number in schema["algorithms"][algorithm]]
+    """The options of an algorithm, in the order of their declaration; see `option_of`."""
+    early = early_class(algorithm)
+    names = {field.name for field in dataclasses.fields(early)}
+    script_class = RewardArguments if "reward_weights" in names else CommandArguments
+    launch_class = LaunchArguments if "use_vllm" in names else ProcessArguments
+    options = [*_options(script_class), *_options(early), *_flat_names(early), *_options(launch_class)]
+    if algorithm == "grpo":
+        text = "Options of a paper's algorithm; your own take precedence."
+        options.append({"name": "preset", "kind": "str", "help": text, "choices": [*PRESETS], "is_nullable": True})
+    return options
+
+
+def _options(cls: Any) -> list[dict[str, Any]]:
+    """The fields of a class as options; those that it has from HuggingFace alone as they are described in the file."""
+    hints = hints_of(cls)
+    inherited = {row["name"]: row for row in huggingface()["options"]} if issubclass(cls, EarlyConfig) else {}
+    rows = []
+    for field in dataclasses.fields(cls):
+        row = option_of(field, hints[field.name]) if "help" in field.metadata else inherited[field.name]
+        rows.append({**row, "is_inherited": True} if field.name in inherited else row)
+    return rows
+
+
+def _flat_names(cls: Any) -> list[dict[str, Any]]:
+    """The keywords that fill places in options, which the help does not show."""
+    hints = hints_of(cls)
+    fields = cls.__dataclass_fields__
+    return [{**option_of(fields[name], hints[name].type), "is_hidden": True} for name in init_vars(cls)]
+
+
+def _names(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)} | init_vars(cls).keys()
 
 
 class SchemaParser(OptionParser):
@@ -91,11 +117,10 @@ class SchemaParser(OptionParser):
         Raises:
             ConfigError: Options exclude each other, or one has no effect.
         """
-        options = list(self._options.values())
+        of_others = self._options.keys() - {*_names(early_class(self._algorithm)), "preset"}
+        values = {name: value for name, value in given.values.items() if name not in of_others}
         try:
-            return check_pairs_of_options(
-                self._algorithm, _schema(), options, given.values, knows_processes=knows_processes
-            )
+            return check_together(self._algorithm, values, knows_processes=knows_processes)
         except ConfigError as error:
             raise given.located(error) from None
 
@@ -120,7 +145,7 @@ class SchemaParser(OptionParser):
 
     def _check_feature(self, name: str, values: Mapping[str, Any]) -> None:
         is_set = values[name] != self._options[name].get("default")
-        off = [switch for switch, names in SWITCHES.items() if name in names and values.get(switch, True) is False]
+        off = [switch for switch in self._options[name].get("needs", ()) if values.get(switch, True) is False]
         if is_set and off:
             raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
 

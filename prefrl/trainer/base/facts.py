@@ -8,8 +8,8 @@ from prefrl import distributed
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.footprint import optimizer_bytes, weights_of
 from prefrl.models.forward import plan_in_words
-from prefrl.trainer.base.sizes.memory import free_memory
-from prefrl.trainer.progress.banner import quantity
+from prefrl.trainer.memory import free_memory
+from prefrl.trainer.progress.history import quantity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState

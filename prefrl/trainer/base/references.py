@@ -1,4 +1,4 @@
-"""Makes the reference model that a trainer keeps beside its policy."""
+"""What a trainer loads beside its policy: the reference model, and the reader of images of its processor."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from prefrl import distributed
+from prefrl.data.image_example import example_batch
+from prefrl.data.images import image_reader
+from prefrl.models.forward import set_image_example
 from prefrl.models.load import arguments_for_other, load_model
 from prefrl.models.reference import make_reference
 from prefrl.trainer.base.kernels import add_kernels, change_layers
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
+    from prefrl.data.images import ImageReader, ProcessingClass
     from prefrl.models.reference import Reference
+    from prefrl.options.reference import ReferenceOptions
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.reference import ReferenceOptions
 
-__all__ = ["kept_reference", "loaded_reference"]
+__all__ = [
+    "kept_reference",
+    "loaded_reference",
+    "reader_for",
+]
 
 
 def loaded_reference(
@@ -41,10 +50,16 @@ def kept_reference(
     """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
     if given is not None:
         add_kernels(args, given)
-    reference = make_reference(
-        model, beta=options.beta, moves=options.sync_ref_model, plan=args.forward_plan, given=given
-    )
+    reference = make_reference(model, beta=options.beta, moves=options.sync_ref_model, given=given)
     if reference is not None and reference.own_model is not None:
         change_layers(args, reference.own_model)
         distributed.prepare_frozen(accelerator, reference.own_model)
     return reference
+
+
+def reader_for(model: nn.Module, processing_class: ProcessingClass) -> ImageReader | None:
+    """The reader of images of a processor, with which the model's self-check is prepared; None for text."""
+    reader = image_reader(processing_class)
+    if reader is not None:
+        set_image_example(model, example_batch(reader))
+    return reader

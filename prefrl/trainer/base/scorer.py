@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from prefrl import distributed
-from prefrl.losses.kl.full import ReferenceLogits
-from prefrl.models.forward import in_pieces, token_logprobs
+from prefrl.losses.kl import ReferenceLogits
+from prefrl.models.forward import Scoring, in_pieces, scores_in_pieces, token_logprobs
 from prefrl.models.modes import eval_mode
-from prefrl.models.reference import scores_in_pieces
 from prefrl.models.scoring import inside, packed, unpacked
-from prefrl.trainer.base.memory import SCORING, explained, size_of
+from prefrl.trainer.memory import SCORING, explained, size_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord
+    from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.step_account import StepAccount
     from prefrl.types import TokenBatch
 
 __all__ = ["ScoreNeed", "Scorer", "Scores"]
@@ -105,6 +104,10 @@ class Scorer:
     critic: Critic | None = None
     routers: RouterRecord | None = None  # records the passes of `scores`, if it is set
 
+    def __post_init__(self) -> None:
+        args = self.args
+        self.scoring = Scoring(args.scoring_temperature, args.scoring_truncation, args.forward_plan)
+
     # With gradients.
 
     def scores(
@@ -121,16 +124,7 @@ class Scorer:
         reference = None
         if self.reference is not None and ref_hidden is not None:
             reference = ReferenceLogits(ref_hidden, self.reference.logits)
-        return token_logprobs(
-            model,
-            batch,
-            temperature=self.args.scoring_temperature,
-            truncation=self.args.scoring_truncation,
-            want=want,
-            plan=self.args.forward_plan,
-            reference=reference,
-            routers=self.routers,
-        )
+        return token_logprobs(model, batch, **vars(self.scoring), want=want, reference=reference, routers=self.routers)
 
     def scores_and_values(
         self,
@@ -216,8 +210,7 @@ class Scorer:
         with self._pass("reference", batch), self.accelerator.autocast(), usable:
             scores = self.reference.scores(
                 batch.to(self.args.device),
-                temperature=self.args.scoring_temperature,
-                truncation=self.args.scoring_truncation,
+                self.scoring,
                 max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
                 want=want,
             )
@@ -237,10 +230,8 @@ class Scorer:
             scores = scores_in_pieces(
                 policy,
                 batch.to(self.args.device),
-                temperature=self.args.scoring_temperature,
-                truncation=self.args.scoring_truncation,
+                self.scoring,
                 max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,
-                plan=self.args.forward_plan,
                 want=want,
             )
         return scores.to(batch.device)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 import torch
 
@@ -16,38 +16,32 @@ from prefrl import distributed
 from prefrl.data.checks import ID_COLUMNS, check_known_ids, check_positions, warn_of_shared_rows
 from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
 from prefrl.metrics import Metric, merge
+from prefrl.models.adapters import is_peft_model
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.kernels import OffloadActivations
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
+from prefrl.options.size import automatic_rate
 from prefrl.run.folder import check_writable
+from prefrl.trainer.account import StepAccount, StepFlops, idle_share
 from prefrl.trainer.base.arguments import check_dataset, check_names
-from prefrl.trainer.base.averaging import AveragingTrainer
-from prefrl.trainer.base.checkpoints.reference_file import (
-    check_fingerprint,
-    load_reference,
-    save_fingerprint,
-    save_reference,
-)
-from prefrl.trainer.base.checkpoints.run_identity import data_fingerprint, decisive_options, model_fingerprint
-from prefrl.trainer.base.epoch_intervals import EpochIntervals
 from prefrl.trainer.base.facts import facts_of
-from prefrl.trainer.base.images import reader_for
 from prefrl.trainer.base.kernels import add_kernels, change_policy
-from prefrl.trainer.base.memory import TRAINING, explained, size_of
-from prefrl.trainer.base.new_training import NewTraining
-from prefrl.trainer.base.optimizers.schedule_free import use_averaged_weights, use_trained_weights
-from prefrl.trainer.base.profiling import profilers
-from prefrl.trainer.base.references import kept_reference
+from prefrl.trainer.base.references import kept_reference, reader_for
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
 from prefrl.trainer.base.scorer import Scorer
-from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops, idle_share
-from prefrl.trainer.base.steps import Step, SyncStep
-from prefrl.trainer.base.sync_reference import SyncReference
+from prefrl.trainer.checkpointing import check_fingerprint, load_reference, save_fingerprint, save_reference
+from prefrl.trainer.decisive import data_fingerprint, decisive_options, model_fingerprint
+from prefrl.trainer.evaluation import check_metric_names, check_training_set, drained, first_rows
+from prefrl.trainer.features import MovingReference
+from prefrl.trainer.loop import Loop
+from prefrl.trainer.memory import TRAINING, explained, size_of
+from prefrl.trainer.optimizers import averages_weights, use_averaged_weights, use_trained_weights
 from prefrl.trainer.progress.history import History
 from prefrl.trainer.progress.views import add_views, closed_at_end
+from prefrl.trainer.steps import Step, SyncStep
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -59,9 +53,10 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
+    from prefrl.options.reference import ReferenceOptions
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.options.reference import ReferenceOptions
-    from prefrl.trainer.base.predictions import ComputeMetrics
+    from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
+    from prefrl.trainer.steps import LongBatch
 
 __all__ = ["BaseTrainer"]
 
@@ -69,7 +64,7 @@ Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRS
 Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a trainer's loss reads
 
 
-class BaseTrainer(AveragingTrainer, Generic[Ready]):
+class BaseTrainer(Loop, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
     A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
@@ -87,7 +82,9 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
     _derived_columns: tuple[str, ...] = ()  # columns of prepared datasets that models have computed
 
     args: BaseConfig
+    predicted: PredictedRows | None = None  # of the running evaluation, if anybody asks for them
     _reference_moves = False
+    _averages_weights = False  # whether the optimizer has two sets of weights
 
     def __new__(cls, *_: Any, **arguments: Any) -> Self:
         """Refuse unknown names of arguments before a constructor does, which would not say what is meant.
@@ -134,39 +131,43 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self._router_coef = router_coef_of(model, args)
         change_policy(args, model)
         prepare_for_scoring(model)
-        self.metrics: dict[Literal["train", "eval"], dict[str, Metric]] = {"train": {}, "eval": {}}
+        self.metrics = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
-        self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
-        args.fit_context(self._position_limit)
+        self._fit_options(args, model)
         super().__init__(
             model=model,
             args=args,
             data_collator=self.collate,
-            train_dataset=self._prepared(train_dataset, processing_class, training=True),
-            eval_dataset=self._prepared(eval_dataset, processing_class, training=False),
+            train_dataset=self.prepared(train_dataset, processing_class, training=True),
+            eval_dataset=self.prepared(eval_dataset, processing_class, training=False),
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=[EpochIntervals(args), *(callbacks or []), *profilers(args)],
+            callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.check_training_set()
+        check_training_set(args, self.train_dataset, self.eval_dataset)
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
         self.model.add_model_tags(["prefrl", self.algorithm])
-        self._add_callbacks()
+        self._add_views()
         if args.log_flops:
             self._count_flops()
 
-    def _add_callbacks(self) -> None:
+    def _fit_options(self, args: BaseConfig, model: nn.Module) -> None:
+        """Set what the options leave to the model."""
+        self._num_embeddings, self._position_limit = num_embeddings(model), position_limit(model)
+        args.fit_context(self._position_limit)
+        if "learning_rate" in args.automatic:
+            args.learning_rate = automatic_rate(args, has_adapter=is_peft_model(model))
+
+    def _add_views(self) -> None:
         self.history = History(self._facts, lambda: self.account.current)
         add_views(self.callback_handler, self.history, run=lambda: self.run_folder.run)
-        self.add_callback(EndOfOptimizerPhase(self.account))
-        self.add_callback(NewTraining(begin=self._begin_training, end=self._end_training))
 
     def _facts(self) -> Mapping[str, str]:
-        models = (self.policy, self.ref_model)
-        return facts_of(self.args, *models, self.state, self.train_dataset, algorithm=self.algorithm)
+        of_run = self.policy, self.ref_model, self.state, self.train_dataset
+        return facts_of(self.args, *of_run, algorithm=self.algorithm)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)
@@ -223,6 +224,25 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         """Check and tokenize a dataset."""
 
     @abstractmethod
+    def trial(self, num_rows: int) -> AbstractContextManager[LongBatch]:
+        """A context with a micro-batch of rows that are as long as any.
+
+        At its end, everything that the next update depends on is as it was before. All ranks must enter it.
+        """
+
+    @abstractmethod
+    def evaluation_step(self, model: nn.Module, item: Any) -> dict[str, Metric]:
+        """Metrics of one item of the evaluation loader."""
+
+    def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
+        """Metrics of all items together, after the last one; see `Evaluated`."""
+        return {}
+
+    @abstractmethod
+    def rows_of(self, item: Any) -> int:
+        """Dataset rows in an item of the evaluation loader."""
+
+    @abstractmethod
     def collate(self, rows: list[dict[str, Any]]) -> Any:
         """Turn dataset rows into one item of the data loader; `rows` may be empty."""
 
@@ -252,12 +272,13 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
             self.scorer.reference_logprobs(self._idle_batch())  # runs the self-check now, as for the policy
         if options.sync_ref_model:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
-            self.add_callback(SyncReference(reference, alpha=alpha, steps=steps))
+            self.parts.add(MovingReference(reference, alpha=alpha, steps=steps))
             self._reference_moves = True
 
     def _begin_training(self) -> None:
         """Called on all ranks before the first step of a training run."""
-        self.check_metric_names()
+        check_metric_names(self.args, self.eval_dataset)
+        self._averages_weights = averages_weights(self.optimizer)
         if distributed.num_processes() > 1:  # the self-check makes several passes; FSDP2 must run them outside a step
             verdict_of(self.policy)
             distributed.release(self.policy)
@@ -289,15 +310,19 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         # ZeRO and FSDP gather weights in every forward pass, so all ranks must run the same number of passes.
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
         merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
-        idle = [self._idle_batch()] * (int(num_forwards) - len(micro_batches))
-        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep([*micro_batches, *idle])], total_count
+        passes: list[TokenBatch] = [*micro_batches]
+        if num_missing := int(num_forwards) - len(passes):
+            passes += [self._idle_batch()] * num_missing
+        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep(passes)], total_count
 
     def _start_step(self) -> None:
+        self.parts.tell("before_step", self)
         self.account.start()
-        use_trained_weights(self.optimizer)
+        if self._averages_weights:
+            use_trained_weights(self.optimizer)
 
     def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
-        """Tokens that a step adds to `num_tokens`: the tokens of all rows, each including its own prompts."""
+        """Tokens that a step adds to `num_tokens`: those of all rows, each including its own prompts."""
         return sum(batch.forward_tokens([row]) for batch in batches for row in range(batch.num_rows))
 
     def _idle_batch(self) -> IdleBatch:
@@ -308,14 +333,14 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
     ) -> Tensor:
         """Forward and backward pass of all micro-batches of the step; the last one synchronizes gradients."""
-        loss = inputs.run(model, self._micro_step, num_items_in_batch)
+        loss = inputs.run(model, self.micro_step, num_items_in_batch)
         loss = loss.to(self.args.device, non_blocking=True)  # without micro-batches, it is on the host
-        self._step = inputs, loss
+        self.current_step, self.step_loss = inputs, loss
         if inputs.micro_batches:
             self.account.switch("optimizer")
         return loss
 
-    def _micro_step(
+    def micro_step(
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
     ) -> Tensor:
         """Forward and backward pass of one micro-batch; the last one of a step synchronizes gradients over ranks."""
@@ -399,13 +424,15 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
 
     # Datasets.
 
-    def _prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
+    def prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
+        """A raw dataset, or several by name, checked and tokenized; None stays None."""
         if dataset is None:
             return None
         check_dataset("train_dataset" if training else "eval_dataset", dataset, takes_several=not training)
         if isinstance(dataset, Mapping):
-            return {name: self._prepared(part, processing_class, training=training) for name, part in dataset.items()}
-        dataset = with_named_images(dataset if training else self._first_rows(dataset), self.args.image_key)
+            return {name: self.prepared(part, processing_class, training=training) for name, part in dataset.items()}
+        dataset = dataset if training else first_rows(dataset, self.args.max_eval_samples)
+        dataset = with_named_images(dataset, self.args.image_key)
         prepared = self.prepare_dataset(dataset, processing_class, training=training)
         columns, tokenizer = self._id_columns, tokenizer_of(processing_class)
         prepared = check_known_ids(prepared, tokenizer, num_embeddings=self._num_embeddings, columns=columns)
@@ -418,33 +445,29 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
         return ["forward", "backward", "optimizer", *(["reference"] if self.reference is not None else [])]
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """HuggingFace's hook, called after the step and all its callbacks."""
-        self.account.finish()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """HuggingFace's hook: adds the metrics since the last log, under TRL's names; at the end, too."""
         is_rest = "train_runtime" in logs and self._globalstep_last_logged < self.state.global_step
         if "loss" in logs or is_rest:
             merge(self.metrics["train"], self.account.drain(self.phases))
-            logs |= self._drain("train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+            logs |= drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
         super().log(logs, start_time)
 
     # Checkpoints.
 
     def decisive(self) -> dict[str, Any]:
-        """See `ResumableTrainer`."""
+        """See `Loop`."""
+        is_sought = self.args.sought == {"per_device_train_batch_size"}  # `found_sizes` says how many rows were found
         return {
             "algorithm": self.algorithm,
             "model": model_fingerprint(self.policy),
             "data": data_fingerprint(self.train_dataset, without=self._derived_columns),
-            "rows_per_step": self.get_total_train_batch_size(self.args),
+            "rows_per_step": "auto" if is_sought else self.get_total_train_batch_size(self.args),
             **decisive_options(self.args),
         }
 
     def _save_update_state(self, folder: Path) -> None:
-        """See `ResumableTrainer`; also writes the reference if it moves, or the fingerprint of its weights."""
+        """See `Loop`; also writes the reference if it moves, or the fingerprint of its weights."""
         super()._save_update_state(folder)
         if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
             save_fingerprint(fingerprint, folder)
@@ -468,7 +491,7 @@ class BaseTrainer(AveragingTrainer, Generic[Ready]):
         return None if self.reference is None or self._reference_moves else self.reference.fingerprint()
 
     def write_model(self, folder: Path) -> None:
-        """See `ResumableTrainer`."""
+        """See `Loop`."""
         state = whole_state(self.policy, keep=self.args.should_save)
         if self.args.should_save:
             self._save(str(folder), state)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.export import whole_state
-from prefrl.trainer.base.checkpoints.stateful_callback import StatefulCallback
+from prefrl.trainer.checkpointing import StatefulCallback
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

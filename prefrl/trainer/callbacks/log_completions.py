@@ -17,7 +17,7 @@ from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.printable import printable, reason_of
-from prefrl.rollout.tables import Tables
+from prefrl.rollout.summary import Tables
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments

@@ -12,10 +12,10 @@ from prefrl import distributed
 from prefrl.data.collate import preference_batch
 from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
 from prefrl.losses.preference.pairwise import Pairs
-from prefrl.losses.preference.rows import length_desensitized
+from prefrl.losses.preference.unpaired import length_desensitized
 from prefrl.losses.reduce import row_sums, trainable_per_row
 from prefrl.metrics import Difference, Mean, Metric
-from prefrl.trainer.base.config import TRUNCATION_SIDES
+from prefrl.options.types import TRUNCATION_SIDES
 
 if TYPE_CHECKING:
     from datasets import Dataset

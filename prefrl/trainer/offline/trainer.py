@@ -22,6 +22,7 @@ from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
 from prefrl.trainer.base.arguments import (
     check_arguments,
     check_has_data,
@@ -30,16 +31,13 @@ from prefrl.trainer.base.arguments import (
     named,
     own_config,
 )
-from prefrl.trainer.base.options.reference import OfflineReferenceOptions
 from prefrl.trainer.base.references import kept_reference, loaded_reference
-from prefrl.trainer.base.sizes.auto import LongBatch
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
-from prefrl.trainer.offline.config import SampleOptions
-from prefrl.trainer.offline.longest_rows import longest_rows
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
-from prefrl.trainer.offline.predictions import predicted_pairs
+from prefrl.trainer.offline.rows import longest_rows, predicted_pairs
 from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.steps import LongBatch
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.models.reference import Reference
-    from prefrl.trainer.base.predictions import ComputeMetrics
+    from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.offline.config import OfflineConfig
     from prefrl.trainer.offline.preference import RowKind
 
@@ -169,13 +167,13 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         super()._begin_training()
         self._policy_is_reference = False
 
-    def _prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
+    def prepared(self, dataset: Any, processing_class: ProcessingClass, *, training: bool) -> Any:
         """See `BaseTrainer`; a dataset given to `evaluate` is also scored with the reference, if that is needed.
 
         Raises:
             ConfigError: The reference is gone.
         """
-        prepared = super()._prepared(dataset, processing_class, training=training)
+        prepared = super().prepared(dataset, processing_class, training=training)
         if self._precomputed_from is None or isinstance(prepared, Mapping):
             return prepared
         if self._late_reference is None and not self._policy_is_reference:
@@ -368,7 +366,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     @contextmanager
     def trial(self, num_rows: int) -> Iterator[LongBatch]:
-        """See `SizedTrainer`."""
+        """See `BaseTrainer`."""
         hidden_size = self.policy.config.get_text_config().hidden_size
         loaded = self._read_and_lay_out(longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size))
         (batch,) = self.prepare_step([loaded])
@@ -399,7 +397,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
                 self.predicted.add(*self.predictions_of(batches[0], output.predictions))
         return metrics
 
-    def _rows_of(self, item: Loaded | None) -> int:
+    def rows_of(self, item: Loaded | None) -> int:
         """Rows in a micro-batch."""
         return 0 if item is None else len(set(item.group_index))
 

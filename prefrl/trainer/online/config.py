@@ -1,91 +1,29 @@
-"""Options of trainers that learn from their own completions, as option groups."""
+"""Options of trainers that learn from their own completions, as what they need from HuggingFace and from models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
-from annotated_types import Ge, Le
+from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
-from prefrl.options.fields import opt, parse_json
-from prefrl.options.generation_rules import (
-    AT_K_RULES,
-    GENERATION_MODE_RULES,
-    GENERATION_SIZE_RULES,
-    LEAST_TEMPERATURE,
-    NUMBERS_RULES,
-    PROMPTS_RULES,
-    GenerationRules,
-)
-from prefrl.options.kwargs import KwargsOption
-from prefrl.options.length_bound import LengthBound
-from prefrl.options.rules import apply
-from prefrl.options.types import BatchSize, Length, NumSamples, Seconds
-from prefrl.trainer.base.config import BaseConfig, TruncationMode
-from prefrl.trainer.base.options.flat_names import FlatName
-from prefrl.trainer.online.episode_options import EpisodeOptions
-from prefrl.trainer.online.evaluation_options import AT_K, EVAL_SAMPLING, SampledEvaluationOptions
-from prefrl.trainer.online.flat_names import FLAT_NAMES, OnlineNames
-from prefrl.trainer.online.local_options import LOCAL_RULES, LocalOptions
-from prefrl.trainer.online.rollout_options import (
-    CURRICULUM,
-    DYNAMIC_SAMPLING,
-    SHAPING,
-    PromptOptions,
-    ShapingOptions,
-)
-from prefrl.trainer.online.vllm_options import CORRECTION, NO_SERVER_RULES, SERVER_RULES, VLLM, VLLMOptions
+from prefrl.losses.truncation import Truncation
+from prefrl.options.online import OnlineOptions
+from prefrl.options.policy_gradient import PolicyGradientOptions
+from prefrl.options.server_rules import cuts_of
+from prefrl.trainer.base.config import BaseConfig
 
+__all__ = ["OnlineConfig", "PolicyGradientConfig"]
 if TYPE_CHECKING:
     from prefrl.models.plans import PositionLimit
 
-__all__ = ["OnlineConfig", "RewardOptions", "SamplingOptions"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass
-class SamplingOptions:
-    """How completions are sampled."""
-
-    max_prompt_length: Length | None = opt(512, "Maximum prompt length in tokens; None: no limit.")
-    truncation_mode: TruncationMode = opt(
-        "keep_end", "How to handle longer prompts: keep their end, keep their start, or stop with an error."
-    )
-    filter_overlong_prompts: bool = opt(False, "Drop prompts longer than max_prompt_length from the dataset.")
-    num_generations: NumSamples = opt(8, "Completions per prompt: the size of a group.")
-    num_generations_eval: NumSamples | None = opt(
-        None, "Completions per prompt in evaluation; None: same as num_generations."
-    )
-    max_completion_length: Length | None = opt(
-        256, "Maximum completion length in tokens; None: the rest of the model's context after max_prompt_length."
-    )
-    temperature: Annotated[float, Ge(LEAST_TEMPERATURE), Le(100)] = opt(
-        0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
-    )
-    temperature_eval: Annotated[float, Ge(0), Le(100)] | None = opt(
-        None, "Temperature in evaluation; 0: greedy decoding. None: same as temperature."
-    )
-    top_p: Annotated[float, Ge(0.001), Le(1)] = opt(
-        1.0, "Sample from the smallest set of tokens whose total probability is at least this."
-    )
-    top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens; 0 or None: from all.")
-    min_p: Annotated[float, Ge(0), Le(1)] | None = opt(
-        None, "Sample from tokens whose probability is at least this fraction of the most likely token's."
-    )
-    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = opt(
-        1.0, "Above 1: tokens that already occur in the text become less likely."
-    )
-
-    @property
-    def longest_completion(self) -> int:
-        """`max_completion_length`, which is a number once a trainer has loaded the model."""
-        if self.max_completion_length is None:
-            raise ConfigError(
-                "max_completion_length=None: a trainer sets it only after it has loaded the model. Set it."
-            )
-        return self.max_completion_length
+class OnlineConfig(OnlineOptions, BaseConfig):
+    """Options of the rollout loop."""
 
     def sampling_params(self) -> SamplingParams:
         """The sampling parameters for the generator."""
@@ -99,116 +37,12 @@ class SamplingOptions:
             repetition_penalty=self.repetition_penalty,
         )
 
-
-@dataclass
-class RewardOptions:
-    """Reward weights, what happens when rewards fail, and masking of truncated completions."""
-
-    reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
-    reward_timeout: Seconds | None = opt(
-        600.0, "Time limit of a reward function for a batch, in seconds; None: no limit."
-    )
-    on_reward_error: Literal["raise", "skip"] = opt(
-        "raise",
-        "What happens on an error in a reward function. raise: the run ends. skip: the function's rewards are None "
-        "for that batch; ten such batches in a row end the run.",
-    )
-    stop_without_signal: Annotated[int, Ge(1)] | None = opt(
-        None,
-        "End the run with an error after this many consecutive optimizer steps in which the rewards give no signal; "
-        "None: only warn.",
-    )
-    mask_truncated_completions: bool = opt(
-        False, "Exclude completions that were cut off at max_completion_length from the loss (DAPO)."
-    )
-
-
-@dataclass
-class OnlineConfig(
-    SamplingOptions,
-    SampledEvaluationOptions,
-    EpisodeOptions,
-    LocalOptions,
-    VLLMOptions,
-    PromptOptions,
-    RewardOptions,
-    ShapingOptions,
-    OnlineNames,
-    GenerationRules,
-    BaseConfig,
-):
-    """Options of the rollout loop."""
-
-    kwargs_options: ClassVar[tuple[KwargsOption[Any], ...]] = (
-        *BaseConfig.kwargs_options,
-        *(VLLM, CORRECTION, SHAPING, DYNAMIC_SAMPLING, CURRICULUM, EVAL_SAMPLING, AT_K),
-    )
-    hints: ClassVar[Mapping[str, Any]] = {
-        **BaseConfig.hints,
-        "tool_parser": dict[str, Any] | str | Callable[[str], Any] | None,
-    }
-    flat_names: ClassVar[Mapping[str, FlatName]] = FLAT_NAMES
-    best_metric: ClassVar[str] = "reward"
-    spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
-    changeable: ClassVar[tuple[str, ...]] = (
-        "num_generations_eval",
-        "temperature_eval",
-        "reward_timeout",
-        "tool_timeout",
-        "max_concurrent_environments",
-        "on_reward_error",
-        "stop_without_signal",
-        "log_completions",
-        "num_completions_to_print",
-        "log_unique_prompts",
-        "journal_keep",
-        "generation_batch_size",  # with another number of processes, these two differ for the same updates
-        "steps_per_generation",
-    )
-
-    learning_rate: float = opt(1e-6, "Initial learning rate.")
-    generation_batch_size: BatchSize | None = opt(
-        None, "Completions of a generation batch, over all processes; None: follows from steps_per_generation."
-    )
-    steps_per_generation: Annotated[int, Ge(1), Le(10**5)] | None = opt(
-        None,
-        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
-        "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
-        "same weights.",
-    )
-    chat_template_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments for the chat template; JSON on the command line."
-    )
-    num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(1, "Number of passes over each generation batch.")
-    shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
-    log_completions: bool = opt(
-        False,
-        "Print completions of each generation batch as a table, and send all of them to those trackers in report_to "
-        "that have tables.",
-    )
-    journal_keep: Annotated[int, Ge(0)] = opt(
-        100,
-        "Number of scored generation batches to keep in the folder completions, in addition to those that a resumed "
-        "run needs; 0: none are written, and a resumed run generates them again.",
-    )
-    num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
-        4, "log_completions prints the best and the worst completion of each prompt, up to this number; None: all."
-    )
-    log_unique_prompts: bool = opt(False, "Let log_completions print only one completion per prompt.")
-
-    def validate(self) -> None:
-        """See `BaseConfig.validate`."""
-        super().validate()
-        parse_json(self, "chat_template_kwargs")
-        apply(self, GENERATION_SIZE_RULES, PROMPTS_RULES, NUMBERS_RULES, AT_K_RULES, LOCAL_RULES)
-        self.check_sampler(use_vllm=self.use_vllm)
-        apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
-        apply(self, GENERATION_MODE_RULES)
-
-    @property
-    def scoring_temperature(self) -> float:
-        """The sampling temperature: the distribution that is sampled from enters the losses."""
-        return self.temperature
+    def evaluation_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of evaluations."""
+        params = replace(self.sampling_params(), num_samples=self.samples_per_evaluated_prompt)
+        if self.temperature_eval is not None:
+            params = replace(params, temperature=self.temperature_eval)
+        return replace(params, **self.eval_sampling_params.given)
 
     def fit_context(self, limit: PositionLimit | None) -> None:
         """See `BaseConfig.fit_context`; sets `max_completion_length` if it is None."""
@@ -230,24 +64,6 @@ class OnlineConfig(
         self.max_completion_length = limit.count - prompt
 
     @property
-    def length_bound(self) -> LengthBound:
-        """See `BaseConfig.length_bound`."""
-        options = "max_prompt_length or max_completion_length"
-        return LengthBound(self.max_prompt_length, options, sampled=self.longest_completion)
-
-    def evaluation_sampling_params(self) -> SamplingParams:
-        """The sampling parameters of evaluations."""
-        params = replace(self.sampling_params(), num_samples=self.samples_per_evaluated_prompt)
-        if self.temperature_eval is not None:
-            params = replace(params, temperature=self.temperature_eval)
-        return replace(params, **self.eval_sampling_params.given)
-
-    @property
-    def prompts_per_evaluation_batch(self) -> int:
-        """Prompts of an evaluation batch on one process."""
-        return max(1, int(self.per_device_eval_batch_size) // self.samples_per_evaluated_prompt)
-
-    @property
     def rows_in_words(self) -> str:
         """See `BaseConfig.rows_in_words`."""
         completions = self.completions_of_generation
@@ -258,12 +74,31 @@ class OnlineConfig(
             f"{self.max_completion_length} tokens{shared}"
         )
 
-    @property
-    def needs_greedy(self) -> bool:
-        """Whether each prompt also needs a greedy completion."""
-        return False
+    def _check_sampler(self) -> None:
+        """See `OnlineOptions._check_sampler`."""
+        if not self.use_vllm and self.device.type == "mps":
+            raise ConfigError(
+                "use_vllm=False on MPS: tokens are sampled with numbers in float64, which MPS does not have. Set "
+                "use_cpu=True."
+            )
+
+
+@dataclass
+class PolicyGradientConfig(PolicyGradientOptions, OnlineConfig):
+    """Options of all policy-gradient trainers."""
 
     @property
-    def needs_scores_first(self) -> bool:
-        """Whether the learning signal depends on log-probs of the policy before its first update from the batch."""
-        return False
+    def scoring_truncation(self) -> Truncation | None:
+        """See `BaseConfig.scoring_truncation`."""
+        cuts = cuts_of(self)
+        return Truncation(**cuts) if cuts and self.truncated_logprobs == "exact" else None
+
+    def warn_of_lengths(self) -> None:
+        """Warn if the ratio of a sequence counts once for each of its tokens."""
+        reduction = self.reduction
+        if self.importance_sampling_level in ("sequence", "sequence_token") and reduction in ("token", "constant"):
+            logger.warning(
+                "importance_sampling_level=%r with loss_type=%r: this loss is a sum over tokens, so a sequence counts "
+                "as often as it has tokens. loss_type='grpo' counts each sequence once, as in GSPO.",
+                *(self.importance_sampling_level, self.loss_type),
+            )

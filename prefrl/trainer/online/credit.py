@@ -12,17 +12,17 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.losses.advantage.balance import RewardBalancer, gram, squared_weights
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.turns import turn_advantages
-from prefrl.losses.advantage.whitening import Moments, moments, whitened
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.advantage.scored import Moments, moments, whitened
+from prefrl.losses.advantage.tokens import turn_advantages
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.covariance import covariance, token_keys
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean
 from prefrl.options.advantage import ScaleParams
 from prefrl.rollout.collect import prompt_seed
-from prefrl.rollout.prefix import contested_prefix_lengths
 from prefrl.rollout.rows import turn_index, turn_rewards
+from prefrl.rollout.selection import contested_prefix_lengths
 from prefrl.trainer.online.policy_terms import token_mean
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
     from prefrl.trainer.base.scorer import Scores
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.trainer.online.policy_objective import PolicyObjective
     from prefrl.types import Rollout, SampledBatch, TokenBatch
 

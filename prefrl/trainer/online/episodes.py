@@ -13,13 +13,13 @@ from prefrl.data.formats import Format, column_names
 from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
+from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.runner import reward_fingerprint
+from prefrl.rollout.collect import CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
 from prefrl.rollout.episodes.options import EpisodeLimits
-from prefrl.rollout.samplers import CompletionSampler, RolloutSampler
-from prefrl.trainer.base.config import TRUNCATION_SIDES
-from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+from prefrl.trainer.online.config import PolicyGradientConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

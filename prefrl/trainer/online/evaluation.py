@@ -16,13 +16,13 @@ from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.printable import reason_of
 from prefrl.rewards.at_k import PromptSamples, at_k_metrics
-from prefrl.rollout.collect import Collected, Collector, add_greedy, ask, prompt_seed
+from prefrl.rollout.collect import Collected, Collector, add_greedy, prompt_seed
 from prefrl.rollout.journal import Entry, write_entry
 from prefrl.rollout.summary import collected_metrics, log_completions
 from prefrl.types import Rollout
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.predictions import PredictedRows
+    from prefrl.trainer.evaluation import PredictedRows
     from prefrl.trainer.online.config import OnlineConfig
 
 __all__ = ["EvaluationRollouts", "add_rollouts"]
@@ -61,9 +61,7 @@ class EvaluationRollouts:
         started = self.collector.clock()
         sampling = self.args.evaluation_sampling_params()
         # Recovery of a server may need all ranks.
-        collected = self.collector.collect(
-            ask(rows, sampler=self.collector.sampler, sampling=sampling, seeds=self._seeds(rows))
-        )
+        collected = self.collector.collect(self.collector.ask(rows, sampling, self._seeds(rows)))
         if self.args.needs_greedy:
             add_greedy(collected, self.collector, sampling)
         self._kept.append(collected)

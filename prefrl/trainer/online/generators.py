@@ -13,16 +13,15 @@ from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import LocalGenerator, end_token_ids
 from prefrl.generation.server import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.client import VLLMGenerator
-from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.vllm.requests import Guided
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
-from prefrl.metrics import Max, Mean, Metric, Sum
+from prefrl.metrics import Max, Metric, Sum
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.rollout.summary import staleness
-from prefrl.trainer.base.memory import GENERATION, explained
+from prefrl.trainer.memory import GENERATION, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,10 +29,9 @@ if TYPE_CHECKING:
     from prefrl.generation.base import Generator, WeightSource
     from prefrl.generation.weights.sync import SyncMethod
     from prefrl.trainer.online.config import OnlineConfig
-    from prefrl.trainer.online.vllm_options import VLLMOptions
     from prefrl.types import Rollout
 
-__all__ = ["make_generator", "sampling_metrics", "sync_method"]
+__all__ = ["make_generator", "server_metrics", "sync_method"]
 
 
 def make_generator(
@@ -93,7 +91,7 @@ def make_generator(
     )
 
 
-def sync_method(args: VLLMOptions, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
+def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
     """The effective value of `weight_sync`.
 
     Args:
@@ -124,36 +122,27 @@ def sync_method(args: VLLMOptions, *, has_adapter: bool, reads_images: bool = Fa
     return "nccl" if device.device.type == "cuda" else "gloo"
 
 
-def sampling_metrics(
-    rollouts: Sequence[Rollout], args: OnlineConfig, generator: Generator, *, step: int, num_ahead: int
-) -> dict[str, Metric]:
-    """How old the weights were that sampled, how servers did, and how many batches are requested in advance.
+def server_metrics(rollouts: Sequence[Rollout], generator: Generator, *, step: int) -> dict[str, Metric]:
+    """How old the weights were that sampled, and how servers did.
 
     Args:
         rollouts: The rollouts that are first learned from in this step.
-        args: Options.
         generator: It sampled them.
         step: The optimizer step.
-        num_ahead: Number of batches that are requested in advance.
     """
-    metrics = staleness(rollouts, step=step) if args.use_vllm else {}
+    metrics = staleness(rollouts, step=step)
     if isinstance(generator, VLLMGenerator):
-        metrics |= _server_metrics(generator.stats())
-    if args.generation_mode == "async":
-        metrics["sample/rollout_queue_size"] = Mean(num_ahead, 1)
+        stats = generator.stats()
+        metrics |= {
+            "server/requests": Sum(stats.requests),
+            "server/retries": Sum(stats.retries),
+            "server/restarts": Sum(stats.restarts),
+            "server/wait_s": Max(stats.wait_s),
+        }
     return metrics
 
 
-def _server_metrics(stats: VLLMStats) -> dict[str, Metric]:
-    return {
-        "server/requests": Sum(stats.requests),
-        "server/retries": Sum(stats.retries),
-        "server/restarts": Sum(stats.restarts),
-        "server/wait_s": Max(stats.wait_s),
-    }
-
-
-def _guided(args: VLLMOptions) -> Guided | None:
+def _guided(args: OnlineConfig) -> Guided | None:
     regex, params = args.vllm_guided_decoding_regex, args.vllm_params
     if (regex, params.guided_json, params.guided_grammar) == (None, None, None):
         return None

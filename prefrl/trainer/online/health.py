@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from prefrl import distributed
 from prefrl.errors import RewardError
 from prefrl.metrics import Mean, Metric
 from prefrl.printable import printable
-from prefrl.rollout.summary import is_unscored
 
 if TYPE_CHECKING:
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import Rollout
 
 __all__ = ["SignalHealth"]
@@ -24,20 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Optimizer steps without a learning signal after which a warning is logged.
 _WINDOW = 10
-
-
-@dataclass
-class _Counts:
-    """Numbers of completions."""
-
-    all: int = 0
-    with_signal: int = 0  # with an advantage that is not 0, and trained on
-    without_reward: int = 0  # for which every reward returned None
-    cut_off: int = 0
-
-    def add(self, other: _Counts) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class SignalHealth:
@@ -55,7 +40,9 @@ class SignalHealth:
     def __init__(self, args: PolicyGradientConfig) -> None:
         self._args = args
         self._num_steps = 0  # without a signal, one after another
-        self._counts = _Counts()  # in these steps
+        # In these steps: all completions; those with an advantage that is not 0, and trained on; those for which every
+        # reward returned None; those that were cut off.
+        self._counts: Counter[str] = Counter()
         self._had_signal = False
         self._has_warned = False
         self._has_told_unscored = False
@@ -71,18 +58,32 @@ class SignalHealth:
         Raises:
             RewardError: There was no signal in `stop_without_signal` steps.
         """
-        mine, batch = self._counted(rollouts), _Counts()
+        masks = self._args.mask_truncated_completions
+        mine, batch = Counter({"all": len(rollouts), "with_signal": 0}), Counter[str]()
+        own_totals: set[float] = set()
+        own_row: str | None = None  # the dataset row of the first completion that no reward scored
+        for rollout in rollouts:
+            is_cut_off, has_none = rollout.finish_reason == "length", math.isnan(rollout.reward)
+            mine["with_signal"] += abs(rollout.advantage) > 0 and not (masks and is_cut_off)  # False for NaN
+            mine["without_reward"] += has_none
+            mine["cut_off"] += is_cut_off
+            if not has_none:
+                own_totals.add(rollout.reward)
+            elif own_row is None and not rollout.has_failed:
+                own_row = _shown(rollout)
         totals: set[float] = set()
-        own_totals = {rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)}
-        own_row = next((_shown(rollout) for rollout in rollouts if is_unscored(rollout)), None)
         for counts, some, row in distributed.gather_objects((mine, own_totals, own_row)):
-            batch.add(counts)
+            batch.update(counts)
             totals |= some
-            self._tell_unscored(row)
+            if row is not None:
+                self._tell_unscored(row)
         if len(totals) < 2:
-            mine.with_signal = batch.with_signal = 0
-        self._note(batch)
-        metrics: dict[str, Metric] = {"health/signal_fraction": Mean(mine.with_signal, mine.all)}
+            mine["with_signal"] = batch["with_signal"] = 0
+        if batch["with_signal"]:
+            self._num_steps, self._counts, self._had_signal = 0, Counter(), True
+        else:
+            self._note(batch)
+        metrics: dict[str, Metric] = {"health/signal_fraction": Mean(mine["with_signal"], mine["all"])}
         for name in rollouts[0].rewards if rollouts else ():
             num_none = sum(rollout.rewards[name] is None for rollout in rollouts)
             metrics[f"rewards/{name}/none"] = Mean(num_none, len(rollouts))
@@ -93,9 +94,9 @@ class SignalHealth:
         if self._num_steps > 0 and not self._had_signal:
             self._warn()
 
-    def _tell_unscored(self, row: str | None) -> None:
+    def _tell_unscored(self, row: str) -> None:
         """Warn of the first completion that no reward scored."""
-        if row is None or self._has_told_unscored:
+        if self._has_told_unscored:
             return
         self._has_told_unscored = True
         if distributed.is_main():
@@ -105,22 +106,10 @@ class SignalHealth:
                 row,
             )
 
-    def _counted(self, rollouts: Sequence[Rollout]) -> _Counts:
-        masks = self._args.mask_truncated_completions
-        counts = _Counts(len(rollouts))
-        for rollout in rollouts:
-            is_cut_off = rollout.finish_reason == "length"
-            counts.with_signal += abs(rollout.advantage) > 0 and not (masks and is_cut_off)  # False for NaN
-            counts.without_reward += math.isnan(rollout.reward)
-            counts.cut_off += is_cut_off
-        return counts
-
-    def _note(self, batch: _Counts) -> None:
-        if batch.with_signal:
-            self._num_steps, self._counts, self._had_signal = 0, _Counts(), True
-            return
+    def _note(self, batch: Counter[str]) -> None:
+        """A batch without a signal."""
         self._num_steps += self._args.steps_of_a_generation
-        self._counts.add(batch)
+        self._counts.update(batch)
         limit = self._args.stop_without_signal
         if limit is not None and self._num_steps >= limit:
             raise RewardError(f"{self._finding()} stop_without_signal={limit} ends the run")
@@ -133,18 +122,19 @@ class SignalHealth:
         self._has_warned = True
 
     def _finding(self) -> str:
-        counts, args, reasons = self._counts, self._args, []
-        if counts.without_reward:
-            share = counts.without_reward / counts.all
+        args, reasons = self._args, []
+        num, without_reward, cut_off = (self._counts[name] for name in ("all", "without_reward", "cut_off"))
+        if without_reward:
+            share = without_reward / num
             reasons.append(f"{share:.0%} got None from every reward: check the columns that rewards read")
-        if counts.cut_off:
+        if cut_off:
             masked = " and masked by mask_truncated_completions" if args.mask_truncated_completions else ""
             option = f"max_completion_length={args.max_completion_length}"
-            reasons.append(f"{counts.cut_off / counts.all:.0%} were cut off{masked}: raise {option}")
-        if counts.without_reward < counts.all:
+            reasons.append(f"{cut_off / num:.0%} were cut off{masked}: raise {option}")
+        if without_reward < num:
             reasons.append("completions that are compared have equal rewards: check the rewards, or raise temperature")
         return (
-            f"no learning signal in {self._num_steps} consecutive optimizer steps. Of {counts.all} completions, "
+            f"no learning signal in {self._num_steps} consecutive optimizer steps. Of {num} completions, "
             f"{'; '.join(reasons)}."
         )
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Learned", "Learner", "Objective", "restore", "rows_of_parts", "state_of"]
 
-Row = TypeVar("Row", bound=TokenBatch)  # the rows that a learner makes
+Rows = TypeVar("Rows", bound=TokenBatch)  # the rows that a learner makes
 Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
 
 
 @dataclass(frozen=True)
-class Learned(Generic[Row]):
+class Learned(Generic[Rows]):
     """A generation batch with advantages, and the rows that each optimizer step trains on."""
 
-    batch: Row  # B rows, one for each rollout
+    batch: Rows  # B rows, one for each rollout
     parts: list[list[int]]  # rows of each optimizer step, in order; a row may occur several times, or never
     advantages: list[float]  # [B] mean advantage over the row's tokens, for the table of completions
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def rows_of_parts(rollouts: Sequence[Rollout], args: OnlineConfig, *, num_parts:
     return rows
 
 
-class Objective(Protocol[Row, Ready]):
+class Objective(Protocol[Rows, Ready]):
     """The loss of a micro-batch, and the state that adapts during training."""
 
     @property
@@ -76,15 +76,15 @@ class Objective(Protocol[Row, Ready]):
         """What a training pass computes in addition to log-probs."""
         ...
 
-    def row_items(self, batch: Row) -> Tensor:
+    def row_items(self, batch: Rows) -> Tensor:
         """[B] what each row counts among the items that the loss sums over."""
         ...
 
-    def has_gradient(self, batch: Row) -> list[bool]:
+    def has_gradient(self, batch: Rows) -> list[bool]:
         """[B] whether a row changes the weights, if it has trainable tokens."""
         ...
 
-    def prepared(self, batch: Row, *, num_items: float) -> Row:
+    def prepared(self, batch: Rows, *, num_items: float) -> Rows:
         """Add the fields that depend on all rows of a minibatch. All ranks must call it.
 
         Args:
@@ -93,11 +93,11 @@ class Objective(Protocol[Row, Ready]):
         """
         ...
 
-    def metrics_without_pass(self, batch: Row) -> dict[str, Metric]:
+    def metrics_without_pass(self, batch: Rows) -> dict[str, Metric]:
         """Metrics of rows without a gradient, which are left out of the forward pass; on the host."""
         ...
 
-    def ready(self, batch: Row, score: Callable[[Row, Collection[ScoreNeed]], Scores], *, is_first: bool) -> Ready:
+    def ready(self, batch: Rows, score: Callable[[Rows, Collection[ScoreNeed]], Scores], *, is_first: bool) -> Ready:
         """Add the scores that the loss reads. All ranks must call it, even those without rows.
 
         Args:
@@ -138,11 +138,11 @@ class Objective(Protocol[Row, Ready]):
         ...
 
 
-class Learner(Protocol[Row, Ready]):
+class Learner(Protocol[Rows, Ready]):
     """Turns scored rollouts into rows with advantages, and holds their loss."""
 
     @property
-    def objective(self) -> Objective[Row, Ready]:
+    def objective(self) -> Objective[Rows, Ready]:
         """The loss."""
         ...
 
@@ -160,7 +160,7 @@ class Learner(Protocol[Row, Ready]):
         num_parts: int,
         step: int,
         over_ranks: bool,
-    ) -> Learned[Row]:
+    ) -> Learned[Rows]:
         """Compute advantages, and divide the rows among optimizer steps.
 
         Args:

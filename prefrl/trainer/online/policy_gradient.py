@@ -33,8 +33,8 @@ from prefrl.trainer.online.credit import (
     Whitening,
 )
 from prefrl.trainer.online.learner import Learned, rows_of_parts
-from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.policy_objective import PolicyObjective
+from prefrl.trainer.online.policy_terms import PolicyBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import Rollout, SampledBatch
 
 __all__ = ["PolicyGradient"]

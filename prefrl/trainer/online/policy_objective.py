@@ -13,17 +13,18 @@ from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.tokens import PolicyTokens
 from prefrl.losses.reduce import row_items, row_sums, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, host
-from prefrl.trainer.online.policy_batch import CriticBatch, PolicyBatch
 from prefrl.trainer.online.policy_terms import (
     Adaptation,
     AdaptiveEntropy,
     AdaptiveKL,
+    CriticBatch,
     EntropyBonus,
     KLTerm,
     LikelihoodTerm,
     LossPass,
     LossTerm,
     OffPolicyMask,
+    PolicyBatch,
     SamplingCorrection,
     token_mean,
 )
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from prefrl.losses.scores import TokenScores, WantName
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import TokenBatch
 
 __all__ = ["PolicyObjective"]
@@ -177,8 +178,6 @@ class PolicyObjective:
         nothing is clipped. The entropy is that of the policy before the first update, if it was computed. Otherwise
         -log p of the sampled token estimates it, because the mean of -log p over samples of p is the entropy of p.
         """
-        if batch.num_rows == 0:
-            return {}
         no_change = torch.zeros_like(batch.advantages)
         stats = self.policy_loss.function(self._tokens(batch, no_change, no_change), self.loss_params).stats
         metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)

@@ -16,23 +16,24 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, sequence_kl
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
-from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
+from prefrl.losses.policy.tokens import off_policy_sequence_mask, positive_nll
 from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min
 from prefrl.options.policy import EntropyParams, SampledKLParams, SequenceKLParams
+from prefrl.types import ReadyBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.policy.tokens import PolicyTokens
     from prefrl.losses.scores import TokenScores
-    from prefrl.trainer.online.policy_batch import PolicyBatch
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import SampledBatch, TokenBatch
 
 __all__ = [
+    "CriticBatch",
+    "PolicyBatch",
     "Adaptation",
     "AdaptiveEntropy",
     "AdaptiveKL",
@@ -45,6 +46,27 @@ __all__ = [
     "SamplingCorrection",
     "token_mean",
 ]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PolicyBatch(ReadyBatch):
+    """The input of `PolicyObjective`."""
+
+    cov_tokens: Tensor  # [N] bool: tokens that clip_cov and kl_cov treat differently; none for other losses
+    nll_weights: Tensor  # [N] weights of the negative log-likelihood of good responses; 0 elsewhere
+    entropy_weights: Tensor  # [N] weights of the entropy in its bonus; 0 for tokens without a policy loss
+    entropies: Tensor | None = (
+        None  # [N] nats, of the policy before the first update from this generation batch, if it was computed
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CriticBatch(PolicyBatch):
+    """The input of a policy loss and a critic's loss."""
+
+    values: Tensor  # [N] of the critic before the first update from this generation batch
+    returns: Tensor  # [N] the critic's regression targets
+
 
 _LARGEST_ERROR = 0.2
 

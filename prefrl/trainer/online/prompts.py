@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,17 +17,16 @@ from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBa
 from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
-from prefrl.rollout.collect import Collected, Request, add_greedy, ask, prompt_seed
+from prefrl.options.types import TRUNCATION_SIDES
+from prefrl.rollout.collect import Collected, PrefetchQueue, Request, add_greedy, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
-from prefrl.rollout.prefetch import PrefetchQueue
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
-from prefrl.trainer.base.config import TRUNCATION_SIDES
 
 if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.options.rollout import ResamplingParams
     from prefrl.rollout.collect import Collector
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
+    from prefrl.trainer.online.config import PolicyGradientConfig
 
 __all__ = [
     "Prompts",
@@ -165,13 +164,18 @@ class Prompts:
         rows_of_generation: Callable[[int], list[int]],
         collector: Collector,
     ) -> None:
-        self.prefetched = PrefetchQueue(self._ask_for, num_ahead=args.generations_ahead)
         self._args = args
         self._dataset = dataset
         self._rows_of_generation = rows_of_generation
         self._collector = collector
-        self._resampling_params = args.resampling_params if args.dynamic_sampling else None
+        self._sampling = args.sampling_params()
         self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
+        # What options add; None: the option is off.
+        self.prefetched: PrefetchQueue | None = None
+        if args.generation_mode == "async":
+            self.prefetched = PrefetchQueue(self._ask_for, num_ahead=args.generations_ahead)
+        self._resampling_params = args.resampling_params if args.dynamic_sampling else None
+        self._needs_greedy = args.needs_greedy
         self.curriculum: SuccessCurriculum | None = None
         if args.curriculum is not None and dataset is not None:  # None: only evaluation
             self.curriculum = SuccessCurriculum(
@@ -187,9 +191,7 @@ class Prompts:
             number: Number of the batch, counted from the start of training.
             last: Number of the last batch of training.
         """
-        return (
-            self.prefetched.take(number, last=last) if self._args.generation_mode == "async" else self._ask_for(number)
-        )
+        return self._ask_for(number) if self.prefetched is None else self.prefetched.take(number, last=last)
 
     def collect(self, request: Request, number: int) -> Collected:
         """Wait for all completions of this rank and score them; replace groups without a learning signal.
@@ -198,16 +200,23 @@ class Prompts:
         """
         before = None if self.curriculum is None else self.curriculum.state_dict()
         try:
-            collected = self._with_visits(self._collector.collect(request), self._rows)
+            collected = self._collector.collect(request)
+            if self.curriculum is not None:
+                collected = self._with_visits(collected, self._rows)
             if self._resampling_params is not None:
                 collected = self._with_signal(collected, number, self._resampling_params)
-            if self._args.needs_greedy:
-                add_greedy(collected, self._collector, self._args.sampling_params())
+            if self._needs_greedy:
+                add_greedy(collected, self._collector, self._sampling)
         except BaseException:
             if self.curriculum is not None and before is not None:
                 self.curriculum.load_state_dict(before)
             raise
         return collected
+
+    def drop_prefetched(self) -> None:
+        """Cancel the requests of batches that training does not need yet."""
+        if self.prefetched is not None:
+            self.prefetched.drop()
 
     def repeat(self, collected: Collected) -> None:
         """Update the curriculum as `collect` did when these rollouts were collected."""
@@ -220,15 +229,8 @@ class Prompts:
             rows = self.curriculum.choose(rows, seed=self._args.seed, generation=number)
         self._rows = rows
         step = number * self._args.steps_of_a_generation
-        return self._ask(rows, {group: prompt_seed(self._args.seed, step, group) for group in self._groups(len(rows))})
-
-    def _ask(self, rows: Sequence[int], seeds: Mapping[int, int]) -> Request:
-        return ask(
-            [self._dataset[rows[group]] for group in seeds],
-            sampler=self._collector.sampler,
-            sampling=self._args.sampling_params(),
-            seeds=seeds,
-        )
+        seeds = {group: prompt_seed(self._args.seed, step, group) for group in self._groups(len(rows))}
+        return self._collector.ask([self._dataset[rows[group]] for group in seeds], self._sampling, seeds)
 
     def _groups(self, num_prompts: int) -> list[int]:
         """The groups of this rank."""
@@ -241,8 +243,6 @@ class Prompts:
 
     def _with_visits(self, collected: Collected, rows: Sequence[int]) -> Collected:
         """Update the curriculum with the rewards of all ranks, and note them."""
-        if self.curriculum is None:
-            return collected
         mine = [(rows[rollout.group], rollout.group, rollout.reward) for rollout in collected.rollouts]
         everyone = [row for part in distributed.gather_objects(mine) for row in part]
         self._visit(everyone)
@@ -265,8 +265,10 @@ class Prompts:
             redrawn = resampling.redraw(without_signal, weights=weights)
             seeds = {group: resampling.sample_seed(group) for group in groups if group in redrawn}
             # All ranks make a request, even those without a group to replace: recovery of a server may need them.
-            new = self._collector.collect(self._ask(resampling.rows, seeds))
-            new = self._with_visits(new, resampling.rows)
+            asked = [self._dataset[resampling.rows[group]] for group in seeds]
+            new = self._collector.collect(self._collector.ask(asked, self._sampling, seeds))
+            if self.curriculum is not None:
+                new = self._with_visits(new, resampling.rows)
             collected = replace(replace_groups(collected, new), visits=[*collected.visits, *new.visits])
         return replace(collected, metrics=resampling.metrics(groups, without_signal))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,21 +22,18 @@ from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
-from prefrl.rollout.summary import collected_metrics, log_collected
-from prefrl.rollout.tables import Tables
+from prefrl.rollout.summary import Tables, collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.references import loaded_reference
-from prefrl.trainer.base.sizes.auto import LongBatch
-from prefrl.trainer.base.steps import Step, SyncStep
+from prefrl.trainer.base.scorer import Scores
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
+from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.online.episodes import Episodes
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
-from prefrl.trainer.online.generators import make_generator, sampling_metrics
+from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
-from prefrl.trainer.online.longest_rollouts import LongestRollouts
-from prefrl.trainer.online.minibatches import MinibatchMaker
-from prefrl.trainer.online.overlap import OverlapStep
+from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.online.prompts import (
     Prompts,
@@ -50,6 +46,7 @@ from prefrl.trainer.online.prompts import (
     tokenized_prompts,
 )
 from prefrl.trainer.progress.history import samples_of
+from prefrl.trainer.steps import LongBatch, Step, SyncStep
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
 
 if TYPE_CHECKING:
@@ -64,11 +61,10 @@ if TYPE_CHECKING:
     from prefrl.generation.base import Generator
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
-    from prefrl.rollout.collect import Request
-    from prefrl.trainer.base.predictions import ComputeMetrics
+    from prefrl.trainer.evaluation import ComputeMetrics
+    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
-    from prefrl.trainer.online.policy_gradient_config import PolicyGradientConfig
 
 __all__ = ["OnlineTrainer"]
 
@@ -239,7 +235,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     @contextmanager
     def trial(self, num_rows: int) -> Iterator[LongBatch]:
-        """See `SizedTrainer`."""
+        """See `BaseTrainer`."""
         state, learn = state_of(self.learner), partial(self._learned, num_parts=1)
         longest = LongestRollouts(self.args, self.train_dataset, self.rewards.names)
         try:
@@ -266,36 +262,42 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _collect(self, number: int) -> Collected:
         """The scored rollouts of a generation batch: those that an interrupted run has left, otherwise new ones."""
-        left = self.journal.left(number, step=self._first_step(number))
+        left = self.journal.left(number, step=number * self.args.steps_of_a_generation)
         if left is not None:
             self.prompts.repeat(left[0])
             return left[0]
-        with self._waiting():
+        with saved_at_errors(self):
             self._sync_generator()
             # Nothing that is saved has changed yet, so a single process can be stopped meanwhile.
             stoppable = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
             with stoppable, self.account.phase("generation"):
-                collected = self.prompts.collect(self._request(number), number)
+                # The completions are requested now, or were in an earlier step.
+                request = self.prompts.request(number, last=self.plan.last_unit)
+                collected = self.prompts.collect(request, number)
                 self.account.move("reward", collected.reward_s)
         return collected
 
     def _seal(self, number: int, parts: list[Collected]) -> None:
         """Write a generation batch to the journal."""
-        step, saves = self._first_step(number), self.args.save_strategy != "no"
-        self.journal.seal(number, parts, step=step, needed_from=max(self._last_saved, 0) if saves else step)
+        step, saves = number * self.args.steps_of_a_generation, self.args.save_strategy != "no"
+        self.journal.seal(number, parts, step=step, needed_from=max(self.run_folder.last_saved, 0) if saves else step)
 
     def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
         """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
         args = self.args
         batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions, reader=self.images)
-        scores = self.scorer.needed(batch, self.learner.needs, rows_per_pass=args.rows_per_micro_batch)
+        needs, scores = self.learner.needs, Scores({})
+        if needs:
+            scores = self.scorer.needed(batch, needs, rows_per_pass=args.rows_per_micro_batch)
         step = self.state.global_step
         learned = self.learner.advantages(
             batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
         )
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
-        return replace(learned, metrics=learned.metrics | token_counts(rollouts, batch))
+        if self.episodes.exist:
+            learned.metrics.update(token_counts(rollouts, batch))
+        return learned
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -315,12 +317,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _parts(self, number: int) -> Iterator[Collected]:
         """The scored groups of a generation batch, in the order in which they arrive or arrived."""
-        left = self.journal.left(number, step=self._first_step(number))
+        left = self.journal.left(number, step=number * self.args.steps_of_a_generation)
         if left is not None:
             return iter(left)
         self._sync_generator()
         with self.account.phase("generation"):
-            return self._collector.by_group(self._request(number))
+            return self._collector.by_group(self.prompts.request(number, last=self.plan.last_unit))
 
     def _arriving(self, number: int, groups: Iterator[Collected]) -> Iterator[Minibatch[Ready]]:
         """A minibatch for each group."""
@@ -347,21 +349,17 @@ class OnlineTrainer(BaseTrainer[Ready]):
         count, self._num_sampled_tokens = self._num_sampled_tokens, 0
         return count
 
-    def _request(self, number: int) -> Request:
-        """The request for the completions of a generation batch, made now or in an earlier step."""
-        return self.prompts.request(number, last=self.plan.last_unit)
-
     def _begin_training(self) -> None:
         """See `BaseTrainer`."""
         super()._begin_training()
         # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
-        self.prompts.prefetched.drop()
+        self.prompts.drop_prefetched()
         self.generator.invalidate()
         self._begin_journal()
 
     def _begin_journal(self) -> None:
         """Find the rollouts that an interrupted run has left after its checkpoint."""
-        if self._start.changed:  # what was learned from them belongs to other settings
+        if self.start.changed:  # what was learned from them belongs to other settings
             self.journal.forget(from_step=self.plan.position)
         length, needed = self.args.steps_of_a_generation, self.plan.units_left
         self.journal.begin(self.run_folder.run, generations=needed, steps_each=length, device=self.args.device)
@@ -369,12 +367,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
         super()._end_training()
-        self.prompts.prefetched.drop()
+        self.prompts.drop_prefetched()
         self.health.end()
-
-    def _first_step(self, number: int) -> int:
-        """The first of the steps that learn from a generation batch, as they are planned."""
-        return number * self.args.steps_of_a_generation
 
     def _sync_generator(self) -> None:
         """Send the current weights to the generator."""
@@ -396,7 +390,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     # Evaluation: completions, rewards and their loss.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """See `EvaluatingTrainer`; samples with the current weights, and learning goes on as before."""
+        """See `Loop`; samples with the current weights, and learning goes on as before."""
         has_average = self.evaluates_averages  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
@@ -429,7 +423,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             merge(metrics, {"loss": Mean(output.total, 0.0), **output.metrics})
         return metrics
 
-    def _rows_of(self, item: list[dict[str, Any]]) -> int:
+    def rows_of(self, item: list[dict[str, Any]]) -> int:
         """Prompts in an item of the evaluation loader."""
         return len(item)
 
@@ -438,7 +432,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     @property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
-        scores_old = self.args.updates_per_generation > 1 or self.args.needs_scores_first
+        scores_old = self.args.updates_per_generation > 1 or self.learner.needs
         old_policy = ["old_policy"] if scores_old else []
         weight_sync = ["weight_sync"] if self.args.use_vllm else []
         return [*weight_sync, "generation", "reward", *old_policy, *super().phases]
@@ -446,9 +440,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
-        step, num_ahead = self.state.global_step, len(self.prompts.prefetched)
-        of_sampling = sampling_metrics(collected.rollouts, self.args, self.generator, step=step, num_ahead=num_ahead)
-        metrics = collected_metrics(collected) | self.health.check(collected.rollouts) | of_sampling
+        step = self.state.global_step
+        metrics = collected_metrics(collected) | self.health.check(collected.rollouts)
+        if self.args.use_vllm:
+            metrics |= server_metrics(collected.rollouts, self.generator, step=step)
+        if self.prompts.prefetched is not None:
+            metrics["sample/rollout_queue_size"] = Mean(len(self.prompts.prefetched), 1)
         merge(self.metrics["train"], metrics | collected.metrics)
         self.history.show_samples(samples_of(collected.rollouts))
         if self.args.log_completions:
@@ -456,7 +453,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)
 
     def decisive(self) -> dict[str, Any]:
-        """See `ResumableTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
+        """See `Loop`; the updates also depend on the rewards and on how many prompts a generation has."""
         return {
             **super().decisive(),
             "prompts_per_generation": prompts_per_generation(self.args),

@@ -1,4 +1,4 @@
-"""Turns the logs of a run into rows, which the views show."""
+"""The history of a run: what its logs say, in the words of the views, and what stands above its first step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from prefrl.printable import printable
 from prefrl.rollout.summary import as_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from prefrl.types import Rollout
 
-__all__ = ["History", "Row", "Sample", "duration", "number", "samples_of", "sparkline"]
+__all__ = [
+    "History",
+    "Row",
+    "Sample",
+    "duration",
+    "number",
+    "quantity",
+    "samples_of",
+    "show_banner",
+    "sparkline",
+]
+
 
 # What is shown of a log, in this order: its name in the log and its title. Of two with one title, the first is shown.
 _TITLES = {
@@ -202,3 +220,28 @@ def sparkline(values: Sequence[float], *, width: int = 32) -> str:
         return ""
     low, span = min(shown), max(shown) - min(shown)
     return "".join(chr(0x2581 + (round(7 * (value - low) / span) if span else 0)) for value in shown)
+
+
+def show_banner(console: Console, facts: Mapping[str, str]) -> None:
+    """Print facts by name: in a frame on a terminal, as plain lines elsewhere."""
+    if not facts:
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(Text(name), Text(printable(fact)))
+    if console.is_terminal:
+        console.print(Panel(table, title="prefrl", title_align="left", expand=False))
+        return
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        console.print(Text(f"{name:<{width}}  {printable(fact)}"), soft_wrap=True)
+
+
+def quantity(count: float, unit: str = "") -> str:
+    """A large number with three digits and a decimal prefix, such as `494 M` or, with a unit, `1.98 GB`."""
+    for power, prefix in ((9, "G" if unit else "B"), (6, "M"), (3, "k")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {prefix}{unit}"
+    return f"{count:g} {unit}".rstrip()

@@ -13,8 +13,7 @@ from rich.text import Text
 from transformers import ProgressCallback
 
 from prefrl.printable import printable
-from prefrl.trainer.progress.banner import show_banner
-from prefrl.trainer.progress.history import History, Sample, duration, number, sparkline
+from prefrl.trainer.progress.history import History, Sample, duration, number, show_banner, sparkline
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

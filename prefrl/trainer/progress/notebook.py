@@ -10,8 +10,7 @@ from rich.console import Console
 from transformers.utils.notebook import NotebookProgressCallback, NotebookTrainingTracker
 
 from prefrl.printable import printable
-from prefrl.trainer.progress.banner import show_banner
-from prefrl.trainer.progress.history import number
+from prefrl.trainer.progress.history import number, show_banner
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -27,8 +27,8 @@ from prefrl.distributed.processes import form_teams
 from prefrl.errors import DataError
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.share import share_out
-from prefrl.scripts.report.completions import _FILE
+from prefrl.scripts.report.page import _FILE
+from prefrl.trainer.online.minibatches import share_out
 from prefrl.types import LabeledBatch
 from tests.unit.distributed.test_orders import labeled
 from tests.unit.rollout.test_journal import part

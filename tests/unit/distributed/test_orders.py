@@ -18,12 +18,11 @@ from prefrl.errors import CheckpointError
 from prefrl.metrics import Mean, values_of
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.share import share_out
 from prefrl.run import seal
 from prefrl.run.records import Identity
-from prefrl.trainer.base import step_dump
-from prefrl.trainer.base.checkpoints import saving
-from prefrl.trainer.base.checkpoints.saving import RunFolder
+from prefrl.trainer import step_dump
+from prefrl.trainer.online.minibatches import share_out
+from prefrl.trainer.run_folder import RunFolder
 from prefrl.types import LabeledBatch
 from tests.threads import on_ranks
 from tests.unit.rollout.test_journal import part
@@ -287,7 +286,7 @@ def test_ranks_seal_a_checkpoint_together_and_read_each_file_once(
         return {name: noted(folder / name) for name in names}
 
     seal_file = seal._seal_file
-    monkeypatch.setattr(saving, "seals_of", threads_of_a_rank)
+    monkeypatch.setattr("prefrl.trainer.run_folder.seals_of", threads_of_a_rank)
     monkeypatch.setattr(seal, "_seal_file", lambda path: pytest.fail(f"the main process reads {path.name} again"))
     found = on_ranks(RANKS, lambda _: run_folder(tmp_path).publish(tmp_path, step=3, resumable=True, best=None))
     assert found == [tmp_path / "checkpoint-3"] * RANKS
@@ -316,7 +315,7 @@ def test_a_file_that_a_rank_cannot_read_is_sealed_by_the_main_process_or_ends_al
             raise error
         return seals_of(folder, names)
 
-    monkeypatch.setattr(saving, "seals_of", fail)
+    monkeypatch.setattr("prefrl.trainer.run_folder.seals_of", fail)
     found = on_ranks(RANKS, lambda _: run_folder(tmp_path).publish(tmp_path, step=3, resumable=True, best=None))
     if is_sealed:
         assert found == [tmp_path / "checkpoint-3"] * RANKS

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from prefrl.distributed import check_deepspeed, check_model, processes, set_up_parallelism
-from prefrl.distributed.parallelism import check_parallelism
+from prefrl.distributed.launch import check_parallelism
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prefrl.losses.advantage.turns import turn_advantages
+from prefrl.losses.advantage.tokens import turn_advantages
 
 NAN = float("nan")
 

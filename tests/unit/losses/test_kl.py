@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected, k1, k2, k3
+from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, k1, k2, k3
 
 LOG2 = math.log(2)
 VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_kl_0_9_1.json").read_text(encoding="utf-8"))

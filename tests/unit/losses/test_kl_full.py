@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefrl.losses.kl.full import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs
 from prefrl.losses.scores import TokenScores
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.kl.sequence import row_prefix_sums, sequence_kl
+from prefrl.losses.kl import row_prefix_sums, sequence_kl
 from prefrl.options.policy import SequenceKLParams
 
 V, T = 3, 3

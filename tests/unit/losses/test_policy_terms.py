@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.policy.terms import off_policy_sequence_mask, positive_nll
-from prefrl.losses.policy.tokens import PolicyTokens
+from prefrl.losses.policy.tokens import PolicyTokens, off_policy_sequence_mask, positive_nll
 
 ROW_INDEX = torch.tensor([0, 0, 0, 1, 2, 2])
 TRAINABLE = torch.tensor([True, False, True, True, False, False])

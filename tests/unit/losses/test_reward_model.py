@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.preference.reward_model import bradley_terry, centering
+from prefrl.losses.preference.reference_free import bradley_terry, centering
 
 LN2 = math.log(2)
 LN3 = math.log(3)

@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from prefrl.losses import truncation
-from prefrl.losses.kl.full import ReferenceLogits
+from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, module_logprobs
-from prefrl.losses.truncation import History, TokenTruncation, Truncation
+from prefrl.losses.truncation import TokenHistory, TokenTruncation, Truncation
 
 WANT = ("entropy", "entropy_gradient", "log_collision")
 CUTS = {
@@ -109,7 +109,7 @@ def random_problem(num_tokens, **head_options):
     hidden, head = leaf(num_tokens, 5), Head(leaf(11, 5), leaf(11), **head_options)
     texts = torch.randint(11, (3, 9), generator=generator)
     response = torch.randint(3, (num_tokens,), generator=generator)
-    history = History(texts, response, torch.randint(1, 9, (num_tokens,), generator=generator))
+    history = TokenHistory(texts, response, torch.randint(1, 9, (num_tokens,), generator=generator))
     targets = torch.randint(11, (num_tokens,), generator=generator)
     return hidden, head, history, targets, ReferenceLogits(leaf(num_tokens, 11).detach(), lambda x: x)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefrl.losses.value import value_loss
+from prefrl.losses.supervised import value_loss
 
 VERL = json.loads((Path(__file__).parents[2] / "golden" / "value_loss.json").read_text(encoding="utf-8"))
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantage.whitening import Moments, moments, whitened
+from prefrl.losses.advantage.scored import Moments, moments, whitened
 
 VALUES, MASK = torch.tensor([1.0, 99.0, 3.0, 8.0]), torch.tensor([True, False, True, True])
 

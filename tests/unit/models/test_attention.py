@@ -254,6 +254,6 @@ def test_installed_attention_changes_nothing_without_a_layout(architecture, impl
     expected = model(input_ids=ids, attention_mask=mask).logits
     assert attention.install(model)
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
-    assert attention.is_installed(copy.deepcopy(model))
+    assert attention.reads_layouts(copy.deepcopy(model))
     attention.uninstall(model)
     assert model.config._attn_implementation == implementation

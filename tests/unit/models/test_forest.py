@@ -13,7 +13,7 @@ from prefrl.data.collate import flat_batch
 from prefrl.models.flops import ModelCost, Products, floor_flops
 from prefrl.models.forward import in_pieces, token_logprobs
 from prefrl.models.plans import lay_out, part_of
-from prefrl.rollout.share import _cost
+from prefrl.trainer.online.minibatches import _cost
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
 from tests.unit.models.test_attention import visible_positions

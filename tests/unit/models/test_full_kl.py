@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
-from prefrl.losses.kl.full import ReferenceLogits
-from prefrl.models.forward import token_logprobs
+from prefrl.losses.kl import ReferenceLogits
+from prefrl.models.forward import Scoring, token_logprobs
 from prefrl.models.reference import Reference, make_reference
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
@@ -111,7 +111,7 @@ class HiddenBatch(TokenBatch):
 
 
 def with_hidden(reference: Reference, **options: Any) -> HiddenBatch:
-    scores = reference.scores(BATCH, temperature=TEMPERATURE, want=("hidden",), **options)
+    scores = reference.scores(BATCH, Scoring(TEMPERATURE), want=("hidden",), **options)
     assert not scores.hidden.requires_grad
     return HiddenBatch.of(BATCH, ref_hidden=scores.hidden, ref_logprobs=scores.logprobs)
 
@@ -216,9 +216,9 @@ def test_pieces_and_the_order_of_rows_change_nothing(trained: bool) -> None:
 
 def test_scores_and_log_probs_of_the_reference_are_of_one_pass() -> None:
     reference = made(tiny_model("qwen2"))
-    scores = reference.scores(BATCH, temperature=TEMPERATURE, want=("hidden",))
-    assert scores.logprobs.equal(reference.logprobs(BATCH, temperature=TEMPERATURE))
-    assert reference.scores(BATCH, temperature=TEMPERATURE).wanted == {}
+    scores = reference.scores(BATCH, Scoring(TEMPERATURE), want=("hidden",))
+    assert scores.logprobs.equal(reference.logprobs(BATCH, Scoring(TEMPERATURE)))
+    assert reference.scores(BATCH, Scoring(TEMPERATURE)).wanted == {}
     # The head gives the log-probs back from the hidden states.
     log_softmax = (reference.logits(scores.hidden) / TEMPERATURE).log_softmax(1)
     again = log_softmax.gather(1, BATCH.response_ids[:, None]).squeeze(1) * BATCH.trainable

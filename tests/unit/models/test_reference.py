@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
+from prefrl.models import forward
 from prefrl.models import reference as reference_module
 from prefrl.models.fingerprint import weights_fingerprint
-from prefrl.models.forward import prepare_for_scoring, token_logprobs
-from prefrl.models.reference import Reference, make_reference, scores_in_pieces
+from prefrl.models.forward import Scoring, prepare_for_scoring, scores_in_pieces, token_logprobs
+from prefrl.models.reference import Reference, make_reference
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 
@@ -145,7 +146,7 @@ def test_the_reference_scores_with_the_weights_of_construction(model: PreTrained
     train(model.train())
     after = scores(model)
     assert float((after - before).abs().max()) > 0.01
-    torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), before, atol=1e-5, rtol=0)
+    torch.testing.assert_close(reference.logprobs(BATCH, Scoring(0.7)), before, atol=1e-5, rtol=0)
     torch.testing.assert_close(scores(model), after, atol=0, rtol=0)
 
 
@@ -159,7 +160,7 @@ def test_scoring_leaves_the_policy_as_it_was(model: PreTrainedModel) -> None:
     modes = [module.training for module in model.modules()]
     identities = [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()]
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    logprobs = reference.logprobs(BATCH, temperature=1.0)
+    logprobs = reference.logprobs(BATCH, Scoring(1.0))
     assert not logprobs.requires_grad
     assert [parameter.requires_grad for parameter in model.parameters()] == required
     assert [module.training for module in model.modules()] == modes
@@ -181,9 +182,9 @@ def test_an_error_while_scoring_leaves_the_policy_as_it_was(build: Any, monkeypa
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(reference_module, "token_logprobs", fail)
+        patch.setattr(forward, "token_logprobs", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
-            reference.logprobs(BATCH, temperature=1.0)
+            reference.logprobs(BATCH, Scoring(1.0))
     assert scores(model).equal(expected)
     assert model.training
     assert [parameter.requires_grad for parameter in model.parameters()] == required
@@ -209,8 +210,8 @@ def test_a_fresh_adapter_costs_no_memory() -> None:
 @pytest.mark.parametrize("build", [plain, lora_model, trained_lora])
 def test_pieces_keep_the_order_of_rows(build: Any, max_tokens: int) -> None:
     model = build()
-    whole = made(model).logprobs(BATCH, temperature=0.7)
-    pieces = made(model).logprobs(BATCH, temperature=0.7, max_tokens=max_tokens)
+    whole = made(model).logprobs(BATCH, Scoring(0.7))
+    pieces = made(model).logprobs(BATCH, Scoring(0.7), max_tokens=max_tokens)
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=0)
     assert not pieces[~BATCH.trainable].any()
 
@@ -222,8 +223,8 @@ def test_pieces_hold_at_most_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         sizes.append(batch.num_forward_tokens)
         return token_logprobs(model, batch, **options)
 
-    monkeypatch.setattr(reference_module, "token_logprobs", note)
-    scores_in_pieces(plain(), BATCH, temperature=1.0, max_tokens=13)
+    monkeypatch.setattr(forward, "token_logprobs", note)
+    scores_in_pieces(plain(), BATCH, Scoring(), max_tokens=13)
     assert len(sizes) > 1
     assert max(sizes) <= 13
 
@@ -240,7 +241,7 @@ def test_mixing_moves_the_reference_by_alpha_towards_the_policy(build: Any) -> N
         torch.testing.assert_close(weight, 0.25 * now[name] + 0.75 * start[name])
     assert all(parameter.equal(now[name]) for name, parameter in model.named_parameters())
     reference.mix(model, 1.0)
-    torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), scores(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(reference.logprobs(BATCH, Scoring(0.7)), scores(model), atol=1e-5, rtol=0)
 
 
 def test_a_reference_with_its_adapter_off_cannot_move() -> None:
@@ -257,12 +258,12 @@ def test_a_moved_reference_can_be_saved_and_read(build: Any, tmp_path: Any) -> N
     reference = made(model, moves=True)
     train(model)
     reference.mix(model, 0.5)
-    expected = reference.logprobs(BATCH, temperature=1.0)
+    expected = reference.logprobs(BATCH, Scoring(1.0))
     save_file(reference.state_dict(), tmp_path / "reference.safetensors")
     other = made(build(), moves=True)
-    assert not other.logprobs(BATCH, temperature=1.0).equal(expected)
+    assert not other.logprobs(BATCH, Scoring(1.0)).equal(expected)
     other.load_state_dict(load_file(tmp_path / "reference.safetensors"))
-    assert other.logprobs(BATCH, temperature=1.0).equal(expected)
+    assert other.logprobs(BATCH, Scoring(1.0)).equal(expected)
 
 
 def test_tied_weights_are_saved_once_and_stay_tied() -> None:
@@ -271,7 +272,7 @@ def test_tied_weights_are_saved_once_and_stay_tied() -> None:
     assert len({weight.data_ptr() for weight in state.values()}) == len(state)
     other = tiny_model("gpt2", seed=5)
     reference.mix(other, 1.0)
-    torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), scores(other), atol=1e-5, rtol=0)
+    torch.testing.assert_close(reference.logprobs(BATCH, Scoring(0.7)), scores(other), atol=1e-5, rtol=0)
 
 
 def test_a_saved_reference_of_another_model_is_refused() -> None:
@@ -289,7 +290,7 @@ def test_the_gradient_of_the_policy_is_not_touched_by_scoring_in_between() -> No
     for scores_reference in (False, True):
         model.zero_grad()
         if scores_reference:
-            reference.logprobs(BATCH, temperature=1.0)
+            reference.logprobs(BATCH, Scoring(1.0))
         token_logprobs(model, BATCH).logprobs.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert gradients[0].equal(gradients[1])
@@ -310,7 +311,7 @@ def test_a_given_model_scores_as_it_is(moves: bool) -> None:
     weights = copy.deepcopy(given.state_dict())
     reference = made(policy, given=given, moves=moves)
     train(policy.train())
-    logprobs = reference.logprobs(BATCH, temperature=0.7)
+    logprobs = reference.logprobs(BATCH, Scoring(0.7))
     torch.testing.assert_close(logprobs, before, atol=1e-5, rtol=0)
     assert not logprobs.requires_grad
     assert all(module.training for module in given.modules())
@@ -321,7 +322,7 @@ def test_a_given_model_of_another_architecture_or_with_an_adapter_can_be_the_ref
     for given in (tiny_model("qwen2", seed=4), trained_lora()):
         for policy in (tiny_model("llama"), lora_model()):
             reference = made(policy, given=given)
-            torch.testing.assert_close(reference.logprobs(BATCH, temperature=0.7), scores(given), atol=1e-5, rtol=0)
+            torch.testing.assert_close(reference.logprobs(BATCH, Scoring(0.7)), scores(given), atol=1e-5, rtol=0)
 
 
 def test_a_given_model_is_copied_only_if_it_moves() -> None:

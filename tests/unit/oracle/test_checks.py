@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
 from prefrl.options.advantage import AdvantageParams
 from prefrl.scripts.oracle.checks import check_advantages, check_kl, check_policy_loss

@@ -7,9 +7,7 @@ import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.chunks import Head
-from prefrl.losses.kl.estimators import KL_ESTIMATORS, importance_corrected
-from prefrl.losses.kl.full import ReferenceLogits, full_kl
-from prefrl.losses.kl.sequence import sequence_kl
+from prefrl.losses.kl import KL_ESTIMATORS, ReferenceLogits, full_kl, importance_corrected, sequence_kl
 from prefrl.losses.logprobs import chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS

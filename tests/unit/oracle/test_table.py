@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from prefrl.losses.advantage.estimators import ADVANTAGES
-from prefrl.losses.kl.estimators import KL_ESTIMATORS
+from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.scripts.oracle.tables import HYPERPARAMETERS, TABLES, params_of

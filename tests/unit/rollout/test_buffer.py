@@ -11,7 +11,7 @@ import torch
 from prefrl.errors import DataError
 from prefrl.metrics import Max, Mean, Min
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
-from prefrl.trainer.online.policy_batch import CriticBatch
+from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.types import LabeledBatch, ReadyBatch, TokenBatch
 
 METRICS = {"entropy": Mean(0.1, 3.0), "low": Min(0.25), "high": Max(0.75)}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from prefrl.rollout.prefix import contested_prefix_lengths
+from prefrl.rollout.selection import contested_prefix_lengths
 
 NAN = math.nan
 

@@ -15,6 +15,7 @@ from prefrl.metrics import merge
 from prefrl.rollout import summary
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.summary import (
+    Tables,
     as_text,
     log_collected,
     log_completions,
@@ -25,7 +26,6 @@ from prefrl.rollout.summary import (
     staleness,
     title_of_step,
 )
-from prefrl.rollout.tables import Tables
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 

@@ -16,7 +16,7 @@ from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_fo
 from prefrl.run.folder import only_writer, writer_token
 from prefrl.run.records import Identity
 from prefrl.run.seal import MANIFEST, manifest_of, problem_of, seal
-from prefrl.trainer.base.checkpoints.saving import RunFolder
+from prefrl.trainer.run_folder import RunFolder
 from tests.contract.survival_worker import forked
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefrl.run.records import STARTS, Identity, command_of, read_starts, record_start
-from prefrl.trainer.base.checkpoints.saving import RunFolder
+from prefrl.trainer.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(

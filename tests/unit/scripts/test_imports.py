@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from prefrl.scripts.imports import uncollected
+from prefrl.scripts.startup import uncollected
 
 
 def test_what_is_imported_is_not_collected_meanwhile_nor_later(monkeypatch: pytest.MonkeyPatch) -> None:

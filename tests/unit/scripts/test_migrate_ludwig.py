@@ -11,7 +11,7 @@ from prefrl import ConfigError
 from prefrl.scripts.migrate.edits import every_option
 from prefrl.scripts.migrate.foreign.ludwig import LUDWIG_KEYS
 from prefrl.scripts.migrate.ludwig import migrate_ludwig
-from prefrl.scripts.migrate.values import library_of
+from prefrl.scripts.migrate.run import library_of
 
 HEAD = """\
 model_type: llm

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError
-from prefrl.scripts.migrate.values import of_yaml
+from prefrl.scripts.migrate.run import of_yaml
 
 FILE = """\
 run:

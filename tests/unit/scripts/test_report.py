@@ -21,10 +21,8 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
 from prefrl.run.records import Identity, record_start, write_identity
 from prefrl.scripts.main import main
-from prefrl.scripts.report.completions import histograms_of, side_by_side
-from prefrl.scripts.report.events import events_of
-from prefrl.scripts.report.html import page
-from prefrl.scripts.report.run import read_run, thinned
+from prefrl.scripts.report.page import histograms_of, page, side_by_side
+from prefrl.scripts.report.run import events_of, read_run, thinned
 from prefrl.scripts.report.watch import LivePage, serve
 from prefrl.types import Completion, Rollout, Turn
 from tests.patience import PATIENCE

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from prefrl.errors import GenerationError
-from prefrl.scripts.launch import supervisor
-from prefrl.scripts.launch.supervisor import Supervisor
+from prefrl.scripts.launch import processes
+from prefrl.scripts.launch.processes import Supervisor
 from tests.patience import wait_until
 
 # A stall may cost an answer, and the server counts it as given.
@@ -72,7 +72,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "_POLL_SECONDS", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_a_server_that_ends_by_itself_is_told_with_the_error_in_its_log(tmp_path
 def test_a_server_whose_engine_died_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervisor, "_LAST_WORDS_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "_LAST_WORDS_SECONDS", 0.5)
     with pytest.raises(GenerationError, match=re.escape("vLLM's engine died.")):
         run(tmp_path, *MANY_200, 503)
     assert capsys.readouterr().out == "it is ready\n"
@@ -173,8 +173,8 @@ def test_a_short_silence_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         """Two seconds for each question, at any speed of the machine, and a moment for each look."""
         return 2.0 * len(list(tmp_path.glob("record.*"))) + 1e-3 * next(calls)
 
-    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(supervisor, "_POLL_SECONDS", 1.5e-3)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    monkeypatch.setattr(processes, "_POLL_SECONDS", 1.5e-3)
     with pytest.raises(GenerationError, match="exit code 4"):
         run(tmp_path, *4 * (*MANY_200, 500), -4, health_timeout=12.0)
 
@@ -187,8 +187,8 @@ def test_a_server_that_is_not_ready_in_time_is_ended(
         assert wait_until((tmp_path / "record").exists)
         return health_now(address)
 
-    health_now = supervisor.health
-    monkeypatch.setattr(supervisor, "health", health)
+    health_now = processes.health
+    monkeypatch.setattr(processes, "health", health)
     with pytest.raises(GenerationError, match="not ready after start_timeout=1 s"):
         run(tmp_path, 404, start_timeout=1.0)
     assert capsys.readouterr().out == ""

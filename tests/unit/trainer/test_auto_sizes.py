@@ -11,8 +11,8 @@ from peft import LoraConfig
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.trainer.base.sizes.memory import TrialMemory
-from prefrl.trainer.base.sizes.search import Trial, best, candidates, search
+from prefrl.trainer.features.sizes import Trial, best, candidates, search
+from prefrl.trainer.memory import TrialMemory
 from tests.contract.cases import make_trainer
 
 BOTH = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
@@ -79,15 +79,6 @@ RULES = [
     ),
     pytest.param(SFTConfig, {"effective_batch_size": 0}, "effective_batch_size=0: must be a number >= 1", id="zero"),
     pytest.param(
-        SFTConfig, {"gradient_accumulation_steps": "auto"}, "'auto' without effective_batch_size", id="nothing decides"
-    ),
-    pytest.param(
-        SFTConfig,
-        {"per_device_train_batch_size": "auto", "max_tokens_per_micro_batch": 9},
-        "'auto' with max_tokens_per_micro_batch: .* Set effective_batch_size",
-        id="rows and a budget",
-    ),
-    pytest.param(
         SFTConfig, {"auto_size_kwargs": {"memory_share": 0.5}}, "auto_size_kwargs=.* has no effect", id="no search"
     ),
     pytest.param(
@@ -99,27 +90,9 @@ RULES = [
     pytest.param(SFTConfig, {"learning_rate": "fast"}, "learning_rate='fast': must be a number", id="another word"),
     pytest.param(
         SFTConfig,
-        {"learning_rate": "auto", "optim": "sgd"},
-        "learning_rate='auto' with optim='sgd': it is a rate for Adam",
-        id="rate of another optimizer",
-    ),
-    pytest.param(
-        SFTConfig,
         {"per_device_train_batch_size": "Auto"},
         "per_device_train_batch_size='Auto': must be an integer",
         id="capital",
-    ),
-    pytest.param(
-        GRPOConfig,
-        {"per_device_train_batch_size": "auto"},
-        "'auto' without effective_batch_size: it would decide how many prompts",
-        id="online",
-    ),
-    pytest.param(
-        GRPOConfig,
-        {**BOTH, "effective_batch_size": 16, "steps_per_generation": 2},
-        "steps_per_generation=2 has no effect because micro-batches",
-        id="micro-batches of a generation",
     ),
 ]
 

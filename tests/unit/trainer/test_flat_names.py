@@ -12,14 +12,14 @@ import pytest
 from transformers import HfArgumentParser
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig
+from prefrl.options.flat_names import flat_names, init_vars
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.trainer.base.options.flat_names import init_vars
-from prefrl.trainer.online.flat_names import FLAT_NAMES
 
 SERVER = {"use_vllm": True, "use_cpu": True}
 SAPO, VESPO = {"loss_type": "sapo"}, {"loss_type": "vespo"}
+FLAT = flat_names(GRPOConfig)
 ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.5}
 # Name -> a value, the options that it needs, and the option and the value that it gives.
 PLACES: dict[str, tuple[Any, dict[str, Any], str, Any]] = {
@@ -65,12 +65,12 @@ def test_a_name_fills_its_place(name: str, tmp_path: Path) -> None:
 
 
 def test_every_name_is_shown_above_and_declared_once() -> None:
-    assert PLACES.keys() == FLAT_NAMES.keys() == init_vars(GRPOConfig).keys()
+    assert PLACES.keys() == FLAT.keys() == init_vars(GRPOConfig).keys()
     for row in REGISTRY.values():
         config = row.load_config()
-        assert init_vars(config).keys() <= config.flat_names.keys()
+        assert init_vars(config).keys() <= flat_names(config).keys()
         for name in init_vars(config):
-            assert config.flat_names[name].option in {field.name for field in dataclasses.fields(config)}
+            assert flat_names(config)[name].option in {field.name for field in dataclasses.fields(config)}
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, PPOConfig, OnlineDPOConfig])
@@ -156,7 +156,7 @@ def test_the_help_shows_keys_and_not_names(capsys: pytest.CaptureFixture[str]) -
     assert "sapo: temperature_pos=1.0, temperature_neg=1.05" in text
     assert "clip_cov: ratio=0.0002, lb=1.0, ub=5.0" in text
     assert "SUPPRESS" not in text
-    assert not [name for name in FLAT_NAMES if f"--{name} " in text]
+    assert not [name for name in FLAT if f"--{name} " in text]
 
 
 @pytest.mark.parametrize("algorithm", REGISTRY)

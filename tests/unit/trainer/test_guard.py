@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefrl.trainer.base.guard import StepGuard, has_problem
+from prefrl.trainer.features.guard import StepGuard, has_problem
 
 NAN, INF = float("nan"), float("inf")
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
 from prefrl.errors import ConfigError, HubError
-from prefrl.trainer.base.hub import Hub, is_refusal
+from prefrl.trainer.features.hub import Hub, is_refusal
 from tests.contract.cases import make_trainer
 
 SECRET = "hf_abcdefghijklmnopqrstuvwx"

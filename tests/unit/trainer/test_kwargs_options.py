@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, GRPOConfig, PPOConfig, RLOOConfig
+from prefrl.options.kwargs import kwargs_options
 from prefrl.options.policy import ClipCovParams, VespoParams
 from prefrl.registry import REGISTRY
 from prefrl.trainer.online.policy_objective import PolicyObjective
@@ -120,7 +121,7 @@ def test_an_estimator_that_the_config_does_not_choose_is_named(tmp_path: Path) -
 @pytest.mark.parametrize("name", REGISTRY)
 def test_defaults_are_allowed_and_options_of_their_own_have_the_same(name: str) -> None:
     config = REGISTRY[name].load_config()
-    for option in config.kwargs_options:
+    for option in kwargs_options(config):
         for params in option.choices.values():
             values = params()
             for own in option.own_options:

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import OutOfMemoryError
-from prefrl.trainer.base.memory import explained, is_out_of_memory
+from prefrl.trainer.memory import explained, is_out_of_memory
 from tests.contract.cases import dataset_of, make_trainer
 
 CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB."

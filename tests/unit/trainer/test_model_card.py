@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from prefrl import GRPOConfig
-from prefrl.trainer.base.model_card import RunFacts, write_model_card
+from prefrl.trainer.model_card import RunFacts, write_model_card
 
 
 def card(folder: Path, name: str = "loss", base_model: str = "org/model-1.5") -> str:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from prefrl.models.averages import AveragedWeights
-from prefrl.trainer.base.moving_average import MovingAverage
+from prefrl.trainer.features.averages import AveragedWeights, MovingAverage
 
 
 def one_weight(value: float = 0.0, *, dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -20,15 +19,19 @@ def one_weight(value: float = 0.0, *, dtype: torch.dtype = torch.float32) -> nn.
     return model
 
 
+def run_of(model: nn.Module) -> Any:
+    return SimpleNamespace(policy=model, args=SimpleNamespace(should_save=True))
+
+
 def begin(average: MovingAverage, model: nn.Module) -> None:
-    hooks: dict[str, Any] = {"args": None, "state": SimpleNamespace(global_step=0), "control": None}
-    average.on_train_begin(**hooks, model=model)
+    run: Any = SimpleNamespace(state=SimpleNamespace(global_step=0), policy=model)
+    average.begin(run)
 
 
 def step(average: MovingAverage, model: nn.Linear, value: float, *, skipped: bool = False) -> None:
     nn.init.constant_(model.weight, value)
-    hooks: dict[str, Any] = {"args": None, "state": None, "control": None}
-    average.on_step_end(**hooks, optimizer=SimpleNamespace(step_was_skipped=skipped))
+    run: Any = SimpleNamespace(optimizer=SimpleNamespace(step_was_skipped=skipped))
+    average.after_step(run)
 
 
 def value_of(average: MovingAverage, model: nn.Linear) -> float:
@@ -70,18 +73,18 @@ def test_a_resumed_average_goes_on_where_it_was(tmp_path: Path) -> None:
     model, average = one_weight(1.0), MovingAverage(decay=0.9)
     begin(average, model)
     step(average, model, 3.0)
-    average.save(tmp_path, writes=True)
+    average.save(run_of(model), tmp_path)
     step(average, model, 4.0)
     expected = value_of(average, model)
     resumed = MovingAverage(decay=0.9)
     other = one_weight(3.0)
-    resumed.load(other, tmp_path)
+    resumed.load(run_of(other), tmp_path)
     step(resumed, other, 4.0)
     assert value_of(resumed, other) == expected
 
 
 def test_a_resumed_run_may_begin_to_average(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, average = one_weight(7.0), MovingAverage(decay=0.9)
-    average.load(model, tmp_path)
+    average.load(run_of(model), tmp_path)
     assert value_of(average, model) == 7.0
     assert "the average of the weights starts with its weights" in caplog.text

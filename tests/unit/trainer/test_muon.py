@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from prefrl.trainer.base.optimized import regroup
-from prefrl.trainer.base.optimizers.muon import MuonWithAdamW
+from prefrl.trainer.optimizers import MuonWithAdamW, regroup
 
 
 def gradient(parameter: torch.nn.Parameter, step: int) -> torch.Tensor:

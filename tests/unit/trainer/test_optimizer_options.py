@@ -12,8 +12,8 @@ from transformers.training_args import OptimizerNames
 from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED
-from prefrl.trainer.base.optimized import OptimizedTrainer
-from prefrl.trainer.base.optimizers.by_name import works_under
+from prefrl.trainer.loop import Loop
+from prefrl.trainer.optimizers import works_under
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:
@@ -41,19 +41,10 @@ def config(cls: Any = SFTConfig, **options: Any) -> Any:
         ({"optim": "adafactor", "optim_args": "relative_step=True"}, "It replaces learning_rate and its schedule"),
         ({"optim": "adafactor", "optim_args": "beta1=half"}, "optim_args: beta1='half': must be a number"),
         ({"optim_args": "centered=True"}, "'centered' has no effect because .* It passes on amsgrad"),
-        ({"optim": "adadelta", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06 has no effect because optim='adadelta'"),
-        ({"optim": "rprop", "weight_decay": 0.1}, "weight_decay=0.1: torch's optim='rprop' has no decay"),
         ({"optim": "paged_adam", "weight_decay": 0.1}, "decouple it, as AdamW does.* or optim='paged_adamw_32bit'"),
         ({"learning_rates": {"(": 1.0}}, r"learning_rates: '\(' is not a valid regular expression"),
         ({"learning_rates": {"a": -1.0}}, r"learning_rates\['a'\]=-1.0: must be a number >= 0"),
-        ({"learning_rates": {"a": 1.0}, "optim": "lomo"}, "optim='lomo', which has one rate for all weights"),
-        ({"regularization_type": "l1"}, "neither has an effect without the other"),
         ({"regularization_lambda": 0.1}, "neither has an effect without the other"),
-        (
-            {"allow_resume_changes": ["learning_rates"]},
-            "learning_rates cannot change, because its expressions determine",
-        ),
-        ({"allow_resume_changes": ["optim_args"]}, "optim_args cannot change, because checkpoints hold"),
         ({"max_grad_value": 0.0}, "max_grad_value=0.0: must be a number > 0"),
     ],
 )
@@ -62,22 +53,9 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> Non
         config(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"critic_optim_kwargs": {"max_grad_norm": 1.0}, "max_grad_norm": 0.0}, "max_grad_norm=0 turns clipping off"),
-        ({"critic_optim_kwargs": {"weight_decay": 0.1}, "optim": "rprop"}, "critic_optim_kwargs: weight_decay=0.1"),
-        (
-            {"critic_optim_kwargs": {"warmup_steps": 2}, "lr_scheduler_type": "constant"},
-            "warmup_steps=2 has no effect because lr_scheduler_type='constant' does not read it",
-        ),
-        ({"critic_warmup": 2, "optim": "asgd"}, "critic_warmup=2 with optim='asgd', which also shrinks weights"),
-        ({"critic_optim_kwargs": {"lr": 0.1}}, "critic_optim_kwargs: lr=0.1 is not known"),
-    ],
-)
-def test_a_wrong_option_of_the_critic_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(PPOConfig, **options)
+def test_a_wrong_option_of_the_critic_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"critic_optim_kwargs: lr=0\.1 is not known"):
+        config(PPOConfig, critic_optim_kwargs={"lr": 0.1})
 
 
 @pytest.mark.parametrize("name", ["soap", "lamb"])
@@ -96,11 +74,9 @@ def test_names_are_neither_those_of_transformers_nor_refused() -> None:
 def test_arguments_reach_the_optimizer() -> None:
     args = config(optim="rprop", optim_args="etas=(0.4, 1.1), step_sizes=(1e-5, 1)", learning_rate=0.5)
     assert args.optim == "rprop"
-    found = OptimizedTrainer.get_optimizer_cls_and_kwargs(args)
+    found = Loop.get_optimizer_cls_and_kwargs(args)
     assert found == (torch.optim.Rprop, {"lr": 0.5, "etas": (0.4, 1.1), "step_sizes": (1e-5, 1)})
-    cls, arguments = OptimizedTrainer.get_optimizer_cls_and_kwargs(
-        config(optim="adamw_torch", optim_args="amsgrad=True")
-    )
+    cls, arguments = Loop.get_optimizer_cls_and_kwargs(config(optim="adamw_torch", optim_args="amsgrad=True"))
     assert cls is torch.optim.AdamW
     assert arguments["amsgrad"] is True
 

@@ -11,8 +11,8 @@ import torch
 from prefrl import GRPOConfig
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.scores import TokenScores
-from prefrl.trainer.online.policy_batch import PolicyBatch
 from prefrl.trainer.online.policy_objective import PolicyObjective
+from prefrl.trainer.online.policy_terms import PolicyBatch
 
 
 def batch_of(lengths: list[int], **fields: Any) -> PolicyBatch:

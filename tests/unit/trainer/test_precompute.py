@@ -19,6 +19,7 @@ from prefrl import distributed
 from prefrl.data.collate import preference_batch, unpaired_batch
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.models.forward import Scoring
 from prefrl.models.reference import Reference, make_reference
 from prefrl.trainer.offline import precompute as precompute_module
 from prefrl.trainer.offline.precompute import precompute_reference
@@ -87,7 +88,7 @@ class Scorer:
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         self.batches.append(batch)
-        return self.reference.logprobs(batch, temperature=0.7)
+        return self.reference.logprobs(batch, Scoring(0.7))
 
 
 def refuse(batch: TokenBatch) -> Tensor:
@@ -114,7 +115,7 @@ def test_precomputed_values_are_those_of_the_live_reference(
     alone = precompute(dataset, Scorer(), tmp_path, collate=collate, batch_size=1)
     assert alone.column_names == [*dataset.column_names, *columns]
     for row, before in zip(alone, dataset, strict=True):
-        expected = live.logprobs(collate([before]), temperature=0.7)
+        expected = live.logprobs(collate([before]), Scoring(0.7))
         found = collate([row]).ref_logprobs
         assert found.equal(expected)
         assert found.numel() == sum(len(row[column]) for column in columns)

@@ -14,14 +14,13 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from prefrl.generation.vllm.handshake import Waiting
-from prefrl.rollout.tables import Tables
+from prefrl.rollout.summary import Tables
 from prefrl.run.records import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress import notebook
-from prefrl.trainer.progress.banner import quantity
-from prefrl.trainer.progress.history import History, Row, Sample, duration, sparkline
-from prefrl.trainer.progress.lines import line
+from prefrl.trainer.progress.history import History, Row, Sample, duration, quantity, sparkline
 from prefrl.trainer.progress.live import RichProgressCallback
 from prefrl.trainer.progress.notebook import NotebookView
+from prefrl.trainer.progress.views import line
 
 LOGS: dict[str, Any] = {
     "loss": -0.0,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from prefrl import GRPOConfig
 from prefrl.generation.base import OnDemand
+from prefrl.rollout.collect import Collector
 from prefrl.trainer.online.prompts import Prompts
 
 
@@ -18,15 +18,20 @@ class Asked:
     def __init__(self) -> None:
         self.seeds: Sequence[int] = []
 
-    def start(self, rows: Any, groups: Any, sampling: Any, seeds: Sequence[int]) -> OnDemand:
+    def start(self, rows: Any, groups: Any, sampling: Any, seeds: Sequence[int]) -> Any:
         self.seeds = seeds
         return OnDemand(lambda: [])
+
+    def release(self, rollouts: Any) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def seeds_of(folder: Path, number: int, **options: Any) -> Sequence[int]:
     """The seeds of the two prompts of a generation batch."""
     asked = Asked()
-    collector: Any = SimpleNamespace(sampler=asked)  # nothing is collected
+    nothing: Any = None  # is collected
+    collector = Collector(nothing, asked, nothing, nothing)
     args = GRPOConfig(output_dir=str(folder), use_cpu=True, **options)
     rows = [{"prompt_ids": [5]}, {"prompt_ids": [6]}]
     prompts = Prompts(args, dataset=rows, rows_of_generation=lambda _: [0, 1], collector=collector)

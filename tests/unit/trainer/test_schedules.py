@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR,
 from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
-from prefrl.trainer.base.checkpoints.run_identity import decisive_options
+from prefrl.options.schedule import PlateauParams
 from prefrl.trainer.base.optimizers.schedules import SCHEDULES
-from prefrl.trainer.base.options.schedule import PlateauParams
-from prefrl.trainer.base.scheduler import Plateau, Scheduler, own_scheduler, refresh
+from prefrl.trainer.decisive import decisive_options
+from prefrl.trainer.scheduler import RatePlateau, Scheduler, own_scheduler, refresh
 
 STEPS = 20
 RATES = (0.3, 0.06)  # of two parameter groups, the first of learning_rate
@@ -316,12 +316,12 @@ def test_a_plateau_goes_on_from_its_state(tmp_path: Path) -> None:
 )
 def test_negative_values_that_stay_or_get_worse_are_no_improvement(mode: str, values: list[float]) -> None:
     """torch's ReduceLROnPlateau takes -2.0001 for more than -2: its threshold is -2 * 1.0001."""
-    plateau = Plateau(PlateauParams(mode=mode, patience=1), most=5)  # type: ignore[arg-type]
+    plateau = RatePlateau(PlateauParams(mode=mode, patience=1), most=5)  # type: ignore[arg-type]
     assert [plateau.observe(value) for value in values] == [False, False, True, False]
 
 
 def test_values_that_are_not_numbers_are_no_improvement() -> None:
-    plateau = Plateau(PlateauParams(patience=2), most=5)
+    plateau = RatePlateau(PlateauParams(patience=2), most=5)
     assert [plateau.observe(value) for value in (math.nan, 1.0, math.nan, math.nan, 2.0)] == [*[False] * 4, True]
 
 

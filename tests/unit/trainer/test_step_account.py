@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 from prefrl.data.collate import flat_batch
 from prefrl.metrics import Metric
 from prefrl.models.flops import ModelCost, Products
-from prefrl.trainer.base.step_account import EndOfOptimizerPhase, StepAccount, StepFlops
+from prefrl.trainer.account import StepAccount, StepFlops
+from prefrl.trainer.parts import Events, Parts
 from tests.assets import tiny_model
 
 CPU = torch.device("cpu")
@@ -130,7 +133,8 @@ def test_the_optimizer_phase_ends_with_the_optimizers_step(account: StepAccount,
     clock.wait(1)
     account.switch("optimizer")
     clock.wait(2)
-    EndOfOptimizerPhase(account).on_optimizer_step()
+    run: Any = SimpleNamespace(parts=Parts(), account=account)
+    Events(run, begin=account.start, end=account.finish).on_optimizer_step()
     clock.wait(4)
     account.finish()
     assert values(account.drain([])) == {"time/other_s": 5.0, "time/optimizer_s": 2.0, "step_time": 7.0}

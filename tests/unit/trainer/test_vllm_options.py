@@ -10,9 +10,9 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.options.rollout import RolloutOptions
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.online.generators import sync_method
-from prefrl.trainer.online.vllm_options import VLLMOptions
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
@@ -29,37 +29,11 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vllm_server_port": 9000}, "vllm_server_port=9000 has no effect because use_vllm=False"),
-        ({"generation_mode": "overlap"}, "generation_mode='overlap' has no effect because use_vllm=False"),
-        ({"weight_sync": "gloo"}, "weight_sync='gloo' has no effect because use_vllm=False"),
         ({**UNCUT, "vllm_server_port": 70000}, "vllm_server_port=70000: must be a number >= 1 and <= 65535"),
         ({**UNCUT, "vllm_server_timeout": 0}, "vllm_server_timeout=0: must be a number > 0"),
-        ({**UNCUT, "vllm_server_host": ""}, "vllm_server_host='': must be a host name"),
         ({**UNCUT, "vllm_server_base_url": "host:8000"}, "vllm_server_base_url='host:8000': must be like http"),
-        ({**UNCUT, "vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "contains a server twice"),
-        (
-            {**UNCUT, "vllm_server_base_url": "http://a:1", "vllm_server_port": 2},
-            "vllm_server_port=2 has no effect because vllm_server_base_url is set",
-        ),
-        ({**UNCUT, "weight_sync": "nccl"}, "weight_sync='nccl' needs a GPU"),
         ({**UNCUT, "weight_sync": "udp"}, "weight_sync='udp': must be one of 'nccl', 'gloo', 'shm', 'adapter'"),
-        (
-            {**UNCUT, "weight_sync": "gloo", "vllm_kwargs": {"sync_folder": "/x"}},
-            "vllm_kwargs: sync_folder='/x' has no",
-        ),
-        ({**UNCUT, "weight_sync": "shm", "vllm_server_host": "node5"}, "servers on other hosts"),
-        (
-            {**UNCUT, "vllm_guided_decoding_regex": "a", "vllm_kwargs": {"guided_grammar": "b"}},
-            "vllm_guided_decoding_regex and guided_grammar are set",
-        ),
         ({**UNCUT, "vllm_kwargs": "[1]"}, "vllm_kwargs='[1]': must be a JSON object"),
-        ({**UNCUT, "max_staleness": 2}, "max_staleness=2 has no effect because generation_mode='sync'"),
-        (
-            {**UNCUT, "generation_mode": "async", "max_staleness": 1, "num_iterations": 2},
-            "max_staleness=1: must be at least 2",
-        ),
-        ({**UNCUT, "generation_mode": "overlap", "num_iterations": 2}, "with 2 optimizer steps for each generation"),
-        ({**UNCUT, "generation_mode": "overlap", "scale_rewards": "batch"}, "with scale_rewards='batch'"),
         (
             {
                 **UNCUT,
@@ -67,10 +41,6 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
                 "advantage_kwargs": {"multi_objective_aggregation": "normalize_then_sum"},
             },
             "with multi_objective_aggregation='normalize_then_sum'",
-        ),
-        (
-            {**SOFTMAX, "vllm_importance_sampling_correction": True, "top_k": 50},
-            "vllm_importance_sampling_correction=True with top_k=50",
         ),
         (
             {**SOFTMAX, "vllm_importance_sampling_correction": True, "min_p": 0.1, "top_p": 0.9},
@@ -82,10 +52,6 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
         ),
         ({**SOFTMAX, "generation_mode": "async", "top_k": 50}, "generation_mode='async' with top_k=50"),
         (
-            {**UNCUT, "generation_mode": "async", "vllm_importance_sampling_correction": False},
-            "with vllm_importance_sampling_correction=False",
-        ),
-        (
             {**SOFTMAX, "top_k": 50, "vllm_importance_sampling_mode": "token_mask"},
             "vllm_importance_sampling_mode='token_mask' has no effect because sampling is not corrected",
         ),
@@ -93,8 +59,6 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
             {**UNCUT, "vllm_importance_sampling_kwargs": {"clip_min": 2.0}},
             "vllm_importance_sampling_kwargs: clip_min=2.0: must be a number > 0 and <= 1",
         ),
-        ({**UNCUT, "vllm_importance_sampling_kwargs": {"clip_max": None}}, "nothing would be masked"),
-        (SOFTMAX, "truncated_logprobs='softmax' has no effect because sampling is not truncated"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -124,10 +88,6 @@ def test_no_default_switches_the_correction_off(config_class: Any, mode: str, tm
 def test_online_dpo_takes_a_server_by_defaults_and_corrects_nothing(mode: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "use_vllm": True}
     assert not OnlineDPOConfig(**options, generation_mode=mode).corrects_sampling
-    with pytest.raises(ConfigError, match="vllm_importance_sampling_correction=True has no effect because pairs"):
-        OnlineDPOConfig(**options, vllm_importance_sampling_correction=True)
-    with pytest.raises(ConfigError, match="generation_mode='async': online DPO does not correct"):
-        OnlineDPOConfig(**options, generation_mode="async")
 
 
 def test_a_server_is_named_by_host_and_port_or_by_urls(tmp_path: Path) -> None:
@@ -170,5 +130,5 @@ def test_an_adapter_that_servers_would_cut_is_merged(tmp_path: Path) -> None:
 
 
 def test_modes_of_the_correction_are_the_keys_of_its_table() -> None:
-    hints = get_type_hints(VLLMOptions)
+    hints = get_type_hints(RolloutOptions)
     assert set(get_args(hints["vllm_importance_sampling_mode"])) == set(OFF_POLICY_CORRECTIONS)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, OneCycleLR
 from transformers.optimization import get_scheduler, get_wsd_schedule
+from transformers.trainer_utils import SchedulerType
 
 from prefrl.errors import ConfigError
 from prefrl.options.params import Params
 from prefrl.options.schedule import (
+    SCHEDULE_FACTS,
     CosineWarmRestartsParams,
     ExponentialParams,
     OneCycleParams,
@@ -163,27 +165,24 @@ def wsd(params: WsdParams, span: Span) -> Factor:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule that transformers does not have.
+    """A schedule that transformers does not have; see `ScheduleFacts`."""
 
-    Args:
-        params: Its hyperparameters.
-        make: The factor of each step after the warm-up, the first of them being 0.
-        has_warmup: Whether `warmup_steps` steps precede it; otherwise it begins low itself.
-        knows_length: Whether it depends on the number of steps.
-    """
-
+    make: Callable[[Any, Span], Factor]  # the factor of each step after the warm-up, the first of them being 0
     params: type[Params]
-    make: Callable[[Any, Span], Factor]
-    has_warmup: bool = True
-    knows_length: bool = True
+    has_warmup: bool
+    knows_length: bool
 
 
-SCHEDULES: Mapping[str, Schedule] = {
-    "one_cycle": Schedule(OneCycleParams, one_cycle, has_warmup=False),
-    "exponential": Schedule(ExponentialParams, exponential, knows_length=False),
-    "cosine_warm_restarts": Schedule(CosineWarmRestartsParams, cosine_warm_restarts, knows_length=False),
-    "wsd": Schedule(WsdParams, wsd),
+_FUNCTIONS: dict[str, Callable[[Any, Span], Factor]] = {
+    "one_cycle": one_cycle,
+    "exponential": exponential,
+    "cosine_warm_restarts": cosine_warm_restarts,
+    "wsd": wsd,
 }
+SCHEDULES: Mapping[str, Schedule] = {
+    name: Schedule(make, **vars(SCHEDULE_FACTS[name])) for name, make in _FUNCTIONS.items()
+}
+SCHEDULE_NAMES = (*(name.value for name in SchedulerType), *SCHEDULES)
 
 
 def of_huggingface(name: str, kwargs: Mapping[str, Any] | None, span: Span) -> Factor:

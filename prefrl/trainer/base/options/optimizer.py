@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from annotated_types import Ge, Gt
 from transformers.training_args import OptimizerNames
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import opt
 from prefrl.options.optimizers import (
     NAMED_OPTIMIZER_RULES,
     OPTIMIZERS,
@@ -23,45 +20,15 @@ from prefrl.options.optimizers import (
 )
 from prefrl.options.rules import apply
 from prefrl.options.suggest import check_known
-from prefrl.trainer.base.optimizers.by_name import added_keys, check_made
+from prefrl.trainer.optimizers import added_keys, check_made
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["KNOWN_OPTIMIZERS", "OptimizerOptions", "check_optimizer", "named_for_huggingface"]
+__all__ = ["KNOWN_OPTIMIZERS", "check_optimizer", "named_for_huggingface"]
 
 _NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
 KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
-
-
-@dataclass
-class OptimizerOptions:
-    """Optimizer options in addition to HuggingFace's."""
-
-    optim: str = opt(
-        "adamw_torch_fused",
-        f"Optimizer: one of transformers, or {', '.join(OPTIMIZERS)}.",
-    )
-    learning_rates: dict[str, float] | str | None = opt(
-        None,
-        "Learning rates of some parameters: a mapping from regular expressions to rates, all with the same "
-        "schedule. The first expression that matches part of a parameter's name applies; parameters that none "
-        "matches use learning_rate. JSON on the command line.",
-    )
-    max_grad_value: Annotated[float, Gt(0)] | None = opt(
-        None, "Clip each element of the gradients to this absolute value, after max_grad_norm. None: no clipping."
-    )
-    regularization_type: Literal["l1", "l2", "l1_l2"] | None = opt(
-        None,
-        "Penalty that is added to the loss of each optimizer step: regularization_lambda times the sum of absolute "
-        "values (l1) or squares (l2) of all trained weights, or both.",
-    )
-    regularization_lambda: Annotated[float, Ge(0)] = opt(0.0, "Weight of the penalty of regularization_type.")
-
-    @property
-    def set_on_gradients(self) -> list[str]:
-        """The options that are set and act on gradients between the backward pass and the update."""
-        return [name for name in ("max_grad_value", "regularization_type") if getattr(self, name) is not None]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.optional import MissingPackageError, is_installed
-from prefrl.options.fields import opt
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import COMPILATION_RULES, check_device
 from prefrl.options.suggest import nearest
@@ -19,22 +17,11 @@ from prefrl.options.suggest import nearest
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["PrecisionOptions", "check_precision"]
+__all__ = ["check_precision"]
 
 logger = logging.getLogger(__name__)
 
 _BF16_SINCE, _FP8_SINCE = (8, 0), (8, 9)  # compute capability
-
-
-@dataclass
-class PrecisionOptions:
-    """Precision in addition to HuggingFace's options; see docs/profiling.md."""
-
-    fp8: bool = opt(
-        False,
-        "Compute the matrix products of the layers in 8-bit floating point, with torchao. Needs bf16=True and a GPU "
-        "that supports it.",
-    )
 
 
 def check_precision(config: TrainingArguments, *, fp8: bool) -> None:

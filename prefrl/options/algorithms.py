@@ -1,0 +1,245 @@
+"""Options of the online algorithms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from prefrl.options.fields import opt
+from prefrl.options.kwargs import ParamsOf, kwargs
+from prefrl.options.online import OnlineOptions
+from prefrl.options.params import Params, hyperparameters
+from prefrl.options.policy import ImportanceLevel, LossType
+from prefrl.options.policy_gradient import KLEstimate, PolicyGradientOptions
+from prefrl.options.policy_rules import (
+    CRITIC_RULES,
+    GROUP_RULES,
+    PAIRS_RULES,
+    REINFORCE_PLUS_PLUS_RULES,
+    RLOO_RULES,
+    name_scale,
+)
+from prefrl.options.reference import REFERENCE_RULES, ReferenceOptions
+from prefrl.options.rules import apply
+from prefrl.options.types import NumSamples
+
+__all__ = [
+    "CriticOptimizer",
+    "GRPOOptions",
+    "OnlineDPOOptions",
+    "PPOOptions",
+    "RLOOOptions",
+    "ReinforcePlusPlusOptions",
+]
+
+
+@dataclass(init=False, repr=False, eq=False)
+class GRPOOptions(PolicyGradientOptions):
+    """Options of GRPO."""
+
+    scale_rewards: Literal["group", "batch", "none", True, False] = opt(
+        "group",
+        "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or "
+        "do not scale them (none; Dr. GRPO). True and False mean group and none.",
+    )
+    advantage_estimator: Literal[
+        "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
+    ] = opt("grpo", "How advantages are computed from the rewards of a group; see docs/losses.md.")
+
+    def take_other_forms(self) -> None:
+        """See `BaseOptions.take_other_forms`: rewards scaled True means by "group", False "none"."""
+        super().take_other_forms()
+        name_scale(self)
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, GROUP_RULES)
+
+    @property
+    def estimator(self) -> str:
+        """See `PolicyGradientOptions.estimator`."""
+        return self.advantage_estimator
+
+
+@dataclass(init=False, repr=False, eq=False)
+class RLOOOptions(PolicyGradientOptions):
+    """Options of RLOO: shared ones with other defaults."""
+
+    num_generations: NumSamples = opt(2, "Completions per prompt, at least 2.")
+    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
+    kl_estimator: KLEstimate = opt(
+        "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
+    )
+    kl_in: Literal["loss", "reward"] = opt(
+        "reward", "Whether beta * KL is added to the loss or, summed over a completion, subtracted from its reward."
+    )
+    loss_type: LossType = opt(
+        "grpo", "The loss and how it is averaged; grpo: the clipped surrogate, mean over sequences."
+    )
+    importance_sampling_level: ImportanceLevel = opt(
+        "sequence_sum", "Level of the ratio; sequence_sum: the ratio of the probabilities of whole completions."
+    )
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        apply(self, RLOO_RULES)
+        super().validate()
+
+    @property
+    def estimator(self) -> str:
+        """See `PolicyGradientOptions.estimator`."""
+        return "rloo"
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ReinforcePlusPlusOptions(PolicyGradientOptions):
+    """Options of REINFORCE++, and shared ones with other defaults."""
+
+    advantage_estimator: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"] = opt(
+        "reinforce_plus_plus",
+        "reinforce_plus_plus: discounted sum of the rewards from a token on. reinforce_plus_plus_baseline: the reward "
+        "minus the mean reward of the prompt's completions.",
+    )
+    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
+    num_generations: NumSamples = opt(1, "Completions per prompt; a baseline needs more than 1.")
+    normalize_advantages: bool = opt(
+        True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
+    )
+    beta: Annotated[float, Ge(0)] = opt(0.01, "Weight of the KL term; 0: no KL term and no reference model.")
+    kl_estimator: KLEstimate = opt(
+        "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
+    )
+    kl_in: Literal["loss", "reward"] = opt(
+        "reward", "Whether beta * KL is added to the loss or subtracted from the reward."
+    )
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        apply(self, REINFORCE_PLUS_PLUS_RULES)
+        super().validate()
+
+    @property
+    def estimator(self) -> str:
+        """See `PolicyGradientOptions.estimator`."""
+        return self.advantage_estimator
+
+
+@hyperparameters
+class CriticOptimizer(Params):
+    """How optimizer and schedule of the critic differ from those of the policy. None: they do not."""
+
+    warmup_steps: Annotated[float, Ge(0)] | None = opt(
+        None, "Steps in which the learning rate rises; below 1: a share of all steps."
+    )
+    weight_decay: Annotated[float, Ge(0)] | None = opt(None, "Weight decay.")
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the first moment.")
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the second moment.")
+    adam_epsilon: Annotated[float, Ge(0)] | None = opt(None, "Term of the denominator.")
+    max_grad_norm: Annotated[float, Gt(0)] | None = opt(None, "Norm that the critic's gradients are clipped to.")
+
+
+@dataclass(init=False, repr=False, eq=False)
+class PPOOptions(PolicyGradientOptions):
+    """Options of PPO, and shared ones with other defaults."""
+
+    gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
+    lam: Annotated[float, Ge(0), Le(1)] = opt(
+        0.95, "Lambda of generalized advantage estimation; 1: the critic is only a baseline and adds no bias."
+    )
+    critic: Literal["head", "model"] | None = opt(
+        None,
+        "head: a head on the policy's hidden states. model: value_model, or a copy of the policy. None: model with "
+        "value_model, head without it.",
+    )
+    critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
+    critic_optim_kwargs: dict[str, Any] | str | None = kwargs(
+        "Optimizer and schedule options that differ for the critic, in addition to critic_learning_rate.",
+        CriticOptimizer,
+    )
+    critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")
+    vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
+    cliprange_value: Annotated[float, Gt(0)] | None = opt(
+        0.2, "Value clipping: how far values may move from those before the first update; None: no clipping."
+    )
+    detach_trunk: bool = opt(False, "head: the value loss trains only the head; no gradient flows into the policy.")
+    num_generations: NumSamples = opt(1, "Completions per prompt; the critic is the baseline.")
+    num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(
+        4, "PPO epochs: number of passes over each generation batch."
+    )
+    normalize_advantages: bool = opt(
+        True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
+    )
+    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
+    kl_estimator: KLEstimate = opt(
+        "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
+    )
+    kl_in: Literal["loss", "reward"] = opt(
+        "reward", "Whether beta * KL is added to the loss or subtracted from the reward."
+    )
+
+    critic_params = ParamsOf("critic_optim_kwargs", CriticOptimizer)
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, CRITIC_RULES)
+
+    @property
+    def set_on_gradients(self) -> list[str]:
+        """See `OptimizerOptions`."""
+        is_set = self.critic_params.max_grad_norm is not None
+        return [*super().set_on_gradients, *["critic_optim_kwargs: max_grad_norm"] * is_set]
+
+    @property
+    def has_own_schedule(self) -> bool:
+        """See `ScheduleOptions`; a warm-up of the critic is more than schedules of transformers have."""
+        has_warmup = self.critic_params.warmup_steps is not None and self.takes_warmup
+        return super().has_own_schedule or has_warmup
+
+    @property
+    def depends_on_length(self) -> bool:
+        """See `ScheduleOptions`."""
+        is_share = 0 < (self.critic_params.warmup_steps or 0) < 1
+        return super().depends_on_length or (is_share and self.lr_decay_steps is None)
+
+    @property
+    def estimator(self) -> str:
+        """See `PolicyGradientOptions.estimator`."""
+        return "gae"
+
+
+@dataclass(init=False, repr=False, eq=False)
+class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
+    """Options of online DPO, and shared ones with other defaults."""
+
+    loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "DPO's loss, or IPO's.")
+    beta: Annotated[float, Gt(0)] = opt(
+        0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
+    )
+    num_generations: NumSamples = opt(
+        2, "Completions per prompt, at least 2: the best and the worst of them form a pair."
+    )
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """All completions of `per_device_train_batch_size` prompts, as in TRL."""
+        return super().rows_per_micro_batch * self.num_generations
+
+    @property
+    def prompts_per_evaluation_batch(self) -> int:
+        """`per_device_eval_batch_size` counts prompts, too."""
+        return int(self._all.per_device_eval_batch_size)
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """False: pairs are trained on like those of a dataset, whichever policy sampled them."""
+        return False
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        apply(self, PAIRS_RULES)
+        super().validate()
+        apply(self, REFERENCE_RULES)

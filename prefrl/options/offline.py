@@ -1,0 +1,301 @@
+"""Options of trainers that learn from a fixed dataset, and of their algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.options.base import BaseOptions
+from prefrl.options.fields import mapping_of, opt, parse_json
+from prefrl.options.length_bound import LengthBound
+from prefrl.options.offline_rules import (
+    DENSITY_RATIOS_RULES,
+    DIVERGENCE_RULES,
+    LABELS_RULES,
+    PACKING_RULES,
+    PAIR_LOSS_RULES,
+    SHAPE_RULES,
+    TRUNCATION_SIDE_RULES,
+    WORKERS_RULES,
+    check_loss_options,
+)
+from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS, Divergence, LabelSmoothing, PairLossFacts
+from prefrl.options.reference import PRECOMPUTED_REFERENCE_RULES, REFERENCE_RULES, ReferenceOptions
+from prefrl.options.rules import apply
+from prefrl.options.types import TruncationMode
+
+__all__ = [
+    "BCOOptions",
+    "CPOOptions",
+    "DPOOptions",
+    "KTOOptions",
+    "ORPOOptions",
+    "OfflineOptions",
+    "OfflineReferenceOptions",
+    "RewardModelOptions",
+    "SFTOptions",
+    "SampleOptions",
+]
+
+
+@dataclass(init=False, repr=False, eq=False)
+class OfflineOptions(BaseOptions):
+    """Options of trainers that learn from a fixed dataset."""
+
+    max_length: Annotated[int, Ge(2), Le(2 * 10**7)] | None = opt(
+        1024, "Maximum sequence length in tokens; None: no limit."
+    )
+    truncation_mode: TruncationMode = opt(
+        "keep_start", "How to handle longer sequences: keep their start, keep their end, or stop with an error."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments for the chat template; JSON on the command line."
+    )
+    invalid_rows: Literal["error", "drop"] = opt(
+        "error",
+        "How to handle unusable rows (empty, too long, nothing to learn): stop and list them, or drop them.",
+    )
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        parse_json(self, "chat_template_kwargs")
+        apply(self, WORKERS_RULES)
+
+    @property
+    def length_bound(self) -> LengthBound:
+        """See `BaseOptions.length_bound`."""
+        return LengthBound(self.max_length, "max_length")
+
+
+@dataclass(init=False, repr=False, eq=False)
+class SampleOptions:
+    """An option of the offline trainers that can sample completions in evaluations."""
+
+    generate_during_eval: bool = opt(
+        False,
+        "At each evaluation, sample completions of the first per_device_eval_batch_size prompts, and log them as a "
+        "table; see LogCompletionsCallback.",
+        decides=False,
+    )
+
+
+@dataclass(init=False, repr=False, eq=False)
+class OfflineReferenceOptions(ReferenceOptions):
+    """The reference model, which the policy stays close to, for training on a fixed dataset."""
+
+    beta: Annotated[float, Gt(0)] = opt(
+        0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
+    )
+    precompute_ref_log_probs: bool = opt(
+        False,
+        "Compute the reference log-probs of the datasets once, before training, and keep no reference model. They are "
+        "cached on disk and reused for the same data and weights.",
+        decides=False,
+    )
+    precompute_ref_batch_size: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Rows per forward pass of precompute_ref_log_probs; None: per_device_train_batch_size.",
+        decides=False,
+        needs=["precompute_ref_log_probs"],
+    )
+
+
+@dataclass(init=False, repr=False, eq=False)
+class SFTOptions(OfflineOptions):
+    """Options of supervised fine-tuning."""
+
+    adds_tokens: ClassVar[bool] = True
+
+    learning_rate: float = opt(2e-5, "Initial learning rate.")
+    loss_type: Literal["nll", "dft"] = opt(
+        "nll", "nll: negative log-likelihood. dft: each token weighted by its own probability (arXiv 2508.05629)."
+    )
+    completion_only_loss: bool | None = opt(
+        None, "Compute the loss only on the completion. None: yes for prompt-completion data, no otherwise."
+    )
+    assistant_only_loss: bool = opt(
+        False,
+        "Compute the loss only on assistant turns; needs conversational data. With completion_only_loss, only on "
+        "the assistant turns of the completion.",
+    )
+    dataset_text_field: str = opt("text", "Name of the text column of language-modeling data.")
+    dataset_kwargs: dict[str, Any] | str | None = opt(
+        None,
+        '{"skip_prepare_dataset": true}: the rows are token ids (column input_ids), which are used as they are, '
+        "without truncation. JSON on the command line.",
+    )
+    shuffle_dataset: bool = opt(
+        False, "Shuffle the rows before they are packed, so that each pack has rows from the whole dataset."
+    )
+    packing: bool = opt(
+        False,
+        "Pack several sequences into each row of at most max_length tokens, so that batches have similar sizes. "
+        "Nothing is padded either way.",
+    )
+    packing_strategy: Literal["bfd", "wrapped"] = opt(
+        "bfd", "bfd: best-fit decreasing, sequences stay whole. wrapped: one stream of tokens, cut at max_length."
+    )
+    eval_packing: bool | None = opt(None, "Pack the evaluation dataset, too. None: same as packing.")
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, PACKING_RULES)
+
+    @property
+    def skips_preparation(self) -> bool:
+        """Whether rows are token ids that are learned as they are."""
+        return bool(mapping_of(self, "dataset_kwargs").get("skip_prepare_dataset"))
+
+    @property
+    def length_bound(self) -> LengthBound:
+        """See `BaseOptions.length_bound`."""
+        return LengthBound(None, "the length of rows") if self.skips_preparation else super().length_bound
+
+
+@dataclass(init=False, repr=False, eq=False)
+class DPOOptions(OfflineReferenceOptions, OfflineOptions):
+    """Options of DPO."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
+    loss_type: list[str] = opt(["sigmoid"], f"One or several of: {', '.join(PAIR_LOSS_FACTS)}.")
+    loss_weights: list[float] | None = opt(None, "Weights of the losses in loss_type, in order; None: 1 each.")
+    label_smoothing: LabelSmoothing = opt(
+        0.0,
+        "Probability that a label is wrong; used by sigmoid (cDPO), robust, aot, aot_unpaired and "
+        "exo_pair, which uses its paper's 1e-3 instead of 0.",
+    )
+    discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "discopop: temperature of the mixture.")
+    f_divergence_type: Divergence = opt(
+        "reverse_kl", "Divergence that regularizes the policy toward the reference (f-DPO, arXiv 2309.16240)."
+    )
+    f_alpha_divergence_coef: float = opt(0.5, "alpha_divergence: its alpha.")
+    ld_alpha: Annotated[float, Ge(0), Le(1)] | None = opt(
+        None, "Weight of tokens beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411); None: 1."
+    )
+    use_weighting: bool = opt(
+        False, "Weight each pair by the probability of its responses under the policy (WPO, arXiv 2406.11827)."
+    )
+    rpo_alpha: Annotated[float, Gt(0)] | None = opt(
+        None, "Weight of the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733); None: term off."
+    )
+
+    @property
+    def weighted_losses(self) -> list[tuple[str, float]]:
+        """The names of the losses with their weights."""
+        return list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
+
+    @property
+    def pair_losses(self) -> Mapping[str, PairLossFacts]:
+        """The losses that there are to choose from."""
+        return PAIR_LOSS_FACTS
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, PAIR_LOSS_RULES)
+        check_loss_options(self, PAIR_LOSS_FACTS, self.loss_type)
+        apply(self, DIVERGENCE_RULES)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class KTOOptions(OfflineReferenceOptions, OfflineOptions):
+    """Options of KTO."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
+    loss_type: Literal["kto", "apo_zero_unpaired"] = opt(
+        "kto", "Reference point of the rewards: a KL estimate (kto), or 0 (apo_zero_unpaired)."
+    )
+    desirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of desirable rows.")
+    undesirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of undesirable rows.")
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, LABELS_RULES)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ORPOOptions(SampleOptions, OfflineOptions):
+    """Options of ORPO."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
+    beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term; lambda in the paper.")
+
+
+@dataclass(init=False, repr=False, eq=False)
+class CPOOptions(SampleOptions, OfflineOptions):
+    """Options of CPO, SimPO and AlphaPO."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = opt(
+        "sigmoid", "sigmoid: CPO. simpo: length-normalized with a target margin; for pure SimPO set cpo_alpha=0."
+    )
+    beta: Annotated[float, Gt(0)] = opt(0.1, "Implicit rewards are beta * log policy.")
+    label_smoothing: LabelSmoothing = opt(0.0, "Probability that a label is wrong.")
+    cpo_alpha: Annotated[float, Ge(0)] | None = opt(
+        None, "Weight of the NLL of the chosen responses; None: 1, but 0 for alphapo."
+    )
+    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "Target reward margin of simpo and alphapo.")
+    alpha: float = opt(0.0, "Shape of AlphaPO's reward (1 - p^-alpha) / alpha; 0: log p, as in SimPO.")
+
+    @property
+    def nll_weight(self) -> float:
+        """The effective value of `cpo_alpha`."""
+        if self.cpo_alpha is None:
+            return 0.0 if self.loss_type == "alphapo" else 1.0
+        return self.cpo_alpha
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        check_loss_options(self, CPO_LOSS_FACTS, [self.loss_type])
+        apply(self, SHAPE_RULES)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class BCOOptions(SampleOptions, OfflineReferenceOptions, OfflineOptions):
+    """Options of BCO."""
+
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
+    prompt_sample_size: Annotated[int, Ge(2)] = opt(
+        1024, "Number of prompts to fit the density-ratio classifier on, half of them desirable; needs embedding_func."
+    )
+    min_density_ratio: Annotated[float, Ge(0)] = opt(
+        0.5, "Smallest weight of an undesirable row; needs embedding_func."
+    )
+    max_density_ratio: Annotated[float, Gt(0)] = opt(
+        10.0, "Largest weight of an undesirable row; needs embedding_func."
+    )
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, DENSITY_RATIOS_RULES)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class RewardModelOptions(OfflineOptions):
+    """Options of reward modeling."""
+
+    adds_tokens: ClassVar[bool] = True
+
+    learning_rate: float = opt(1e-4, "Initial learning rate.")
+    disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
+    center_rewards_coefficient: Annotated[float, Gt(0)] | None = opt(
+        None, "Weight of (reward of chosen + reward of rejected)^2, which centers rewards on 0; 0.01 is recommended."
+    )
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, TRUNCATION_SIDE_RULES)

@@ -1,0 +1,322 @@
+"""Options of trainers that learn from their own completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Le
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import about, check_no_effect, default_of, json_mapping, opt, parse_json
+from prefrl.options.generation_rules import (
+    AT_K_RULES,
+    GENERATION_MODE_RULES,
+    GENERATION_SIZE_RULES,
+    LEAST_TEMPERATURE,
+    NUMBERS_RULES,
+    PROMPTS_RULES,
+)
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
+from prefrl.options.length_bound import LengthBound
+from prefrl.options.rollout import AtKParams, EvalSamplingParams, RolloutOptions
+from prefrl.options.rules import apply
+from prefrl.options.server_rules import LOCAL_RULES, NO_SERVER_RULES, SERVER_RULES
+from prefrl.options.types import (
+    BatchSize,
+    EnvironmentErrorMode,
+    Length,
+    NumSamples,
+    ReasoningInHistory,
+    Seconds,
+    ToolErrorMode,
+    TruncationMode,
+)
+
+__all__ = ["OnlineOptions"]
+
+
+@dataclass(init=False, repr=False, eq=False)
+class OnlineOptions(RolloutOptions):
+    """Episodes, and how completions are sampled in training and evaluations, and how they are generated and shown."""
+
+    hints: ClassVar[Mapping[str, Any]] = {
+        "tool_parser": dict[str, Any] | str | Callable[[str], Any] | None,
+    }
+    best_metric: ClassVar[str] = "reward"
+    spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
+
+    max_turns: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Maximum number of the model's turns in an episode; None: no limit.",
+        needs=["episodes"],
+    )
+    max_tool_calling_iterations: Annotated[int, Ge(0)] | None = opt(
+        None,
+        "Maximum number of turns per episode whose tool calls are run; None: no limit.",
+        needs=["episodes"],
+    )
+    tool_timeout: Seconds = opt(
+        60.0,
+        "Time limit of each call of a tool or of a method of an environment, in seconds.",
+        decides=False,
+        needs=["episodes"],
+    )
+    episode_timeout: Seconds | None = opt(
+        None,
+        "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit.",
+        needs=["episodes"],
+    )
+    max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Maximum number of episodes that each process runs at the same time; None: all.",
+        decides=False,
+        needs=["episodes"],
+    )
+    tool_error: ToolErrorMode = opt(
+        "tell",
+        "What happens on an error or timeout of a tool. tell: the model is told. raise: the run ends.",
+        needs=["episodes"],
+    )
+    environment_error: EnvironmentErrorMode = opt(
+        "retry",
+        "What happens on an error or timeout of an environment's own methods. retry: the episode begins again with "
+        "the same seed, at most twice, and is then dropped. drop: the episode is neither trained on nor part of a "
+        "baseline. raise: the run ends.",
+        needs=["episodes"],
+    )
+    reasoning_in_history: ReasoningInHistory = opt(
+        "template",
+        "How much of the reasoning in earlier turns later turns see: what the chat template renders (template), all "
+        "of it (keep), or nothing (strip).",
+        needs=["episodes"],
+    )
+    tool_parser: dict[str, Any] | str | None = opt(
+        None,
+        "How tool calls are parsed: the name of a format, a response template of transformers (JSON on the command "
+        "line), or, in Python, a function of the sampled text. None: the first known format that correctly parses a "
+        "call rendered by the chat template.",
+        needs=["episodes"],
+    )
+    eval_sampling_kwargs: KwargsValue = kwargs(
+        "How completions are sampled in evaluations, besides temperature_eval and num_generations_eval; None: as in "
+        "training.",
+        EvalSamplingParams,
+        decides=False,
+    )
+    pass_at_k_kwargs: KwargsValue = kwargs(
+        "pass@k, best@k and maj@k of evaluations, with 95% intervals; see docs/evaluation.md.",
+        AtKParams,
+        decides=False,
+    )
+    log_val_generations: Annotated[int, Ge(0)] = opt(
+        0,
+        "Number of completions of each evaluation that are printed as a table and written to the folder "
+        "evaluations. The prompts are the same each time. 0: none.",
+        decides=False,
+    )
+    max_prompt_length: Length | None = opt(512, "Maximum prompt length in tokens; None: no limit.")
+    truncation_mode: TruncationMode = opt(
+        "keep_end", "How to handle longer prompts: keep their end, keep their start, or stop with an error."
+    )
+    filter_overlong_prompts: bool = opt(False, "Drop prompts longer than max_prompt_length from the dataset.")
+    num_generations: NumSamples = opt(8, "Completions per prompt: the size of a group.")
+    num_generations_eval: NumSamples | None = opt(
+        None,
+        "Completions per prompt in evaluation; None: same as num_generations.",
+        decides=False,
+    )
+    max_completion_length: Length | None = opt(
+        256, "Maximum completion length in tokens; None: the rest of the model's context after max_prompt_length."
+    )
+    temperature: Annotated[float, Ge(LEAST_TEMPERATURE), Le(100)] = opt(
+        0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
+    )
+    temperature_eval: Annotated[float, Ge(0), Le(100)] | None = opt(
+        None,
+        "Temperature in evaluation; 0: greedy decoding. None: same as temperature.",
+        decides=False,
+    )
+    top_p: Annotated[float, Ge(0.001), Le(1)] = opt(
+        1.0, "Sample from the smallest set of tokens whose total probability is at least this."
+    )
+    top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens; 0 or None: from all.")
+    min_p: Annotated[float, Ge(0), Le(1)] | None = opt(
+        None, "Sample from tokens whose probability is at least this fraction of the most likely token's."
+    )
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = opt(
+        1.0, "Above 1: tokens that already occur in the text become less likely."
+    )
+    learning_rate: float = opt(1e-6, "Initial learning rate.")
+    generation_batch_size: BatchSize | None = opt(
+        None,
+        "Completions of a generation batch, over all processes; None: follows from steps_per_generation.",
+        decides=False,
+    )
+    steps_per_generation: Annotated[int, Ge(1), Le(10**5)] | None = opt(
+        None,
+        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
+        "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
+        "same weights.",
+        decides=False,
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = opt(
+        None, "Arguments for the chat template; JSON on the command line."
+    )
+    num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(1, "Number of passes over each generation batch.")
+    shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
+    log_completions: bool = opt(
+        False,
+        "Print completions of each generation batch as a table, and send all of them to those trackers in report_to "
+        "that have tables.",
+        decides=False,
+    )
+    journal_keep: Annotated[int, Ge(0)] = opt(
+        100,
+        "Number of scored generation batches to keep in the folder completions, in addition to those that a resumed "
+        "run needs; 0: none are written, and a resumed run generates them again.",
+        decides=False,
+    )
+    num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
+        4,
+        "log_completions prints the best and the worst completion of each prompt, up to this number; None: all.",
+        decides=False,
+        needs=["log_completions"],
+    )
+    log_unique_prompts: bool = opt(
+        False, "Let log_completions print only one completion per prompt.", decides=False, needs=["log_completions"]
+    )
+
+    eval_sampling_params = ParamsOf("eval_sampling_kwargs", EvalSamplingParams)
+    at_k_params = ParamsOf("pass_at_k_kwargs", AtKParams)
+
+    @property
+    def needs_whole_batch(self) -> dict[str, str]:
+        """Options with which training on a group has to wait for the whole batch, and the remedy for each."""
+        given = {
+            "reward_shaping_kwargs: normalize": self._all.shaping_params.normalize,
+            "dynamic_sampling": self._all.dynamic_sampling,
+            "curriculum": self._all.curriculum,
+        }
+        return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """The effective value of `steps_per_generation`: at least that of an optimizer step."""
+        steps, accumulation = self._all.steps_per_generation, int(self._all.gradient_accumulation_steps)
+        if self._all.generation_batch_size is not None:
+            steps = self._all.generation_batch_size // int(self._all.rows_per_micro_batch * self._all.world_size)
+        return accumulation if steps is None or accumulation % steps == 0 else int(steps)
+
+    @property
+    def updates_per_generation(self) -> int:
+        """Optimizer steps in one pass over a generation batch."""
+        return self.micro_batches_per_generation // int(self._all.gradient_accumulation_steps)
+
+    @property
+    def samples_per_evaluated_prompt(self) -> int:
+        """The effective value of `num_generations_eval`."""
+        return int(self._all.num_generations_eval or self._all.num_generations)
+
+    @property
+    def completions_per_rank(self) -> int:
+        """Completions of a generation batch on one process."""
+        return int(self._all.rows_per_micro_batch) * self.micro_batches_per_generation
+
+    @property
+    def completions_of_generation(self) -> int:
+        """Completions of a generation batch, over all processes."""
+        return self.completions_per_rank * int(self._all.world_size)
+
+    @property
+    def steps_of_a_generation(self) -> int:
+        """Optimizer steps that learn from one generation batch."""
+        return self.updates_per_generation * int(self._all.num_iterations)
+
+    @property
+    def generations_ahead(self) -> int:
+        """Generation batches that may be requested in advance, in addition to the one that training needs."""
+        is_async = self._all.generation_mode == "async"
+        return int(self._all.max_staleness) // self.steps_of_a_generation if is_async else 0
+
+    @property
+    def longest_completion(self) -> int:
+        """`max_completion_length`, which is a number once a trainer has loaded the model."""
+        if self.max_completion_length is None:
+            raise ConfigError(
+                "max_completion_length=None: a trainer sets it only after it has loaded the model. Set it."
+            )
+        return self.max_completion_length
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The sampling temperature: the distribution that is sampled from enters the losses."""
+        return self.temperature
+
+    @property
+    def length_bound(self) -> LengthBound:
+        """See `BaseConfig.length_bound`."""
+        options = "max_prompt_length or max_completion_length"
+        return LengthBound(self.max_prompt_length, options, sampled=self.longest_completion)
+
+    @property
+    def prompts_per_evaluation_batch(self) -> int:
+        """Prompts of an evaluation batch on one process."""
+        return max(1, int(self._all.per_device_eval_batch_size) // self.samples_per_evaluated_prompt)
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each prompt also needs a greedy completion."""
+        return False
+
+    @property
+    def needs_scores_first(self) -> bool:
+        """Whether the learning signal depends on log-probs of the policy before its first update from the batch."""
+        return False
+
+    def forget_episodes(self) -> None:
+        """Reset all options of episodes, because what they played is known and nothing is played again."""
+        for field in self._of_episodes():
+            setattr(self, field.name, default_of(field))
+
+    def validate_episodes(self, *, has_episodes: bool) -> None:
+        """Reject options of episodes if there are none, and parse the parser.
+
+        Raises:
+            ConfigError: An option has no effect.
+        """
+        if isinstance(self.tool_parser, str) and self.tool_parser.lstrip().startswith("{"):
+            self.tool_parser = json_mapping(self.tool_parser, "tool_parser")
+        for field in self._of_episodes() if not has_episodes else ():
+            check_no_effect(
+                name=field.name,
+                value=getattr(self, field.name),
+                unset=default_of(field),
+                because="there are no episodes",
+                remedy="Give the trainer tools or environment_factory, or leave it out.",
+            )
+
+    def _of_episodes(self) -> list[dataclasses.Field[Any]]:
+        return [field for field in dataclasses.fields(self) if "episodes" in about(field).needs]
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        parse_json(self, "chat_template_kwargs")
+        if self.knows_sizes:
+            apply(self, GENERATION_SIZE_RULES)
+        apply(self, PROMPTS_RULES, NUMBERS_RULES, AT_K_RULES, LOCAL_RULES)
+        self._check_sampler()
+        apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
+        if self.knows_sizes:
+            apply(self, GENERATION_MODE_RULES)
+
+    @property
+    def scores_truncated(self) -> bool:
+        """Whether the losses score the distribution that was sampled from if its tail is cut off."""
+        return False
+
+    def _check_sampler(self) -> None:
+        """Check whether the device can sample."""

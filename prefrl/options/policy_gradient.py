@@ -1,0 +1,283 @@
+"""Options of policy-gradient trainers: how completions are credited, compared and weighted, and their losses."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS, AdvantageParams
+from prefrl.options.fields import opt
+from prefrl.options.flat_names import flat
+from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
+from prefrl.options.online import OnlineOptions
+from prefrl.options.params import Params
+from prefrl.options.policy import (
+    KL_PARAMS,
+    POLICY_LOSS_FACTS,
+    EntropyParams,
+    ImportanceLevel,
+    KLParams,
+    LossType,
+    PolicyLossParams,
+    Reduction,
+)
+from prefrl.options.policy_rules import (
+    HYPERPARAMETERS_RULES,
+    KL_RULES,
+    LEVEL_RULES,
+    RATIO_RULES,
+    kl_part,
+    normalizes_each_reward,
+    scales_by_batch,
+)
+from prefrl.options.reference import REFERENCE_RULES, ReferenceOptions
+from prefrl.options.rollout import SELECTIONS, RowSelection
+from prefrl.options.rules import apply
+from prefrl.options.server_rules import TRUNCATION_RULES
+
+__all__ = ["CreditOptions", "KLEstimate", "PolicyGradientOptions"]
+
+KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "sequence"]
+
+
+@dataclass(init=False, repr=False, eq=False)
+class CreditOptions(OnlineOptions):
+    """Which completions are learned from, and how rewards become advantages of turns and of several rewards."""
+
+    # Keywords that fill keys of mappings.
+    sapo_temperature_pos: InitVar[float | None] = flat("loss_kwargs", "temperature_pos")
+    sapo_temperature_neg: InitVar[float | None] = flat("loss_kwargs", "temperature_neg")
+    vespo_k_pos: InitVar[float | None] = flat("loss_kwargs", "k_pos")
+    vespo_lambda_pos: InitVar[float | None] = flat("loss_kwargs", "lambda_pos")
+    vespo_k_neg: InitVar[float | None] = flat("loss_kwargs", "k_neg")
+    vespo_lambda_neg: InitVar[float | None] = flat("loss_kwargs", "lambda_neg")
+    off_policy_mask_threshold: InitVar[float | None] = flat("loss_kwargs", "off_policy_mask_threshold")
+    entropy_coef_min: InitVar[float | None] = flat("entropy_kwargs", "min")
+    entropy_coef_max: InitVar[float | None] = flat("entropy_kwargs", "max")
+    entropy_coef_delta: InitVar[float | None] = flat("entropy_kwargs", "delta")
+    entropy_target: InitVar[float | None] = flat("entropy_kwargs", "target")
+    multi_objective_aggregation: InitVar[str | None] = flat("advantage_kwargs", "multi_objective_aggregation")
+    use_bias_correction_kl: InitVar[bool | None] = flat("kl_kwargs", "bias_correction")
+
+    turn_credit: Literal["episode", "return"] = opt(
+        "episode",
+        "Which rewards a turn is credited with. episode: the total, the same for all turns. return: those from this "
+        "turn on, compared with the same sum of the prompt's other episodes, where episodes that are over count as "
+        "0. With token-level advantages (PPO, REINFORCE++), each reward belongs to the last token of its turn.",
+    )
+    turn_discount: Annotated[float, Ge(0), Le(1)] = opt(
+        1.0, "Discount factor of rewards, per turn. Needs turn_credit='return' and completion-level advantages."
+    )
+    rollout_selection: RowSelection | None = opt(
+        None,
+        "Train only on some completions. Either select num_selected per prompt: those whose rewards have the "
+        "largest variance (max_variance; PODS), those with the best rewards (best), or a random subset (random). Or "
+        "resample the same number with replacement (PF-PPO): in proportion to abs(reward)^power (pow), the best and "
+        "the worst of the batch (max_min), or mostly the best (max_random). None: all.",
+    )
+    selection_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of rollout_selection.", SELECTIONS, switch="rollout_selection"
+    )
+    reward_balance: Literal["fixed", "log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = (
+        opt(
+            None,
+            "How to weight the advantages of each reward during training; reward_weights are the preferences. None: "
+            "advantages of the weighted sum of rewards.",
+        )
+    )
+    balance_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of reward_balance.",
+        BALANCE_PARAMS,
+        switch="reward_balance",
+    )
+    truncated_logprobs: Literal["exact", "softmax"] = opt(
+        "exact",
+        "How log-probs are computed with top_k, top_p, min_p or repetition_penalty. exact: under the distribution "
+        "that was sampled from, in which the kept tokens are renormalized. softmax: under the whole softmax, as in "
+        "TRL; policy gradients are then biased, and sampling is not corrected.",
+    )
+
+    selection_params = ParamsOf("selection_kwargs", Params)
+    balance_params = ParamsOf("balance_kwargs", Params)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class PolicyGradientOptions(ReferenceOptions, CreditOptions):
+    """The loss, its entropy terms, its KL term, and the advantages."""
+
+    kl_estimator: KLEstimate = opt(
+        "k3",
+        "Estimator of the policy's KL from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, the "
+        "same value with the gradient of k2. full: the KL of the full distributions. sequence: also exact for samples "
+        "of another policy, and includes the effect of a token on later tokens.",
+    )
+    kl_in: Literal["loss", "reward"] = opt(
+        "loss", "Whether beta * KL is added to the loss or subtracted from the reward."
+    )
+    kl_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the KL term.",
+        KL_PARAMS,
+        switch="kl_part",
+        label="kl_estimator",
+        off="beta=0.0: there is no KL term. Set beta > 0.",
+    )
+    entropy_coef: Annotated[float, Ge(0)] = opt(
+        0.0, "Weight of the entropy bonus, the mean entropy of a token; if adaptive, the initial weight."
+    )
+    use_adaptive_entropy: bool = opt(
+        False, "Adapt entropy_coef after each step to keep the entropy at a target; no bonus above the target."
+    )
+    entropy_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the adaptive weight of the entropy bonus.",
+        {True: EntropyParams},
+        switch="use_adaptive_entropy",
+    )
+    top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = opt(
+        1.0,
+        "Compute the policy loss only on this share of the tokens of a generation batch: those with the highest "
+        "entropy. Below 1, the batch needs an additional forward pass.",
+    )
+    loss_type: LossType = opt(
+        "dapo",
+        "The loss and how it is averaged. With PPO's clipped surrogate: grpo, mean over sequences of token means; "
+        "dapo and bnpo, mean over all tokens of the step; dr_grpo, sum over tokens / (number of sequences * "
+        "max_completion_length); luspo, mean over sequences of token sums. See docs/losses.md for the others.",
+    )
+    importance_sampling_level: ImportanceLevel = opt(
+        "token",
+        "Level of the ratio. token: one for each token. sequence: one for each sequence, from its mean log-ratio "
+        "(GSPO). sequence_token: the same value, but each token has its own gradient (GSPO-token). sequence_sum: one "
+        "for each sequence, from its summed log-ratio (RLOO).",
+    )
+    epsilon: Annotated[float, Ge(0)] = opt(
+        0.2,
+        "Clip the ratio to at least 1 - epsilon; from 1 on, there is no lower bound. dppo: how far a probability may "
+        "fall (epsilon_high: rise).",
+    )
+    epsilon_high: Annotated[float, Ge(0)] | None = opt(
+        None, "Clip the ratio to at most 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
+    )
+    delta: Annotated[float, Gt(0)] | None = opt(
+        None,
+        "Upper bound of the ratio where epsilon does not clip it, for two-sided (dual) clipping; must be above "
+        "1 + epsilon_high. Called clip_ratio_c in verl, lower_bound_ratio in cosmos-rl.",
+    )
+    loss_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the loss.",
+        {name: row.params for name, row in POLICY_LOSS_FACTS.items()},
+        switch="loss_type",
+        own_options=("epsilon", "epsilon_high", "delta"),
+    )
+    advantage_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the advantage estimator.",
+        {name: row.params for name, row in ESTIMATOR_FACTS.items()},
+        switch="estimator",
+        label="advantage_estimator",
+        own_options=("scale_rewards", "gamma", "lam"),
+    )
+    normalize_advantages: bool = opt(
+        False,
+        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens if each "
+        "token has its own advantage (PPO, REINFORCE++), otherwise over its completions.",
+    )
+
+    kl_params = ParamsOf("kl_kwargs", KLParams, if_off=True)
+    entropy_params = ParamsOf("entropy_kwargs", EntropyParams)
+    loss_params = ParamsOf("loss_kwargs", PolicyLossParams)
+    advantage_params = ParamsOf("advantage_kwargs", AdvantageParams)
+
+    @property
+    def kl_part(self) -> str | None:
+        """The estimator of the KL term; None: there is no term."""
+        return kl_part(self)
+
+    @property
+    def levels(self) -> tuple[ImportanceLevel, ...]:
+        """The levels of the ratio that the chosen loss supports."""
+        return POLICY_LOSS_FACTS[self.loss_type].levels
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token has its own advantage."""
+        return ESTIMATOR_FACTS[self.estimator].level == "token"
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the loss is averaged."""
+        return POLICY_LOSS_FACTS[self.loss_type].reduction
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator, by its name in `ADVANTAGES`."""
+        raise NotImplementedError
+
+    @property
+    def needs_scores_first(self) -> bool:
+        """Whether advantages or token selection depend on log-probs of the policy before its first update."""
+        return (
+            (self.kl_in == "reward" and self.beta > 0)
+            or self.of_tokens
+            or self.top_entropy_quantile < 1
+            or self.loss_type in ("clip_cov", "kl_cov")
+        )
+
+    @property
+    def needs_greedy(self) -> bool:
+        """See `OnlineConfig.needs_greedy`."""
+        return "greedy" in ESTIMATOR_FACTS[self.estimator].needs
+
+    @property
+    def needs_whole_batch(self) -> dict[str, str]:
+        """See `GenerationRules.needs_whole_batch`."""
+        options, needs = self._all, super().needs_whole_batch
+        if options.normalize_advantages:
+            needs["normalize_advantages=True"] = "Set it to False."
+        if options.top_entropy_quantile < 1:
+            needs[f"top_entropy_quantile={options.top_entropy_quantile}"] = "Set it to 1."
+        if options.loss_type in ("clip_cov", "kl_cov"):
+            needs[f"loss_type={options.loss_type!r}"] = "Use another loss."
+        if self.bonus_has_own_count:
+            bonus = f"entropy_coef={options.entropy_coef}" if options.entropy_coef else "use_adaptive_entropy=True"
+            if options.reduction != "token":
+                needs[f"{bonus} and loss_type={options.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
+            else:
+                needs[f"{bonus} and a selection of tokens"] = "Remove one of them."
+        if scales_by_batch(options):
+            needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
+        if normalizes_each_reward(options):
+            needs["multi_objective_aggregation='normalize_then_sum'"] = (
+                "Use multi_objective_aggregation='sum_then_normalize'."
+            )
+        if options.estimator == "gpg":
+            needs["advantage_estimator='gpg'"] = "Use another estimator."
+        resamples = options.rollout_selection in ("pow", "max_min", "max_random")
+        given = {
+            "rollout_selection": options.rollout_selection if resamples else None,
+            "loss_kwargs: positive_nll_coef": options.loss_params.positive_nll_coef,
+            "reward_balance": options.reward_balance,
+        }
+        return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return bool(self._all.entropy_coef > 0 or self._all.use_adaptive_entropy)
+
+    @property
+    def bonus_has_own_count(self) -> bool:
+        """Whether the bonus is a mean over something else than the items that the loss is divided by."""
+        options = self._all
+        selects = options.top_entropy_quantile < 1 or options.loss_params.min_filter_prefix_tokens is not None
+        return self.has_bonus and (selects or options.reduction != "token")
+
+    @property
+    def scores_truncated(self) -> bool:
+        """See `OnlineOptions.scores_truncated`."""
+        return self.truncated_logprobs == "exact"
+
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TRUNCATION_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)

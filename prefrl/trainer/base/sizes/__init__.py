@@ -1,1 +1,0 @@
-"""Sizes that are "auto", and the trials that find them."""

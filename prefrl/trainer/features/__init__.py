@@ -1,0 +1,45 @@
+"""The list of the optional parts: all that the core of a training knows of them.
+
+Parts hear events in this order. So a batch that grows comes first, whose epochs the others shall see; gradients are
+clipped by value before the guard judges the step; and weights are judged at the end before they are averaged.
+"""
+
+from __future__ import annotations
+
+from prefrl.trainer.features.averages import moving_average, soup_of_checkpoints
+from prefrl.trainer.features.early_stopping import add_early_stopping
+from prefrl.trainer.features.gradients import clip_by_value, penalty
+from prefrl.trainer.features.growth import growing_plan
+from prefrl.trainer.features.guard import Guard
+from prefrl.trainer.features.hub import Hub
+from prefrl.trainer.features.intervals import epoch_intervals
+from prefrl.trainer.features.moving_reference import MovingReference
+from prefrl.trainer.features.plateau import plateau_watch
+from prefrl.trainer.features.profile import profiler
+from prefrl.trainer.features.sizes import automatic_sizes
+from prefrl.trainer.parts import Part, Run
+
+__all__ = ["Hub", "MovingReference", "parts_of"]
+
+
+def parts_of(run: Run) -> list[Part]:
+    """The parts that the options of a trainer ask for.
+
+    Raises:
+        ConfigError: A part cannot do what it is asked for.
+    """
+    args = run.args
+    found: list[Part | None] = [
+        growing_plan(args),
+        epoch_intervals(args),
+        profiler(args),
+        plateau_watch(args),
+        penalty(args),
+        clip_by_value(args),
+        Guard(run),
+        automatic_sizes(run),
+        moving_average(run),
+        soup_of_checkpoints(run),
+    ]
+    add_early_stopping(run)
+    return [part for part in found if part is not None]

@@ -1,0 +1,498 @@
+"""HuggingFace's loop with our hooks in it: what `transformers.Trainer` calls in a training and an evaluation.
+
+The methods stand in the order in which HuggingFace calls them. Each hands its call to the core or to the parts of the
+training, see `parts`. The hooks that make a step and its loss are those of `BaseTrainer`; no other module has any but
+the data loaders, which depend on the data, and what an algorithm changes in a step.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import IntervalStrategy
+
+from prefrl import distributed
+from prefrl.errors import ConfigError
+from prefrl.models.load import load_renamed
+from prefrl.run.records import Identity
+from prefrl.run.stop import StopRequest
+from prefrl.trainer import checkpointing
+from prefrl.trainer.evaluation import Evaluation, check_best_metric
+from prefrl.trainer.features import Hub, parts_of
+from prefrl.trainer.optimizers import (
+    averages_weights,
+    check_optimizer_of_run,
+    group_parameters,
+    optimizer_class,
+    use_averaged_weights,
+)
+from prefrl.trainer.parts import Events, GoBack, Parts
+from prefrl.trainer.progress.views import contain_trackers
+from prefrl.trainer.run_folder import RunFolder, StartingPoint
+from prefrl.trainer.scheduler import own_scheduler
+from prefrl.trainer.steps import StepPlan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+    from transformers import PreTrainedModel, TrainingArguments
+    from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+
+    from prefrl.metrics import Metric
+    from prefrl.trainer.account import StepAccount
+    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.steps import Step
+
+__all__ = ["Loop"]
+
+# The arguments of `push_to_hub` that the model card shows.
+_OF_CARD = ("model_name", "dataset_name", "tags")
+
+
+class Loop(Trainer):
+    """HuggingFace's loop, with whole checkpoints that only their own run reads, an orderly end at signals, and parts.
+
+    Args:
+        args: Options.
+        arguments: See HuggingFace's `Trainer`.
+    """
+
+    algorithm: str  # name in the registry
+    args: BaseConfig
+    account: StepAccount
+    metrics: dict[Literal["train", "eval"], dict[str, Metric]]
+    lr_scheduler: Any
+    current_step: Step  # the one that runs or has run last
+    step_loss: Tensor  # this process's share of its loss
+    keeps_steps = True  # whether the first step that is not applied is written to `output_dir`
+    dataset_name: str | None = None  # for the model card
+    hub_model_id: str | None  # the repository's full name, once it is known to exist
+
+    def __init__(self, *, args: BaseConfig, **arguments: Any) -> None:
+        self._hub = Hub(args)
+        super().__init__(args=args, **arguments)
+        check_optimizer_of_run(args, self.optimizer, self.accelerator)
+        contain_trackers(self.callback_handler.callbacks)
+        self.stop_request = StopRequest(args.max_train_time)
+        self.run_folder = RunFolder.of(args, is_first_of_node=self.is_local_process_zero())
+        self.start = StartingPoint("", None)
+        self.found_sizes: Mapping[str, int] = {}  # what was "auto"
+        self.failure: Exception | None = None  # ends training after this step's logs
+        self.stop_code = 0  # of the request after which training stops; 0: there is none
+        self._lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
+        self.evaluation = Evaluation(self)
+        self.parts = Parts(parts_of(self))
+        self.plan = self.parts.get(StepPlan) or StepPlan(args.steps_of_a_generation)
+        # Behind HuggingFace's callback that decides what follows a step, and before all others.
+        self.callback_handler.callbacks.insert(1, Events(self, begin=self._begin_training, end=self._end_training))
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that is trained, without the backend's wrapper."""
+        return cast("PreTrainedModel", distributed.unwrap(self.model))
+
+    # What a subclass implements.
+
+    @abstractmethod
+    def decisive(self) -> dict[str, Any]:
+        """What decides the updates of this training, JSON values by name."""
+
+    @abstractmethod
+    def write_model(self, folder: Path) -> None:
+        """Write model, tokenizer and options to a folder. All processes must call it."""
+
+    @abstractmethod
+    def _begin_training(self) -> None:
+        """Called on all ranks before the first step of a training run."""
+
+    @abstractmethod
+    def _end_training(self) -> None:
+        """Called on all ranks after the last step of a training run."""
+
+    # The beginning of a training.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Run HuggingFace's training loop.
+
+        Args:
+            resume_from_checkpoint: A checkpoint, also by URL; True or "auto" for the last whole one in `output_dir`,
+                else in `upload_to`, with none, training starts at step 0; None or "disable" for a new training.
+            args: See HuggingFace's `train`.
+            kwargs: See HuggingFace's `train`.
+
+        Raises:
+            ConfigError: Another process trains in `output_dir`, the checkpoint is not whole or belongs to another run,
+                or these processes cannot read it or cannot train a second time.
+            CheckpointError: A checkpoint cannot be written.
+            NonFiniteError: A loss, a gradient or a weight is NaN or infinite.
+        """
+        distributed.check_first_training(self.accelerator, self.model_wrapped)
+        with self.run_folder.open(), checkpointing.without_memory(self):
+            self.start, self.failure = checkpointing.begin(self, resume_from_checkpoint), None
+            output = checkpointing.until_stopped(self, partial(self._train, *args, **kwargs))
+            self.parts.tell("finished", self)
+            return output
+
+    def _train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """HuggingFace's loop, from a checkpoint or the start; again from a checkpoint if a part asks for that."""
+        while True:
+            try:
+                checkpoint = None if self.start.checkpoint is None else str(self.start.checkpoint)
+                return super().train(checkpoint, *args, **kwargs)
+            except GoBack as request:
+                self.start = replace(self.start, checkpoint=request.checkpoint)
+
+    def identity(self) -> Identity:
+        """What checkpoints say about their run."""
+        model = getattr(self.policy.config, "name_or_path", "")
+        return Identity(run=self.run_folder.run, decisive=self.decisive(), model=model, sizes=self.found_sizes)
+
+    # HuggingFace's hooks, in the order in which it calls them: in its constructor, ...
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """If the Hub is out of reach, training begins without it.
+
+        Raises:
+            ConfigError: The Hub refuses to create the repository.
+        """
+        if self.is_world_process_zero():
+            self._hub.try_to_create(self, token=token, private=private)
+
+    # ... before the first step, ...
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """HuggingFace finds no weights whose names in checkpoints are not those in the model."""
+        self._lacks_weights = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._lacks_weights:
+            load_renamed(self.model, Path(resume_from_checkpoint))
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """A weight is not missing if it is tied to one that is there, or kept elsewhere."""
+        missing = [name for name in load_result.missing_keys if name not in checkpointing.kept_elsewhere(self.model)]
+        self._lacks_weights = bool(missing)
+        if not missing:
+            super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The loop, whose data loader and schedule depend on sizes that parts may find."""
+        self.parts.tell("prepare", self)
+        self._train_batch_size = self.args.train_batch_size  # HuggingFace's copy, for its state
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def get_total_train_batch_size(self, args: BaseConfig) -> int:
+        """Rows of a step, over all ranks."""
+        return int(args.rows_per_micro_batch * args.gradient_accumulation_steps * distributed.world_size())
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """The state, and the epochs and the data loader's items that a checkpoint has done."""
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        plan, step, folder = self.plan, self.state.global_step, None if checkpoint is None else Path(checkpoint)
+        plan.start_at(step, total=max_steps, per_epoch=num_update_steps_per_epoch, checkpoint=folder)
+        self.state.max_steps = step + plan.steps_left
+        epochs, steps = divmod(plan.position, plan.per_epoch)
+        return epochs, steps * self.args.gradient_accumulation_steps * (not self.args.ignore_data_skip)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """The model, in the backend's wrapper, with what the backend saved."""
+        with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """HuggingFace's optimizer, with parameter groups for Muon and for `learning_rates`."""
+        is_new = self.optimizer is None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new:
+            self.group_parameters(optimizer, self.model if model is None else model)
+        return optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> tuple[Any, Any]:
+        """The class of the optimizer and its arguments."""
+        return optimizer_class(args, model)
+
+    def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Give a new optimizer its parameter groups."""
+        group_parameters(optimizer, model, self.args)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule that the options ask for."""
+        own = own_scheduler(self.args, self.lr_scheduler, optimizer or self.optimizer, num_training_steps)
+        if own is not None:
+            self.lr_scheduler, self._created_lr_scheduler = own, True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Their state, with the options that have changed since, and all other state of a checkpoint."""
+        checkpointing.read_optimizer(self, checkpoint, partial(super()._load_optimizer_and_scheduler, checkpoint))
+        if checkpoint is not None:
+            self._load_update_state(Path(checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with nullcontext() if checkpoint is None else distributed.only_data(Path(checkpoint)):
+            super()._load_rng_state(checkpoint)
+
+    # ... in each step, around those of `BaseTrainer`, which make the step and its loss, ...
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Without this, a run that is resumed at its end would make one more step."""
+        if self.control.should_training_stop:
+            return
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Tokens are counted where the step is made."""
+
+    def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """The parameters in the penalty of a step."""
+        return model.parameters()
+
+    def gradients_complete(self, model: nn.Module) -> None:
+        """Tell the parts of the gradients of a step, before they are clipped."""
+        self.parts.tell("gradients", self, model)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Called unless `max_grad_norm` is 0."""
+        self.gradients_complete(model)
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
+        """Called right before the update, with the norm before clipping or None."""
+        if grad_norm is None:
+            self.gradients_complete(model)
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.parts.tell("before_update", self, model, norm)
+        return norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Called after the step and all its callbacks, and at the end of an epoch."""
+        self.account.finish()
+        if self.failure is not None:
+            self.control.should_log = True
+            self.control.should_evaluate = self.control.should_save = False
+        else:
+            checkpointing.stop_if_asked(self)
+        if self.control.should_training_stop and self.args.logging_strategy == IntervalStrategy.STEPS:
+            self.control.should_log = True  # the last step, whatever logging_steps is
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if self._globalstep_last_logged == self.state.global_step:
+            tr_loss.zero_()  # HuggingFace subtracts it from itself, which leaves NaN
+        if self.failure is not None:
+            raise self.failure
+
+    # ... in an evaluation, ...
+
+    @property
+    def evaluates_averages(self) -> bool:
+        """Whether the weights that are evaluated now are others than those that are trained."""
+        return averages_weights(self.optimizer) or any(self.parts.tell("has_replaced_weights", self))
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics on the evaluation dataset, and on the training dataset if that is on; or on raw data given here.
+
+        If a moving average of the weights is kept, it is evaluated, too, as `<prefix>_ema_...`.
+        """
+        metrics = self.evaluate_policy(eval_dataset, ignore_keys, metric_key_prefix)
+        for name, weights in self.parts.other_weights(self):
+            with weights:
+                metrics |= self.evaluate_policy(eval_dataset, ignore_keys, f"{metric_key_prefix}_{name}")
+        return metrics
+
+    def evaluate_policy(self, eval_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
+        """The metrics of the policy with the weights that it has."""
+        use_averaged_weights(self.optimizer)
+        metrics: dict[str, float] = {}
+        for name, dataset in self.evaluation.datasets(eval_dataset).items():
+            metrics |= super().evaluate(dataset, ignore_keys, f"{prefix}{name}")
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """What `compute_metrics` gets about raw data, as `predictions` and `label_ids`, and metrics as of `evaluate`.
+
+        The metrics are returned and not logged.
+
+        Raises:
+            ConfigError: There is no dataset, or there are several.
+        """
+        if test_dataset is None or isinstance(test_dataset, Mapping):
+            raise ConfigError(f"test_dataset is {type(test_dataset).__name__}: predict() needs one dataset")
+        use_averaged_weights(self.optimizer)
+        prepared = self.evaluation.prepared(test_dataset)
+        with self.evaluation.predicting():
+            return super().predict(prepared, ignore_keys, metric_key_prefix)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """The loader of an evaluation."""
+        loader: DataLoader[Any] = self.get_eval_dataloader(test_dataset)
+        return loader
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The means are over the whole dataset and all ranks."""
+        return self.evaluation.run(dataloader, metric_key_prefix)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Called after each evaluation of a training."""
+        check_best_metric(self.args, metrics)
+        is_best: bool = super()._determine_best_metric(metrics, trial)
+        return is_best
+
+    # ... to write a checkpoint, ...
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The checkpoint is written aside, sealed and renamed: it is whole or it is not there."""
+        if all(self.parts.tell("may_save", self)):
+            folder = Path(self._get_output_dir(trial))
+            final = checkpointing.write(self, folder, partial(super()._save_checkpoint, model, trial))
+            if self.args.push_to_hub:
+                self.run_folder.wait()
+                self._hub.push_checkpoint(self, final)
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint now. All processes must call it."""
+        self._save_checkpoint(self.model, None)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The folder in which HuggingFace writes `checkpoint-<step>`."""
+        return str(self.run_folder.place_of_checkpoints(Path(super()._get_output_dir(trial))))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, overwrite: bool = False) -> None:
+        """Save model, tokenizer and model card, so that `from_pretrained` can load them. All ranks must call it.
+
+        Partitioned weights are gathered one at a time, on the process that writes. During training they are left to
+        the backend's own checkpoint if its settings ask for partitioned checkpoints and `export_weights` is off.
+
+        Args:
+            output_dir: The folder; None: `output_dir` of the options.
+            overwrite: Whether to replace a model of another run in the folder. This run's own is always replaced.
+
+        Raises:
+            CheckpointError: The folder holds a model of another run, which is kept; says where this one is saved.
+        """
+        use_averaged_weights(self.optimizer)
+        if _internal_call and output_dir is not None:  # HuggingFace passes a folder only for checkpoints
+            checkpointing.write_model_of_checkpoint(self, Path(output_dir))
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        with self.run_folder.model_in(folder, self.identity(), overwrite=overwrite) as place:
+            for name, weights in self.parts.other_weights(self):
+                with weights:
+                    checkpointing.write_described(self, place / name)
+            checkpointing.write_described(self, place)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Arguments are saved as JSON without secrets, not as a pickle with them."""
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink()
+        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpointing.write_optimizer(
+            self, Path(output_dir), partial(super()._save_optimizer_and_scheduler, output_dir)
+        )
+        self._save_update_state(Path(output_dir))
+
+    def _save_update_state(self, folder: Path) -> None:
+        """Write all other state that the next update depends on. All ranks must call it.
+
+        HuggingFace saves the model, optimizer, scheduler and random states.
+        """
+        checkpointing.write_update_state(self, folder)
+        self.parts.tell("save", self, folder)
+
+    def _load_update_state(self, folder: Path) -> None:
+        """Read what `_save_update_state` wrote. All ranks must call it."""
+        checkpointing.read_update_state(self, folder)
+        self.parts.tell("load", self, folder)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Called before the checkpoint is in its place; see `_save_checkpoint`."""
+
+    # ... and at the end.
+
+    def _load_best_model(self) -> None:
+        use_averaged_weights(self.optimizer)  # those of the best checkpoint are averaged, too
+        self._lacks_weights = False
+        folder = Path(str(self.state.best_model_checkpoint))
+        with distributed.only_data(folder):
+            super()._load_best_model()
+            if self._lacks_weights:
+                load_renamed(self.model, folder)
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Put the weights of a checkpoint of this run into the policy. All ranks must call it."""
+        best = self.state.best_model_checkpoint
+        self.state.best_model_checkpoint = str(checkpoint)  # which HuggingFace loads
+        self._load_best_model()
+        self.state.best_model_checkpoint = best
+
+    def _finish_current_push(self) -> None:
+        """What is not uploaded yet is tried once more."""
+        self._hub.finish(self)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write README.md, the model card, into `output_dir`; see `write_model_card` for the arguments."""
+        if self.is_world_process_zero():
+            tags = [tags] if isinstance(tags, str) else tags or []
+            named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+            checkpointing.write_card(self, Path(self.args.output_dir), **named)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model to `output_dir` and upload it. All processes must call it; see HuggingFace's `push_to_hub`.
+
+        Checkpoints, prompts and completions are not uploaded. `model_name`, `dataset_name` and `tags` go to the model
+        card; other `kwargs`, of HuggingFace's model card, are ignored.
+
+        Raises:
+            HubError: It cannot be uploaded. It is saved.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**{name: kwargs[name] for name in _OF_CARD if name in kwargs})
+        return self._hub.push_model(
+            self, message=commit_message, token=token, revision=revision, private=private, now=blocking
+        )
