@@ -89,8 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker runs all tests with vLLM servers, so that they share one; they are the first that are given out.
 
     One also runs all tests of a file that share what was trained, in tests/distributed by several processes, and all
-    of
-    a file that are short, so that what its fixtures make is made once.
+    short tests of a file, so that what its fixtures make is made once.
     `--dist loadgroup` would say the same with less, but pytest-xdist 3.8 groups nothing under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling

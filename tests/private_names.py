@@ -31,6 +31,7 @@ SOURCES = sorted((ROOT / "prefrl").rglob("*.py"))
 # Who has them: a module, or a class in it, after a colon. If one is gone after an upgrade, read what has become of it
 # before you change its users.
 PRIVATE: dict[str, tuple[str, ...]] = {
+    "argparse": ("_StoreFalseAction",),
     "argparse:ArgumentParser": ("_actions", "_check_value", "_get_value", "_option_string_actions"),
     "argparse:HelpFormatter": ("_expand_help", "_format_action_invocation"),
     "dataclasses": ("_FIELD_INITVAR",),
@@ -131,7 +132,7 @@ REPLACED = {"init_hf_repo", "push_to_hub"}
 # Public in spite of the underscore: what a named tuple has.
 PUBLIC = frozenset({"_asdict", "_fields", "_replace"})
 # Private names of prefrl that another of its files uses.
-SHARED = frozenset({"_by_name", "_flat_values", "_forms", "_train"})
+SHARED = frozenset({"_by_name", "_flat_values", "_train"})
 # What only some installations have, and prefrl does without.
 ABSENT = {("httpx", ""), ("torch.distributed", "ProcessGroupNCCL")}
 # Where vLLM defines its routes, flags and environment variables, in the folder of its package.

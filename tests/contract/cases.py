@@ -85,6 +85,9 @@ def _margin_row(i: int) -> dict[str, Any]:
 # Algorithms that learn from their own completions.
 ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
 
+# Others share with one of these all code but their loss, what they keep and what they evaluate.
+REPRESENTATIVES = ("sft", "reward", "dpo", "bco", "grpo", "ppo")
+
 _ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "sft": _completion_row,
     "dpo": _pair_row,

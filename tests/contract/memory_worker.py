@@ -244,7 +244,7 @@ def measure(cases: Sequence[Case]) -> list[float]:
         "MALLOC_TRIM_THRESHOLD_": str(2**16),
     }
     command = [sys.executable, "-m", "tests.contract.memory_worker", repr([astuple(case) for case in cases])]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line)["growth_mib"] for line in done.stdout.splitlines() if line.startswith('{"growth_mib"')]
 

@@ -28,7 +28,7 @@ from prefrl.trainer.sft_trainer import SFTTrainer
 from prefrl.types import LossOutput
 from tests import pretend
 from tests.assets import tiny_reward_model, tiny_tokenizer
-from tests.contract.cases import ONLINE, dataset_of, make_trainer, relative_difference, train_inside
+from tests.contract.cases import ONLINE, REPRESENTATIVES, dataset_of, make_trainer, relative_difference, train_inside
 from tests.process import leave_modules_uncollected
 
 STEPS = 2
@@ -37,6 +37,8 @@ SAME_UPDATE = (
     *("checkpointing", "budget", "accumulation", "packed", "padded"),
     *("evaluated", "average", "resumed", "precomputed"),
 )
+# Those that reach what an algorithm has of its own, although another one represents it.
+OF_EVERY_LOSS = ("adamw", "accumulation", "evaluated", "resumed")
 # Rows of a step.
 ROWS = {algorithm: 8 if algorithm in ONLINE else 4 for algorithm in REGISTRY}
 
@@ -52,7 +54,7 @@ class Outcome:
 
 
 def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
-    """At least ten runs of an algorithm that take different ways through the code.
+    """Runs of an algorithm that take different ways through the code: ten or more of a representative.
 
     With LoRA, the reference is the model without its adapter, elsewhere a copy of it.
     """
@@ -72,6 +74,8 @@ def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
         "average": {"ema_decay": 0.9},
         "resumed": {"save_strategy": "steps", "save_steps": 1},
     }
+    if algorithm not in REPRESENTATIVES:
+        shared = {name: shared[name] for name in OF_EVERY_LOSS}
     own: dict[str, dict[str, Any]] = {}
     if algorithm in ("dpo", "kto", "bco"):
         own["precomputed"] = {"precompute_ref_log_probs": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,31 +56,47 @@ def budgeted(algorithm: str, times: int) -> Case:
     return Case(algorithm, times, {"max_tokens_per_micro_batch": BUDGET[algorithm]})
 
 
-def test_a_step_takes_no_more_memory_than_it_did_and_what_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    growth = dict(zip(BOUNDS, measure([Case(name) for name in BOUNDS]), strict=True))
+PLAIN = {name: Case(name) for name in ROWS}
+WASTEFUL = [Case(name, options={"forward_plan": "padded"}) for name in ROWS]
+WASTEFUL += [Case(name, full_logits=True) for name in ROWS if name != "reward"]
+CHECKPOINTED = {name: Case(name, options={"activation_checkpointing": True}) for name in ROWS}
+BUDGETED = {name: (budgeted(name, 1), budgeted(name, 4), Case(name, 2)) for name in ROWS}
+MEASURED_CASES = [*PLAIN.values(), *WASTEFUL, *CHECKPOINTED.values(), *chain(*BUDGETED.values())]
+
+
+GrowthOf = Callable[[Case], float]
+
+
+@pytest.fixture(scope="module")
+def growth_of() -> GrowthOf:
+    """In MiB. One process measures all cases."""
+    growth = dict(zip(map(str, MEASURED_CASES), measure(MEASURED_CASES), strict=True))
+    return lambda case: growth[str(case)]
+
+
+def test_a_step_takes_no_more_memory_than_it_did_and_what_is_estimated(
+    growth_of: GrowthOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = {name: growth_of(case) for name, case in PLAIN.items()}
     assert not {name: mib for name, mib in growth.items() if mib > BOUNDS[name]}
     assert {name: estimated(name, monkeypatch) for name in growth} == pytest.approx(growth, rel=0.2)
 
 
-def test_padding_and_whole_logits_would_not_go_unnoticed() -> None:
-    cases = [Case(name, options={"forward_plan": "padded"}) for name in BOUNDS]
-    cases += [Case(name, full_logits=True) for name in BOUNDS if name != "reward"]
-    growth = zip(cases, measure(cases), strict=True)
-    assert not [(case, mib) for case, mib in growth if mib <= BOUNDS[case.algorithm]]
+def test_padding_and_whole_logits_would_not_go_unnoticed(growth_of: GrowthOf) -> None:
+    assert not [case for case in WASTEFUL if growth_of(case) <= BOUNDS[case.algorithm]]
 
 
-def test_a_token_budget_bounds_the_memory_of_a_step_of_any_number_of_rows() -> None:
-    cases = [case for name in ROWS for case in (budgeted(name, 1), budgeted(name, 4), Case(name, 2))]
-    growth = iter(measure(cases))
-    for name, few, many, unbounded in zip(ROWS, growth, growth, growth, strict=True):
+def test_a_token_budget_bounds_the_memory_of_a_step_of_any_number_of_rows(growth_of: GrowthOf) -> None:
+    for name, cases in BUDGETED.items():
+        few, many, unbounded = map(growth_of, cases)
         assert many < 1.15 * few, name
         assert unbounded > 1.6 * MEASURED[name], name
 
 
-def test_checkpointing_halves_the_memory_of_a_step_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    growth = dict(
-        zip(ROWS, measure([Case(name, options={"activation_checkpointing": True}) for name in ROWS]), strict=True)
-    )
+def test_checkpointing_halves_the_memory_of_a_step_as_estimated(
+    growth_of: GrowthOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = {name: growth_of(case) for name, case in CHECKPOINTED.items()}
     assert not {name: mib for name, mib in growth.items() if mib > MEASURED[name] / 2}
     assert {name: estimated(name, monkeypatch, checkpointed=True) for name in growth} == pytest.approx(growth, rel=0.2)
 

@@ -1,1 +1,1 @@
-"""The options of every algorithm as data: schema.json, its writer, what is read from it before torch is imported."""
+"""The options of every algorithm, parsed, shown and checked before torch is imported."""

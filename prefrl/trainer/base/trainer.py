@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
@@ -28,8 +28,7 @@ from prefrl.run.folder import check_writable
 from prefrl.trainer.account import StepAccount, idle_share
 from prefrl.trainer.base.arguments import check_dataset, check_names
 from prefrl.trainer.base.facts import facts_of
-from prefrl.trainer.base.kernels import add_kernels, change_policy
-from prefrl.trainer.base.references import kept_reference, reader_for
+from prefrl.trainer.base.references import add_kernels, change_policy, kept_reference, reader_for
 from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
 from prefrl.trainer.base.scorer import Scorer
 from prefrl.trainer.checkpointing import check_fingerprint, load_reference, save_fingerprint, save_reference
@@ -415,7 +414,11 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     def floating_point_ops(self, inputs: Step) -> int:
         """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
-        return 6 * num_weights(self.policy) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
+        return self._flops_of_token * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
+
+    @cached_property
+    def _flops_of_token(self) -> int:
+        return 6 * num_weights(self.policy)
 
     # Datasets.
 

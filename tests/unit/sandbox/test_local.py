@@ -412,6 +412,6 @@ def test_limits_are_positive_and_finite(value: float) -> None:
 
 
 def test_plain_processes_are_never_chosen_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "problem_of", lambda launcher, is_isolating: "closed" if is_isolating else None)
+    monkeypatch.setattr(local, "isolation_problem", lambda launcher, is_isolating: "closed" if is_isolating else None)
     with pytest.raises(ConfigError, match="isolation='process' limits the resources of a completion"):
         LocalSandbox(limits=SandboxLimits(wall_s=6.5)).setup()
