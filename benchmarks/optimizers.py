@@ -24,7 +24,7 @@ from prefrl import SFTConfig, SFTTrainer, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS
 from prefrl.scripts.demo.tiny import make_model, make_questions, make_tokenizer
-from prefrl.trainer.base import optimized
+from prefrl.trainer import optimizers
 from prefrl.trainer.optimizers import works_under
 from tests.distributed.backends import enter
 from tests.distributed.cases import Case
@@ -101,7 +101,7 @@ def train(name: str, backend: str, folder: Path) -> dict[str, Any]:
 
 def worker(backend: str, folder: Path, names: list[str]) -> None:
     """One process."""
-    optimized.works_under = lambda name: dict.fromkeys(works_under(name), True)
+    optimizers.works_under = lambda name: dict.fromkeys(works_under(name), True)
     results = {}
     for name in names:
         print(backend, name, file=sys.stderr, flush=True)

@@ -424,7 +424,7 @@ def row(name: str, hint: Any, field: dataclasses.Field[Any], meaning: str | None
     has_factory = field.default_factory is not dataclasses.MISSING
     default = field.default_factory() if has_factory else field.default
     shown = "must be set" if default is dataclasses.MISSING else f"`{default}`"
-    return f"| `{name}` | {describe(hint)} | {shown} | {meaning or field.metadata['help']} |"
+    return f"| `{name}` | {describe(hint)} | {shown} | {meaning or field.metadata['help'].replace('%%', '%')} |"
 
 
 def describe(hint: Any) -> str:

@@ -59,7 +59,7 @@ def opt(default: Any, description: str, *, decides: bool = True, needs: Sequence
         needs: The switches without which it has no effect: names of options, or episodes.
         kwargs: See `prefrl.options.kwargs.kwargs`.
     """
-    text = Help(description)
+    text = Help(description.replace("%", "%%"))  # argparse formats it
     text.about = About(decides, tuple(needs), kwargs)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": text})

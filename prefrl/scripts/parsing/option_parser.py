@@ -300,7 +300,7 @@ def option_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     row = {
         "name": field.name,
         "kind": kind,
-        "help": str(field.metadata.get("help", "")),
+        "help": str(field.metadata.get("help", "")).replace("%%", "%"),
         "choices": choices,
         "is_list": is_list,
         "is_flag": kind == "bool" and not is_list and not (form.is_nullable and default is None),
@@ -381,9 +381,8 @@ class _HelpFormatter(argparse.HelpFormatter):
     def _kind(self, action: argparse.Action) -> str:
         if action.choices is not None:
             return "{" + ",".join(map(str, action.choices)) + "}"
-        kind = {"string_to_bool": "true|false", "boolean": "true|false", "str": "text"}.get(
-            name := _name(action.type or str), name
-        )
+        kinds = {"string_to_bool": "true|false", "boolean": "true|false", "str": "text", "RewardEntry": "text"}
+        kind = kinds.get(name := _name(action.type or str), name)
         return f"{kind} ..." if action.nargs == "+" else kind
 
 
