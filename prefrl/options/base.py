@@ -16,7 +16,13 @@ from prefrl.options.autopilot import (
     SpikeParams,
     name_best_metric,
 )
-from prefrl.options.checkpoint import CheckpointParams, UploadParams, check_checkpoints
+from prefrl.options.checkpoint import (
+    PROFILE_RULES,
+    PROFILED_PROCESSES_RULES,
+    CheckpointParams,
+    UploadParams,
+    check_checkpoints,
+)
 from prefrl.options.fields import about, check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
 from prefrl.options.flat_names import fill_places, set_aside, without_flat_values
 from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs, kwargs_options
@@ -375,8 +381,9 @@ class BaseOptions(TrainingOptions):
         apply(self, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
         check_rates(self)
         self._check_optimizer()
-        apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES)
-        self._check_profile()
+        apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES, PROFILE_RULES)
+        if self.knows_sizes:
+            apply(self, PROFILED_PROCESSES_RULES)
 
     def _check_processes(self) -> None:
         """Check how the processes of the run are laid out."""
@@ -399,6 +406,3 @@ class BaseOptions(TrainingOptions):
 
     def _check_optimizer(self) -> None:
         """Make the optimizer, for its own checks."""
-
-    def _check_profile(self) -> None:
-        """Check what can be recorded on the device."""

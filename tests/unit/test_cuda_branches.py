@@ -23,7 +23,7 @@ from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
-from prefrl.options.checkpoint import ProfileParams
+from prefrl.options.checkpoint import PROFILE_RULES, ProfileParams
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
@@ -35,9 +35,9 @@ from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
-from prefrl.trainer.base.options.precision import check_precision
+from prefrl.trainer.config import check_precision
 from prefrl.trainer.features.guard import EarlyRead
-from prefrl.trainer.features.profile import StepProfiler, check_profile
+from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
@@ -285,15 +285,15 @@ def test_a_snapshot_of_memory_is_written_for_each_trace_and_recording_ends(gpus:
     assert found == {f"steps-{step}-{step}-rank-0.memory.pickle": "GPU 3" for step in (2, 4)}
 
 
-@reaches("trainer.features.profile:check_profile")
+@reaches("options.checkpoint:_lacks_history")
 def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SFTConfig(output_dir="x", report_to="none", use_cpu=True, profile=True)
     config.profile_kwargs = {"memory_snapshot": True}
     monkeypatch.setattr(SFTConfig, "device", OWN)
-    check_profile(config)
+    apply(config, PROFILE_RULES)
     monkeypatch.setattr(SFTConfig, "device", torch.device("mps"))
     with pytest.raises(ConfigError, match="this run is on the MPS"):
-        check_profile(config)
+        apply(config, PROFILE_RULES)
 
 
 @reaches("trainer.features.guard:EarlyRead.__init__")
@@ -312,9 +312,9 @@ def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) 
 
 
 @reaches(
-    "trainer.base.options.precision:check_precision",
-    "trainer.base.options.precision:_warn_of_emulation",
-    "trainer.base.options.precision:_check_fp8",
+    "trainer.config:check_precision",
+    "trainer.config:_warn_of_emulation",
+    "trainer.config:_check_fp8",
 )
 def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     gpus.capability[3] = (8, 0)

@@ -20,7 +20,7 @@ from prefrl.options.fields import default_of
 from prefrl.options.foreign import ARGUMENTS, TRAINER_NAMES
 from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.config import BaseConfig
 
 __all__ = [
     "check_arguments",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefrl.options.offline import OfflineOptions
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.config import BaseConfig
 
 __all__ = ["OfflineConfig"]
 

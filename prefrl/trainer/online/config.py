@@ -12,7 +12,7 @@ from prefrl.losses.truncation import Truncation
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.options.server_rules import cuts_of
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.config import BaseConfig
 
 __all__ = ["OnlineConfig", "PolicyGradientConfig"]
 if TYPE_CHECKING:

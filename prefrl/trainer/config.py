@@ -1,39 +1,47 @@
-"""Options that every trainer has in addition to HuggingFace's."""
+"""The adapter between our options and HuggingFace's: what needs a device, a model or a package is checked here."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.kernels import liger_options
 from prefrl.models.tokenizer_changes import TokenizerChanges
-from prefrl.optional import require
+from prefrl.optional import MissingPackageError, is_installed, require
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import (
-    mapping_of,
-    plain_value,
-    read_json,
-)
+from prefrl.options.fields import mapping_of, plain_value, read_json
 from prefrl.options.foreign import advice
+from prefrl.options.optimizers import (
+    NAMED_OPTIMIZER_RULES,
+    OPTIMIZERS,
+    REFUSED,
+    UPDATE_RULES,
+    check_not_refused,
+    check_rates,
+)
+from prefrl.options.rules import apply
+from prefrl.options.run_rules import COMPILATION_RULES, check_device
 from prefrl.options.schedule import WsdParams
 from prefrl.options.schedule_rules import own_options
 from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
-from prefrl.trainer.base.options.optimizer import check_optimizer, named_for_huggingface
-from prefrl.trainer.base.options.precision import check_precision
-from prefrl.trainer.features.profile import check_profile
-from prefrl.trainer.optimizers import check_installed
+from prefrl.trainer.optimizers import added_keys, check_installed, check_made
 from prefrl.trainer.schedules import (
     SCHEDULE_NAMES,
     SCHEDULES,
@@ -49,13 +57,11 @@ if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation
     from prefrl.models.plans import PositionLimit
 
+__all__ = ["KNOWN_OPTIMIZERS", "BaseConfig", "check_precision"]
+
 _SOME_STEPS = 1009  # to try a schedule out before the number of steps is known
 # Exponent of the number of ranks.
 _SCALINGS = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
-__all__ = [
-    "BaseConfig",
-]
-
 # The packages of trackers that transformers looks for.
 _TRACKERS = {
     **{name: name for name in ("clearml", "codecarbon", "dagshub", "mlflow", "neptune", "swanlab", "tensorboard")},
@@ -278,6 +284,145 @@ class BaseConfig(BaseOptions, TrainingArguments):
         """See `BaseOptions._check_optimizer`."""
         check_optimizer(self)
 
-    def _check_profile(self) -> None:
-        """See `BaseOptions._check_profile`."""
-        check_profile(self)
+
+_NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
+KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
+
+
+@contextmanager
+def named_for_huggingface(config: TrainingArguments) -> Iterator[None]:
+    """Inside, `optim` is a name that HuggingFace's own checks know.
+
+    Raises:
+        ConfigError: Nobody knows the name.
+    """
+    name = config.optim
+    if name not in OPTIMIZERS:
+        _check_name(str(getattr(name, "value", name)))
+        yield
+        return
+    config.optim = OptimizerNames.ADAMW_TORCH
+    try:
+        yield
+    finally:
+        config.optim = name
+
+
+def _check_name(name: str) -> None:
+    check_not_refused(name)
+    check_known("optim", name, _NAMES, "optimizer")
+
+
+def check_optimizer(config: Any) -> None:
+    """Reject options of the optimizer that are unknown, not allowed or without effect.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+        ImportError: The package of the optimizer is not installed.
+    """
+    name = str(getattr(config.optim, "value", config.optim))
+    apply(config, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
+    check_rates(config)
+    if name not in OPTIMIZERS:
+        _check_ignored(config, name)
+    check_made(name, config)
+
+
+def _check_ignored(config: Any, name: str) -> None:
+    """Reject arguments that transformers would not pass on to its optimizer."""
+    parts = config.optim_args.replace(" ", "").split(",") if config.optim_args else []
+    parts = [part for part in parts if part.partition("=")[0] not in added_keys(name)]
+    read = _arguments_of(config, parts) if parts else None
+    for part in parts:
+        if read is not None and _arguments_of(config, [other for other in parts if other != part]) == read:
+            key = part.partition("=")[0]
+            known = f" It passes on {', '.join(added_keys(name))}." if added_keys(name) else ""
+            raise ConfigError(
+                f"optim_args={config.optim_args!r}: {key!r} has no effect because transformers does not pass it to "
+                f"optim={name!r}.{known} {_REMEDIES.get(key, _REMEDY)}"
+            )
+
+
+_REMEDY = "Remove it, or give the trainer your own optimizer: optimizers=(optimizer, None)."
+_SCHEDULE = (
+    "It replaces learning_rate and its schedule: set these, such as lr_scheduler_type='inverse_sqrt' with "
+    "optim_args='scale_parameter=True'."
+)
+_REMEDIES = {"relative_step": _SCHEDULE, "warmup_init": _SCHEDULE}
+
+
+def _arguments_of(config: TrainingArguments, parts: list[str]) -> Any:
+    """What HuggingFace passes to the optimizer; None if that cannot be known before the model or package is there."""
+    from transformers import Trainer  # takes seconds
+
+    other = copy.copy(config)
+    other.optim_args = ",".join(parts) or None
+    try:
+        return Trainer.get_optimizer_cls_and_kwargs(other)
+    except (ImportError, ValueError):
+        return None
+
+
+logger = logging.getLogger(__name__)
+
+_BF16_SINCE, _FP8_SINCE = (8, 0), (8, 9)  # compute capability
+
+
+def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
+    """Reject precisions that the device does not have, and what torch.compile cannot do here.
+
+    Args:
+        config: HuggingFace's options.
+        fp8: That of `PrecisionOptions`.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    check_device(config)
+    if config.mixed_precision == "fp8":
+        raise ConfigError(
+            "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: in prefrl, fp8 is an "
+            "option of the run. Remove it, and set fp8=True with bf16=True."
+        )
+    if config.bf16 and config.device.type == "cuda":
+        _warn_of_emulation(config.device)
+    if fp8:
+        _check_fp8(config)
+    if config.torch_compile:
+        _check_compilation(config)
+
+
+def _warn_of_emulation(device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device) < _BF16_SINCE and distributed.is_main():
+        logger.warning(
+            "bf16=True on %s: it has no arithmetic in bfloat16, which is therefore emulated and slow. Set fp16=True, "
+            "or neither",
+            torch.cuda.get_device_name(device),
+        )
+
+
+def _check_fp8(config: TrainingArguments) -> None:
+    device = config.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_SINCE:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        raise ConfigError(
+            f"fp8=True on {name}: 8-bit products need a GPU of compute capability 8.9 or higher (Ada, Hopper, "
+            "Blackwell). Set bf16=True alone."
+        )
+    if not config.bf16:
+        raise ConfigError(
+            "fp8=True with bf16=False: everything that is not computed in 8 bits is computed in bfloat16. Set "
+            "bf16=True."
+        )
+    if not is_installed("torchao"):
+        raise MissingPackageError("fp8=True needs torchao: pip install 'prefrl[fp8]'")
+
+
+def _check_compilation(config: TrainingArguments) -> None:
+    known = torch.compiler.list_backends(())
+    if config.torch_compile_backend not in known:
+        raise ConfigError(
+            f"torch_compile_backend={config.torch_compile_backend!r}: unknown. "
+            f"{nearest(str(config.torch_compile_backend), known)}"
+        )
+    apply(config, COMPILATION_RULES)
