@@ -32,8 +32,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.flat_names import flat_names
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.fields import flat_names
+from prefrl.options.params import kwargs_options
 
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
@@ -123,7 +123,7 @@ def kernel_figures() -> str:
 def papers_of(algorithm: str) -> str:
     """A command for each paper that is a choice of options of an algorithm."""
     if algorithm == "grpo":
-        presets = load("prefrl.options.presets.PRESETS")
+        presets = load("prefrl.options.algorithms.PRESETS")
         entries = {
             name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()
         }
@@ -234,7 +234,7 @@ def _kl() -> Iterator[list[str]]:
 
 
 def _presets() -> Iterator[list[str]]:
-    for name, preset in load("prefrl.options.presets.PRESETS").items():
+    for name, preset in load("prefrl.options.algorithms.PRESETS").items():
         options = _code(f"{key}={value!r}" for key, value in preset.options.items())
         yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
 
@@ -326,7 +326,7 @@ def _of_sections(path: str, without: str) -> Iterator[list[str]]:
 
 
 def _trl_arguments() -> Iterator[list[str]]:
-    yield from ([f"`{name}`", text] for name, text in load("prefrl.options.foreign.ARGUMENTS").items())
+    yield from ([f"`{name}`", text] for name, text in load("prefrl.options.names.ARGUMENTS").items())
 
 
 def _trl_names() -> Iterator[list[str]]:

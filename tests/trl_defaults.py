@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prefrl.options.flat_names import flat_names
+from prefrl.options.fields import flat_names
 from prefrl.trainer.grpo_config import GRPOConfig
 
 __all__ = ["CONFIGS", "NOT_COMPARED", "defaults_of"]

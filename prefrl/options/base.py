@@ -23,11 +23,20 @@ from prefrl.options.checkpoint import (
     UploadParams,
     check_checkpoints,
 )
-from prefrl.options.fields import about, check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
-from prefrl.options.flat_names import fill_places, set_aside, without_flat_values
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs, kwargs_options
-from prefrl.options.length_bound import LengthBound
+from prefrl.options.fields import (
+    about,
+    check_fields,
+    fill_places,
+    json_mapping,
+    opt,
+    parse_json,
+    read_json,
+    set_aside,
+    take_other_forms,
+    without_flat_values,
+)
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
+from prefrl.options.params import KwargsValue, ParamsOf, kwargs, kwargs_options
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import (
     COMMON_RULES,
@@ -41,14 +50,14 @@ from prefrl.options.run_rules import (
     check_intervals,
     check_paths,
 )
-from prefrl.options.schedule_rules import (
+from prefrl.options.schedule import (
     METRIC_SCHEDULE_RULES,
     PLATEAU_RULES,
     SCHEDULE_RULES,
     WARMUP_RULES,
 )
-from prefrl.options.size import RATE_RULES, derive_sizes, take_automatic
-from prefrl.options.training import TrainingOptions
+from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
+from prefrl.options.types import LengthBound
 
 __all__ = ["BaseOptions"]
 

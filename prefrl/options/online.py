@@ -16,18 +16,20 @@ from prefrl.options.generation_rules import (
     GENERATION_MODE_RULES,
     GENERATION_SIZE_RULES,
     LEAST_TEMPERATURE,
+    LOCAL_RULES,
+    NO_SERVER_RULES,
     NUMBERS_RULES,
     PROMPTS_RULES,
+    SERVER_RULES,
 )
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
-from prefrl.options.length_bound import LengthBound
+from prefrl.options.params import KwargsValue, ParamsOf, kwargs
 from prefrl.options.rollout import AtKParams, EvalSamplingParams, RolloutOptions
 from prefrl.options.rules import apply
-from prefrl.options.server_rules import LOCAL_RULES, NO_SERVER_RULES, SERVER_RULES
 from prefrl.options.types import (
     BatchSize,
     EnvironmentErrorMode,
     Length,
+    LengthBound,
     NumSamples,
     ReasoningInHistory,
     Seconds,

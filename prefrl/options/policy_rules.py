@@ -9,7 +9,7 @@ from typing import Any
 
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.rules import Example, Rule, example, unset, when
-from prefrl.options.schedule_rules import takes_warmup
+from prefrl.options.schedule import takes_warmup
 
 __all__ = [
     "CRITIC_RULES",

@@ -1,4 +1,4 @@
-"""Checks that a value is what its type annotation allows: the type itself, and the bounds of numbers."""
+"""The types of options with their bounds, and checks of values against them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 
-__all__ = ["LARGEST_INTEGER", "BatchSize", "Length", "NumSamples", "Seconds", "check_value"]
+__all__ = ["LARGEST_INTEGER", "BatchSize", "Length", "NumSamples", "Seconds", "check_value", "LengthBound"]
 
 LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT = 1e38  # in round numbers what 32 bits hold
@@ -263,3 +263,18 @@ def _literal(number: float) -> str:
     """The number as both Python and YAML read it: 1.0e-05, because YAML reads 1e-05 as a string."""
     mantissa, e, exponent = repr(number).partition("e")
     return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else repr(number)
+
+
+@dataclass(frozen=True)
+class LengthBound:
+    """What options say about the length of rows.
+
+    Args:
+        max_length: Tokens of a prepared row; None: no limit.
+        options: How the message calls the options to lower.
+        sampled: Tokens that are sampled after each row, which is a prompt.
+    """
+
+    max_length: int | None
+    options: str
+    sampled: int = 0

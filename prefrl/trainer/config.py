@@ -26,7 +26,7 @@ from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.optional import MissingPackageError, is_installed, require
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import mapping_of, plain_value, read_json
-from prefrl.options.foreign import advice
+from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import (
     NAMED_OPTIMIZER_RULES,
     OPTIMIZERS,
@@ -37,9 +37,7 @@ from prefrl.options.optimizers import (
 )
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import COMPILATION_RULES, check_device
-from prefrl.options.schedule import WsdParams
-from prefrl.options.schedule_rules import own_options
-from prefrl.options.suggest import check_known, nearest
+from prefrl.options.schedule import WsdParams, own_options
 from prefrl.printable import masked, plain
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
 from prefrl.trainer.schedules import (

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from prefrl.errors import ConfigError
-from prefrl.options.algorithms import GRPOOptions
-from prefrl.options.flat_names import flat_names
-from prefrl.options.presets import PRESETS, combined
+from prefrl.options.algorithms import PRESETS, GRPOOptions, combined
+from prefrl.options.fields import flat_names
 from prefrl.trainer.online.config import PolicyGradientConfig
 
 __all__ = ["GRPOConfig"]

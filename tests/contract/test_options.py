@@ -13,7 +13,7 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of
-from prefrl.options.kwargs import KwargsOption, kwargs_options
+from prefrl.options.params import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.trainer.config import BaseConfig
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, weights_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
-from prefrl.options.references import check_references
+from prefrl.options.names import check_references
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.arguments.model_config import ModelConfig

@@ -14,7 +14,7 @@ from annotated_types import Gt
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.scripts.arguments.dataset_columns import ColumnArguments, check_columns, shape_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from annotated_types import Gt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.inputs import read
 from prefrl.scripts.parsing.command_parser import CommandParser

@@ -16,9 +16,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import about, default_of, plain_value
-from prefrl.options.foreign import advice
-from prefrl.options.size import AUTOMATIC
-from prefrl.options.suggest import nearest
+from prefrl.options.names import advice, nearest
+from prefrl.options.training import AUTOMATIC
 from prefrl.scripts.arguments.dataset_config import DatasetConfig
 from prefrl.scripts.arguments.reward_entry import RewardEntry
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml

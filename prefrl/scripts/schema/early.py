@@ -14,12 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import default_of
-from prefrl.options.flat_names import flat_names, init_vars
+from prefrl.options.fields import default_of, flat_names, init_vars
+from prefrl.options.names import check_known
 from prefrl.options.optimizers import check_not_refused
-from prefrl.options.presets import PRESETS, combined
-from prefrl.options.suggest import check_known
 from prefrl.registry import REGISTRY
 
 __all__ = ["HUGGINGFACE_FILE", "check_together", "early_class", "huggingface"]

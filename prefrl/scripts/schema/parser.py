@@ -11,9 +11,8 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import hints_of
-from prefrl.options.flat_names import init_vars
-from prefrl.options.presets import PRESETS
+from prefrl.options.algorithms import PRESETS
+from prefrl.options.fields import hints_of, init_vars
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import CommandArguments, RewardArguments

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.options.base import BaseOptions
-from prefrl.options.size import AUTOMATIC
+from prefrl.options.training import AUTOMATIC
 from prefrl.scripts.parsing.option_parser import form_of
 from prefrl.scripts.schema.early import HUGGINGFACE_FILE
 from prefrl.trainer.config import KNOWN_OPTIMIZERS

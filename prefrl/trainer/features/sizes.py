@@ -15,7 +15,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.options.size import AutoSizeParams, largest_divisor
+from prefrl.options.training import AutoSizeParams, largest_divisor
 from prefrl.rewards.confinement import own_randomness
 from prefrl.run.records import write_identity
 from prefrl.trainer.memory import TrialMemory

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
+from prefrl.options.generation_rules import cuts_of
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
-from prefrl.options.server_rules import cuts_of
 from prefrl.trainer.config import BaseConfig
 
 __all__ = ["OnlineConfig", "PolicyGradientConfig"]
