@@ -41,10 +41,10 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.models.reference import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
-    from prefrl.scripts.arguments.dataset_config import DatasetConfig as DatasetConfig
-    from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig as DatasetMixtureConfig
-    from prefrl.scripts.arguments.dataset_config import ScriptArguments as ScriptArguments
-    from prefrl.scripts.arguments.dataset_config import get_dataset as get_dataset
+    from prefrl.scripts.arguments.datasets import DatasetConfig as DatasetConfig
+    from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
+    from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
+    from prefrl.scripts.arguments.datasets import get_dataset as get_dataset
     from prefrl.scripts.arguments.model_config import ModelConfig as ModelConfig
     from prefrl.scripts.arguments.model_config import get_kbit_device_map as get_kbit_device_map
     from prefrl.scripts.arguments.model_config import get_peft_config as get_peft_config
@@ -84,21 +84,21 @@ _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in 
 _PATHS |= {
     "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
     "BEMACallback": "prefrl.trainer.callbacks.bema:BEMACallback",
-    "DatasetConfig": "prefrl.scripts.arguments.dataset_config:DatasetConfig",
-    "DatasetMixtureConfig": "prefrl.scripts.arguments.dataset_config:DatasetMixtureConfig",
+    "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
+    "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
     "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
     "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",
-    "ScriptArguments": "prefrl.scripts.arguments.dataset_config:ScriptArguments",
+    "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
     "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
     "apply_chat_template": "prefrl.data.chat_templates:apply_chat_template",
     "clone_chat_template": "prefrl.data.chat_templates:clone_chat_template",
     "create_reference_model": "prefrl.models.reference:create_reference_model",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
-    "get_dataset": "prefrl.scripts.arguments.dataset_config:get_dataset",
+    "get_dataset": "prefrl.scripts.arguments.datasets:get_dataset",
     "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",
     "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
     "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",

@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect
 from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
-from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
-from prefrl.scripts.arguments.dataset_columns import SHAPING
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
-from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, check_reward_files
+from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
-from prefrl.scripts.arguments.reward_entry import check_reward_files
 from prefrl.scripts.schema.parser import SchemaParser
 
 if TYPE_CHECKING:

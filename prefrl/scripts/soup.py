@@ -17,7 +17,7 @@ from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.names import nearest
 from prefrl.options.offline import OfflineReferenceOptions
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
+from prefrl.scripts.arguments.datasets import DatasetConfig, load_part
 from prefrl.scripts.declaration import command
 
 if TYPE_CHECKING:

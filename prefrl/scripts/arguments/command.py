@@ -1,18 +1,111 @@
-"""Command-line options that are not part of a config: model, data and rewards."""
+"""What a command is given: options that are not part of a config, of model, data and rewards."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_unset, opt
 from prefrl.options.names import check_references
-from prefrl.scripts.arguments.dataset_columns import SHAPING
-from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.arguments.datasets import SHAPING, DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.arguments.model_config import ModelConfig
-from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
 
-__all__ = ["CommandArguments", "RewardArguments"]
+__all__ = ["Given", "RewardEntry", "check_reward_files", "reward_entries", "CommandArguments", "RewardArguments"]
+
+_E = TypeVar("_E", bound=PrefrlError)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user asked for.
+
+    Args:
+        values: The options that the command line or the file sets.
+        places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
+        takes_rewards: Whether the algorithm learns from rewards.
+    """
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+    takes_rewards: bool
+
+    def located(self, error: _E) -> _E:
+        """The error with the line of the option that its message begins with, if the file sets it."""
+        name = re.match(r"[\w.\[\]]*(?=[=:])", str(error))
+        parts = re.findall(r"\w+|\.\w+|\[\d+\]", name[0]) if name else []
+        names = ["".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        where = next((self.places[name] for name in names if name in self.places), None)
+        return error if where is None else type(error)(f"{where}: {error}")
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Inside this context, errors name the line of the option that their messages begin with."""
+        try:
+            yield
+        except PrefrlError as error:
+            located = self.located(error)
+            if located is error:
+                raise
+            raise located from error
+
+
+class RewardEntry(str):
+    """A reward as one writes it on the command line: `name`, or `name(parameter=value)`.
+
+    Args:
+        entry: This text; or a mapping with the key `name`, whose other keys are parameters.
+        where: The option that has it, for messages.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, entry: str | Mapping[str, Any], where: str = "reward_funcs") -> Self:
+        """Write a mapping as text."""
+        if isinstance(entry, str):
+            return super().__new__(cls, entry)
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        if not isinstance(name, str) or "(" in name:
+            raise ConfigError(f"{where}={entry!r}: must be a name, or a mapping such as {{name: f, tolerance: 0.1}}")
+        parameters = {key: value for key, value in entry.items() if key != "name"}
+        for key in parameters:
+            if not str(key).isidentifier():
+                raise ConfigError(f"{where}={entry!r}: {key!r} is not the name of a parameter")
+        text = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
+        return super().__new__(cls, f"{name}({text})" if parameters else name)
+
+
+def reward_entries(entries: Sequence[str | Mapping[str, Any]] | None) -> list[RewardEntry] | None:
+    """The entries of the option `reward_funcs`.
+
+    Raises:
+        ConfigError: One is neither a name nor a mapping with a name.
+    """
+    if entries is None:
+        return None
+    return [RewardEntry(entry, f"reward_funcs[{i}]") for i, entry in enumerate(entries)]
+
+
+def check_reward_files(entries: Sequence[str]) -> None:
+    """Refuse rewards in files that are not there; files are not run.
+
+    Args:
+        entries: Of the option `reward_funcs`.
+
+    Raises:
+        ConfigError: A file is missing.
+    """
+    for number, entry in enumerate(entries):
+        place = entry.partition("(")[0].rpartition(":")[0]
+        if place.endswith(".py") and not Path(place).is_file():
+            raise ConfigError(f"reward_funcs[{number}]={str(entry)!r}: there is no file {place!r}")
 
 
 @dataclass

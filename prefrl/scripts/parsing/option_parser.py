@@ -18,8 +18,8 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import about, default_of, plain_value
 from prefrl.options.names import advice, nearest
 from prefrl.options.training import AUTOMATIC
-from prefrl.scripts.arguments.dataset_config import DatasetConfig
-from prefrl.scripts.arguments.reward_entry import RewardEntry
+from prefrl.scripts.arguments.command import RewardEntry
+from prefrl.scripts.arguments.datasets import DatasetConfig
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
 
 __all__ = [
