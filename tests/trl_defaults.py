@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.options.fields import flat_names
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig
 
 __all__ = ["CONFIGS", "NOT_COMPARED", "defaults_of"]
 

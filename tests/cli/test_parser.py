@@ -16,8 +16,7 @@ from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.datasets import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.arguments.model_config import ModelConfig, lora_options
 from prefrl.scripts.parsing.argument_parser import ArgumentParser, TrlParser
-from prefrl.trainer.grpo_config import GRPOConfig
-from prefrl.trainer.sft_config import SFTConfig
+from prefrl.trainer.configs import GRPOConfig, SFTConfig
 
 REQUIRED = "model_name_or_path: m\ndataset_name: d\n"
 

@@ -26,12 +26,10 @@ from prefrl.options.policy_gradient import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.trainer.base.trainer import BaseTrainer
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig, ReinforcePlusPlusConfig, SFTConfig
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
-from prefrl.trainer.sft_config import SFTConfig
 from tests.parsers import parser_of
 from tests.private_names import ROOT, SOURCES, nodes_of_files
 

@@ -36,12 +36,12 @@ from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
 from prefrl.trainer.config import check_precision
+from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import EarlyRead
 from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
-from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
