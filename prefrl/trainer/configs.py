@@ -32,7 +32,7 @@ from prefrl.options.offline import (
 )
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
-from prefrl.trainer.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 
 if TYPE_CHECKING:
     from prefrl.models.plans import PositionLimit

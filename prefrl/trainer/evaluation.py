@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = [
     "NO_TOKEN",

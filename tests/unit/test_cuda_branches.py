@@ -35,7 +35,7 @@ from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
-from prefrl.trainer.config import check_precision
+from prefrl.trainer.base_config import check_precision
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import EarlyRead
 from prefrl.trainer.features.profile import StepProfiler
@@ -312,9 +312,9 @@ def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) 
 
 
 @reaches(
-    "trainer.config:check_precision",
-    "trainer.config:_warn_of_emulation",
-    "trainer.config:_check_fp8",
+    "trainer.base_config:check_precision",
+    "trainer.base_config:_warn_of_emulation",
+    "trainer.base_config:_check_fp8",
 )
 def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     gpus.capability[3] = (8, 0)
@@ -349,7 +349,7 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run_rules:check_device",
     "options.run_rules:_lacks_gpu",
-    "trainer.online.config:OnlineConfig._check_sampler",
+    "trainer.configs:OnlineConfig._check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)

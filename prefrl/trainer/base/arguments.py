@@ -19,7 +19,7 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import default_of
 from prefrl.options.names import ARGUMENTS, TRAINER_NAMES, nearest
 from prefrl.registry import REGISTRY
-from prefrl.trainer.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 
 __all__ = [
     "check_arguments",

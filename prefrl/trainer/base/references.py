@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ImageReader, ProcessingClass
     from prefrl.models.reference import Reference
     from prefrl.options.preference import ReferenceOptions
-    from prefrl.trainer.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["add_kernels", "change_policy", "kept_reference", "loaded_reference", "reader_for"]
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.options.preference import ReferenceOptions
-    from prefrl.trainer.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
     from prefrl.trainer.steps import LongBatch
 

@@ -15,7 +15,7 @@ from prefrl.options.checkpoint import ProfileParams
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
-    from prefrl.trainer.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["FOLDER", "StepProfiler", "profiler"]
 

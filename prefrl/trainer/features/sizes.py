@@ -24,7 +24,7 @@ from prefrl.trainer.parts import Part, Run
 if TYPE_CHECKING:
     from torch import nn
 
-    from prefrl.trainer.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import LongBatch
     from prefrl.types import TokenBatch
 
