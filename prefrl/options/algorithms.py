@@ -21,10 +21,10 @@ from prefrl.options.policy_rules import (
     PAIRS_RULES,
     REINFORCE_PLUS_PLUS_RULES,
     RLOO_RULES,
-    name_scale,
 )
 from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.rules import apply
+from prefrl.options.schedule import takes_warmup
 from prefrl.options.types import NumSamples
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class GRPOOptions(PolicyGradientOptions):
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: rewards scaled True means by "group", False "none"."""
         super().take_other_forms()
-        name_scale(self)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -203,7 +204,7 @@ class PPOOptions(PolicyGradientOptions):
     @property
     def has_own_schedule(self) -> bool:
         """See `ScheduleOptions`; a warm-up of the critic is more than schedules of transformers have."""
-        has_warmup = self.critic_params.warmup_steps is not None and self.takes_warmup
+        has_warmup = self.critic_params.warmup_steps is not None and takes_warmup(self)
         return super().has_own_schedule or has_warmup
 
     @property

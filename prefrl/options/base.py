@@ -269,7 +269,9 @@ class BaseOptions(TrainingOptions):
         fill_places(self)
         self.automatic = take_automatic(self)  # the options that are "auto"
         self.take_other_forms()
-        check_fields(self, self._all_hints())  # before HuggingFace's __post_init__, which already compares numbers
+        bases = reversed(type(self).__mro__)
+        hints = {name: hint for base in bases for name, hint in vars(base).get("hints", {}).items()}
+        check_fields(self, hints)  # before HuggingFace's __post_init__, which already compares numbers
         check_intervals(self)
         self._check_json()
         self._set_both_names()
@@ -284,11 +286,6 @@ class BaseOptions(TrainingOptions):
         super().__init_subclass__()
         if "__post_init__" in vars(cls):
             cls.__post_init__ = without_flat_values(cls.__post_init__)  # type: ignore[method-assign]
-
-    @classmethod
-    def _all_hints(cls) -> dict[str, Any]:
-        """The `hints` of this class and of its bases."""
-        return {name: hint for base in reversed(cls.__mro__) for name, hint in vars(base).get("hints", {}).items()}
 
     def take_other_forms(self) -> None:
         """Give options one form that may be given in several, in place, before their types are checked."""

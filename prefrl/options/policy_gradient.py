@@ -26,7 +26,6 @@ from prefrl.options.policy_rules import (
     KL_RULES,
     LEVEL_RULES,
     RATIO_RULES,
-    kl_part,
     normalizes_each_reward,
     scales_by_batch,
 )
@@ -379,7 +378,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     @property
     def kl_part(self) -> str | None:
         """The estimator of the KL term; None: there is no term."""
-        return kl_part(self)
+        return str(self.kl_estimator) if self.beta > 0 else None
 
     @property
     def levels(self) -> tuple[ImportanceLevel, ...]:

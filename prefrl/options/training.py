@@ -22,7 +22,7 @@ from prefrl.options.schedule import (
     PlateauParams,
     WeightDecayParams,
     own_options,
-    takes_warmup,
+    schedule_of,
 )
 from prefrl.options.types import BatchSize, check_value
 
@@ -355,10 +355,6 @@ class TrainingOptions:
         return [name for name in ("max_grad_value", "regularization_type") if getattr(self, name) is not None]
 
     @property
-    def _schedule_name(self) -> str:
-        return str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-
-    @property
     def reduces_on_plateau(self) -> bool:
         """Whether the learning rate is reduced when a metric stops improving."""
         return self.reduce_on_plateau > 0
@@ -366,21 +362,16 @@ class TrainingOptions:
     @property
     def has_own_schedule(self) -> bool:
         """Whether the schedule is more than one of transformers."""
-        return bool(own_options(self)) or self._schedule_name in SCHEDULE_FACTS
+        return bool(own_options(self)) or schedule_of(self) in SCHEDULE_FACTS
 
     @property
     def depends_on_length(self) -> bool:
         """Whether learning rate or weight decay of a step depend on the number of steps of the training."""
         if self.lr_decay_steps is not None:
             return False
-        own = SCHEDULE_FACTS.get(self._schedule_name)
-        knows_length = self._schedule_name not in _ENDLESS if own is None else own.knows_length
+        name = schedule_of(self)
+        knows_length = SCHEDULE_FACTS[name].knows_length if name in SCHEDULE_FACTS else name not in _ENDLESS
         return knows_length or 0 < self.warmup_steps < 1 or self.weight_decay_schedule != "constant"
-
-    @property
-    def takes_warmup(self) -> bool:
-        """Whether the schedule reads `warmup_steps`."""
-        return takes_warmup(self)
 
     def _count_evaluations(self) -> None:
         """Set the length of a warm-up that is counted in evaluations."""

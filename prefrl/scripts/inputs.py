@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect
+from prefrl.options.algorithms import PRESETS, combined
+from prefrl.options.fields import check_no_effect, flat_names
 from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, check_reward_files
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts
@@ -105,13 +106,13 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
     config_class: Any = algorithm.load_config()
-    if num_processes is not None:
-        config_class = type(config_class.__name__, (config_class,), {"world_size": num_processes})
     of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:
-        return config_class(**values) if preset is None else config_class.preset(preset, **values)
+        if preset is not None:
+            values = combined(PRESETS[preset], values, flat_names(config_class))
+        return config_class.for_processes(num_processes, **values)
     except ConfigError as error:
         raise given.located(error) from None
     except ImportError as error:  # transformers misses the package of an option

@@ -6,8 +6,7 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -25,19 +24,12 @@ from prefrl.models.kernels import liger_options
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.optional import MissingPackageError, is_installed, require
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import mapping_of, plain_value, read_json
+from prefrl.options.fields import mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
-from prefrl.options.optimizers import (
-    NAMED_OPTIMIZER_RULES,
-    OPTIMIZERS,
-    REFUSED,
-    UPDATE_RULES,
-    check_not_refused,
-    check_rates,
-)
+from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import COMPILATION_RULES, check_device
-from prefrl.options.schedule import WsdParams, own_options
+from prefrl.options.schedule import WsdParams, own_options, schedule_of
 from prefrl.printable import masked, plain
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
 from prefrl.trainer.schedules import (
@@ -66,6 +58,8 @@ _TRACKERS = {
     **{"trackio": "trackio", "wandb": "wandb", "comet_ml": "comet-ml"},
 }
 _DOCS = "docs/trainers lists the options."
+_NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
+KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
 
 
 @dataclass
@@ -75,6 +69,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
     hints: ClassVar[Mapping[str, Any]] = {
         "accelerator_config": AcceleratorConfig | dict[str, Any] | str | None,
     }
+    _num_processes: ClassVar[int | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse unknown names with what they are here, or the nearest known one; Python's error has neither."""
@@ -88,19 +83,40 @@ class BaseConfig(BaseOptions, TrainingArguments):
         config: Self = super().__new__(cls)
         return config
 
+    @classmethod
+    def for_processes(cls, number: int | None, **options: Any) -> Self:
+        """A config for a run on this many processes; None: for those that this process is one of."""
+        config = cls.__new__(cls, **options)
+        if number is not None:
+            config.__dict__["_num_processes"] = number
+        config.__init__(**options)  # type: ignore[misc]
+        return config
+
+    @property
+    def world_size(self) -> int:
+        """HuggingFace's property, unless the config is for other processes."""
+        return self._num_processes or int(super().world_size)
+
     def _complete(self) -> None:
         """Let HuggingFace check its options, under the names of optimizers and schedules that it knows."""
-        name = self._schedule_name
-        check_known("lr_scheduler_type", name, SCHEDULE_NAMES, "schedule")
-        if name in SCHEDULES:
+        schedule, optim = schedule_of(self), self.optim
+        check_known("lr_scheduler_type", schedule, SCHEDULE_NAMES, "schedule")
+        if schedule in SCHEDULES:
             self.lr_scheduler_type = SchedulerType.CONSTANT
+        if optim in OPTIMIZERS:
+            self.optim = OptimizerNames.ADAMW_TORCH
+        else:
+            check_not_refused(optimizer_of(self))
+            check_known("optim", optimizer_of(self), _NAMES, "optimizer")
         try:
-            with named_for_huggingface(self):
-                TrainingArguments.__post_init__(self)
+            TrainingArguments.__post_init__(self)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if name in SCHEDULES:
-            self.lr_scheduler_type = name
+        finally:
+            if optim in OPTIMIZERS:
+                self.optim = optim
+        if schedule in SCHEDULES:
+            self.lr_scheduler_type = schedule
         self._count_evaluations()
 
     def __init_subclass__(cls) -> None:
@@ -151,7 +167,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
                     f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
                     "report_to='none'."
                 )
-        check_installed(str(getattr(self.optim, "value", self.optim)))
+        check_installed(optimizer_of(self))
 
     @property
     def rows_in_words(self) -> str:
@@ -189,16 +205,12 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """HuggingFace's method: the steps of the warm-up in a schedule of this length."""
-        if self._schedule_name == "wsd" and self.warmup_steps == 0:
-            fraction = self._wsd_params.warmup_fraction
+        if schedule_of(self) == "wsd" and self.warmup_steps == 0:
+            params = self.schedule_params
+            assert isinstance(params, WsdParams)
+            fraction = params.warmup_fraction
             return round((0.1 if fraction is None else fraction) * num_training_steps)
         return int(super().get_warmup_steps(num_training_steps))
-
-    @property
-    def _wsd_params(self) -> WsdParams:
-        params = self.schedule_params
-        assert isinstance(params, WsdParams)
-        return params
 
     def learning_rate_factor(self, num_training_steps: int) -> Callable[[int], float]:
         """What the learning rates are multiplied by, as a function of the step, without reductions on a plateau.
@@ -209,7 +221,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
         Raises:
             ConfigError: An argument of the schedule is missing, or does not fit the number of steps.
         """
-        name, start = self._schedule_name, self.warmup_start_factor
+        name, start = schedule_of(self), self.warmup_start_factor
         end = self.lr_decay_steps or num_training_steps
         own = SCHEDULES.get(name)
         num_warmup = self.get_warmup_steps(end) if own is None or own.has_warmup else 0
@@ -248,7 +260,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_schedule(self) -> None:
         """See `BaseOptions._check_schedule`."""
-        if self._schedule_name not in SCHEDULES:
+        if schedule_of(self) not in SCHEDULES:
             self._check_arguments()
         super()._check_schedule()
         if self.has_own_schedule:
@@ -256,7 +268,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_arguments(self) -> None:
         """Check the arguments of a schedule of transformers."""
-        name, arguments = self._schedule_name, mapping_of(self, "lr_scheduler_kwargs")
+        name, arguments = schedule_of(self), mapping_of(self, "lr_scheduler_kwargs")
         try:
             check_arguments(name, arguments)
         except (TypeError, ValueError) as error:
@@ -270,7 +282,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_own(self) -> None:
         """Check what only prefrl's scheduler can do."""
-        optim = str(plain_value(self.optim))
+        optim = optimizer_of(self)
         if "layerwise" in optim:
             raise ConfigError(
                 f"optim={optim!r} updates in the backward pass and supports only schedules of transformers. Leave "
@@ -280,50 +292,10 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_optimizer(self) -> None:
         """See `BaseOptions._check_optimizer`."""
-        check_optimizer(self)
-
-
-_NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
-KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
-
-
-@contextmanager
-def named_for_huggingface(config: TrainingArguments) -> Iterator[None]:
-    """Inside, `optim` is a name that HuggingFace's own checks know.
-
-    Raises:
-        ConfigError: Nobody knows the name.
-    """
-    name = config.optim
-    if name not in OPTIMIZERS:
-        _check_name(str(getattr(name, "value", name)))
-        yield
-        return
-    config.optim = OptimizerNames.ADAMW_TORCH
-    try:
-        yield
-    finally:
-        config.optim = name
-
-
-def _check_name(name: str) -> None:
-    check_not_refused(name)
-    check_known("optim", name, _NAMES, "optimizer")
-
-
-def check_optimizer(config: Any) -> None:
-    """Reject options of the optimizer that are unknown, not allowed or without effect.
-
-    Raises:
-        ConfigError: Names the option, its value and what to do.
-        ImportError: The package of the optimizer is not installed.
-    """
-    name = str(getattr(config.optim, "value", config.optim))
-    apply(config, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
-    check_rates(config)
-    if name not in OPTIMIZERS:
-        _check_ignored(config, name)
-    check_made(name, config)
+        name = optimizer_of(self)
+        if name not in OPTIMIZERS:
+            _check_ignored(self, name)
+        check_made(name, self)
 
 
 def _check_ignored(config: Any, name: str) -> None:

@@ -470,8 +470,8 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 @reaches(
     "trainer.online.generators:sync_method",
     "generation.weights.sync:_transport",
-    "options.server_rules:_writes_no_files",
-    "options.server_rules:_lacks_nccl",
+    "options.generation_rules:_writes_no_files",
+    "options.generation_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None)
