@@ -123,7 +123,7 @@ def kernel_figures() -> str:
 def papers_of(algorithm: str) -> str:
     """A command for each paper that is a choice of options of an algorithm."""
     if algorithm == "grpo":
-        presets = load("prefrl.options.algorithms.PRESETS")
+        presets = load("prefrl.options.presets.PRESETS")
         entries = {
             name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()
         }
@@ -234,7 +234,7 @@ def _kl() -> Iterator[list[str]]:
 
 
 def _presets() -> Iterator[list[str]]:
-    for name, preset in load("prefrl.options.algorithms.PRESETS").items():
+    for name, preset in load("prefrl.options.presets.PRESETS").items():
         options = _code(f"{key}={value!r}" for key, value in preset.options.items())
         yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
 

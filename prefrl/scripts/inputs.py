@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.fields import check_no_effect, flat_names
+from prefrl.options.presets import PRESETS, combined
 from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, check_reward_files
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts

@@ -10,13 +10,11 @@ from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
 from prefrl.options.algorithms import (
-    PRESETS,
     GRPOOptions,
     OnlineDPOOptions,
     PPOOptions,
     ReinforcePlusPlusOptions,
     RLOOOptions,
-    combined,
 )
 from prefrl.options.fields import flat_names
 from prefrl.options.generation_rules import cuts_of
@@ -32,6 +30,7 @@ from prefrl.options.offline import (
 )
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
+from prefrl.options.presets import PRESETS, combined
 from prefrl.trainer.base_config import BaseConfig
 
 if TYPE_CHECKING:

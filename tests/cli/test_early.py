@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.options.algorithms import PRESETS
+from prefrl.options.presets import PRESETS
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.inputs import read

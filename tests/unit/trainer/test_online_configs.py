@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
-from prefrl.options.algorithms import PRESETS
 from prefrl.options.fields import about
 from prefrl.options.online import OnlineOptions
+from prefrl.options.presets import PRESETS
 from prefrl.trainer.online.episodes import Episodes
 
 RULES = [
