@@ -49,7 +49,7 @@ def check_known(option: str, name: str, known: Collection[str], what: str) -> No
         raise ConfigError(f"{option}={name!r}: unknown {what}. {nearest(name, known)}")
 
 
-FOREIGN_FILE = Path(__file__).with_suffix(".json")
+FOREIGN_FILE = Path(__file__).with_name("foreign.json")
 
 # Arguments of TRL's trainers that must be None here, and why.
 ARGUMENTS: dict[str, str] = {

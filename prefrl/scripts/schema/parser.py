@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -42,12 +42,12 @@ def huggingface() -> dict[str, Any]:
 
 def _stand_in() -> Any:
     """A dataclass with the names and defaults of HuggingFace's options."""
-    rows = [(row["name"], Any, _default(row.get("default"))) for row in huggingface()["options"]]
+    defaults = {row["name"]: row.get("default") for row in huggingface()["options"]}
+    rows = [
+        (name, Any, dataclasses.field(default_factory=partial(list, value)) if isinstance(value, list) else value)
+        for name, value in defaults.items()
+    ]
     return dataclasses.make_dataclass("HuggingFaceOptions", rows, init=False, repr=False, eq=False)
-
-
-def _default(value: Any) -> Any:
-    return dataclasses.field(default_factory=lambda: list(value)) if isinstance(value, list) else value
 
 
 HuggingFaceOptions: Any = _stand_in()
@@ -87,31 +87,6 @@ def early_class(algorithm: str) -> Any:
     return dataclasses.dataclass(init=False, repr=False, eq=False)(early)
 
 
-def check_together(algorithm: str, given: Mapping[str, Any], *, knows_processes: bool = True) -> Any:
-    """Check the options of an algorithm against each other.
-
-    Args:
-        algorithm: Its name in the registry.
-        given: The options that the user gives.
-        knows_processes: False: the run is started on other processes, so sizes of batches are left to them.
-
-    Returns:
-        The options as attributes.
-
-    Raises:
-        ConfigError: The one that the config would raise.
-    """
-    early = early_class(algorithm)
-    preset = given.get("preset")
-    values = dict(given) if preset is None else combined(PRESETS[preset], given, flat_names(early))
-    config = early()
-    for field in dataclasses.fields(early):
-        setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
-    config.knows_sizes = knows_processes and not config.parallelism_config
-    config.__post_init__(*(values.get(name, default) for name, default in init_vars(early).items()))
-    return config
-
-
 _NUMBERS = {"int": int, "float": float}
 _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 
@@ -148,10 +123,6 @@ def _flat_names(cls: Any) -> list[dict[str, Any]]:
     return [{**option_of(fields[name], hints[name].type), "is_hidden": True} for name in init_vars(cls)]
 
 
-def _names(cls: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)} | init_vars(cls).keys()
-
-
 class SchemaParser(OptionParser):
     """The parser of `prefrl <algorithm>`.
 
@@ -186,7 +157,9 @@ class SchemaParser(OptionParser):
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
-                self._check_feature(name, values)
+                off = [switch for switch in self._needs[name] if values.get(switch, True) is False]
+                if off and value != self._options[name].get("default"):
+                    raise ConfigError(f"{name}={value!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
         except ConfigError as error:
             raise given.located(error) from None
         return given
@@ -202,14 +175,20 @@ class SchemaParser(OptionParser):
             The options as attributes.
 
         Raises:
-            ConfigError: Options exclude each other, or one has no effect.
+            ConfigError: The one that the config would raise.
         """
-        of_others = self._options.keys() - {*_names(early_class(self._algorithm)), "preset"}
-        values = {name: value for name, value in given.values.items() if name not in of_others}
+        early, values, preset = early_class(self._algorithm), given.values, given.values.get("preset")
+        config = early()
         try:
-            return check_together(self._algorithm, values, knows_processes=knows_processes)
+            if preset is not None:
+                values = combined(PRESETS[preset], values, flat_names(early))
+            for field in dataclasses.fields(early):
+                setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
+            config.knows_sizes = knows_processes and not config.parallelism_config
+            config.__post_init__(*(values.get(name, default) for name, default in init_vars(early).items()))
         except ConfigError as error:
             raise given.located(error) from None
+        return config
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         """Every option by name, the defaults included.
@@ -229,12 +208,6 @@ class SchemaParser(OptionParser):
         if "bounds" in option:
             hint = Annotated[(hint, *(_LIMITS[kind](limit) for kind, limit in option["bounds"].items()))]
         check_value(name, value, list[hint] if option.get("is_list") else hint)
-
-    def _check_feature(self, name: str, values: Mapping[str, Any]) -> None:
-        is_set = values[name] != self._options[name].get("default")
-        off = [switch for switch in self._options[name].get("needs", ()) if values.get(switch, True) is False]
-        if is_set and off:
-            raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
 
     def remedy(self, name: str, known: Collection[str]) -> str:
         """See `OptionParser.remedy`; also names the algorithms that have the option."""
