@@ -229,9 +229,9 @@ class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
         return super().rows_per_micro_batch * self.num_generations
 
     @property
-    def prompts_per_evaluation_batch(self) -> int:
+    def prompts_per_evaluation_batch(self: Any) -> int:
         """`per_device_eval_batch_size` counts prompts, too."""
-        return int(self._all.per_device_eval_batch_size)
+        return int(self.per_device_eval_batch_size)
 
     @property
     def corrects_sampling(self) -> bool:

@@ -336,9 +336,9 @@ class BaseOptions(TrainingOptions):
         return self.upload_to is not None
 
     @property
-    def rows_per_micro_batch(self) -> int:
+    def rows_per_micro_batch(self: Any) -> int:
         """Rows that a micro-batch of one process starts from: dataset rows, or completions."""
-        return int(self._all.per_device_train_batch_size)
+        return int(self.per_device_train_batch_size)
 
     @property
     def steps_of_a_generation(self) -> int:
@@ -363,7 +363,8 @@ class BaseOptions(TrainingOptions):
         Raises:
             ConfigError: Names the field, its value, what is allowed and what to do.
         """
-        for option in kwargs_options(self._all.__class__):
+        config_class: Any = type(self)
+        for option in kwargs_options(config_class):
             option.check(self)
         self._check_processes()
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")

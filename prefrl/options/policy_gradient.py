@@ -418,46 +418,45 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     @property
     def needs_whole_batch(self) -> dict[str, str]:
         """See `GenerationRules.needs_whole_batch`."""
-        options, needs = self._all, super().needs_whole_batch
-        if options.normalize_advantages:
+        needs = super().needs_whole_batch
+        if self.normalize_advantages:
             needs["normalize_advantages=True"] = "Set it to False."
-        if options.top_entropy_quantile < 1:
-            needs[f"top_entropy_quantile={options.top_entropy_quantile}"] = "Set it to 1."
-        if options.loss_type in ("clip_cov", "kl_cov"):
-            needs[f"loss_type={options.loss_type!r}"] = "Use another loss."
+        if self.top_entropy_quantile < 1:
+            needs[f"top_entropy_quantile={self.top_entropy_quantile}"] = "Set it to 1."
+        if self.loss_type in ("clip_cov", "kl_cov"):
+            needs[f"loss_type={self.loss_type!r}"] = "Use another loss."
         if self.bonus_has_own_count:
-            bonus = f"entropy_coef={options.entropy_coef}" if options.entropy_coef else "use_adaptive_entropy=True"
-            if options.reduction != "token":
-                needs[f"{bonus} and loss_type={options.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
+            bonus = f"entropy_coef={self.entropy_coef}" if self.entropy_coef else "use_adaptive_entropy=True"
+            if self.reduction != "token":
+                needs[f"{bonus} and loss_type={self.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
             else:
                 needs[f"{bonus} and a selection of tokens"] = "Remove one of them."
-        if scales_by_batch(options):
+        if scales_by_batch(self):
             needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
-        if normalizes_each_reward(options):
+        if normalizes_each_reward(self):
             needs["multi_objective_aggregation='normalize_then_sum'"] = (
                 "Use multi_objective_aggregation='sum_then_normalize'."
             )
-        if options.estimator == "gpg":
+        if self.estimator == "gpg":
             needs["advantage_estimator='gpg'"] = "Use another estimator."
-        resamples = options.rollout_selection in ("pow", "max_min", "max_random")
+        resamples = self.rollout_selection in ("pow", "max_min", "max_random")
         given = {
-            "rollout_selection": options.rollout_selection if resamples else None,
-            "loss_kwargs: positive_nll_coef": options.loss_params.positive_nll_coef,
-            "reward_balance": options.reward_balance,
+            "rollout_selection": self.rollout_selection if resamples else None,
+            "loss_kwargs: positive_nll_coef": self.loss_params.positive_nll_coef,
+            "reward_balance": self.reward_balance,
         }
         return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}
 
     @property
     def has_bonus(self) -> bool:
         """Whether the loss has an entropy bonus."""
-        return bool(self._all.entropy_coef > 0 or self._all.use_adaptive_entropy)
+        return bool(self.entropy_coef > 0 or self.use_adaptive_entropy)
 
     @property
     def bonus_has_own_count(self) -> bool:
         """Whether the bonus is a mean over something else than the items that the loss is divided by."""
-        options = self._all
-        selects = options.top_entropy_quantile < 1 or options.loss_params.min_filter_prefix_tokens is not None
-        return self.has_bonus and (selects or options.reduction != "token")
+        selects = self.top_entropy_quantile < 1 or self.loss_params.min_filter_prefix_tokens is not None
+        return self.has_bonus and (selects or self.reduction != "token")
 
     @property
     def scores_truncated(self) -> bool:

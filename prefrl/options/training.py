@@ -207,7 +207,10 @@ _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 @dataclass(init=False, repr=False, eq=False)
 class TrainingOptions:
-    """Schedules, sizes, evaluations, precision, tokenizer and optimizer; see also docs/schedules.md."""
+    """Schedules, sizes, evaluations, precision, tokenizer and optimizer; see also docs/schedules.md.
+
+    In this class and those derived from it, methods whose `self` is `Any` read options of HuggingFace, too.
+    """
 
     lr_scheduler_type: str = opt(
         "linear",
@@ -345,11 +348,6 @@ class TrainingOptions:
     profile_params = ParamsOf("profile_kwargs", ProfileParams)
 
     @property
-    def _all(self) -> Any:
-        """This config, with HuggingFace's options."""
-        return self
-
-    @property
     def set_on_gradients(self) -> list[str]:
         """The options that are set and act on gradients between the backward pass and the update."""
         return [name for name in ("max_grad_value", "regularization_type") if getattr(self, name) is not None]
@@ -373,8 +371,8 @@ class TrainingOptions:
         knows_length = SCHEDULE_FACTS[name].knows_length if name in SCHEDULE_FACTS else name not in _ENDLESS
         return knows_length or 0 < self.warmup_steps < 1 or self.weight_decay_schedule != "constant"
 
-    def _count_evaluations(self) -> None:
+    def _count_evaluations(self: Any) -> None:
         """Set the length of a warm-up that is counted in evaluations."""
         apply(self, WARMUP_EVALUATIONS_RULES)
         if self.warmup_evaluations:
-            self.warmup_steps = self.warmup_evaluations * self._all.eval_steps
+            self.warmup_steps = self.warmup_evaluations * self.eval_steps
