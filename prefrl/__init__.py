@@ -41,14 +41,14 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.models.reference import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
+    from prefrl.scripts.arguments.command import ModelConfig as ModelConfig
+    from prefrl.scripts.arguments.command import get_kbit_device_map as get_kbit_device_map
+    from prefrl.scripts.arguments.command import get_peft_config as get_peft_config
+    from prefrl.scripts.arguments.command import get_quantization_config as get_quantization_config
     from prefrl.scripts.arguments.datasets import DatasetConfig as DatasetConfig
     from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
     from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
     from prefrl.scripts.arguments.datasets import get_dataset as get_dataset
-    from prefrl.scripts.arguments.model_config import ModelConfig as ModelConfig
-    from prefrl.scripts.arguments.model_config import get_kbit_device_map as get_kbit_device_map
-    from prefrl.scripts.arguments.model_config import get_peft_config as get_peft_config
-    from prefrl.scripts.arguments.model_config import get_quantization_config as get_quantization_config
     from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
     from prefrl.scripts.startup import init_zero_verbose as init_zero_verbose
@@ -88,7 +88,7 @@ _PATHS |= {
     "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
     "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
-    "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
+    "ModelConfig": "prefrl.scripts.arguments.command:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",
     "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
@@ -99,9 +99,9 @@ _PATHS |= {
     "create_reference_model": "prefrl.models.reference:create_reference_model",
     "extract_prompt": "prefrl.data.convert:extract_prompt",
     "get_dataset": "prefrl.scripts.arguments.datasets:get_dataset",
-    "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",
-    "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
-    "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
+    "get_kbit_device_map": "prefrl.scripts.arguments.command:get_kbit_device_map",
+    "get_peft_config": "prefrl.scripts.arguments.command:get_peft_config",
+    "get_quantization_config": "prefrl.scripts.arguments.command:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
     "init_zero_verbose": "prefrl.scripts.startup:init_zero_verbose",
     "is_conversational": "prefrl.data.chat_templates:is_conversational",

@@ -15,10 +15,16 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, flat_names
 from prefrl.options.presets import PRESETS, combined
 from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
-from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, check_reward_files
+from prefrl.scripts.arguments.command import (
+    CommandArguments,
+    Given,
+    RewardArguments,
+    check_reward_files,
+    get_peft_config,
+    quantization_config,
+)
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
-from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema.parser import SchemaParser
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import env
-from prefrl.scripts.arguments.model_config import get_kbit_device_map
+from prefrl.scripts.arguments.command import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
