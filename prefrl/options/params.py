@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, FrozenInstanceError, dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
@@ -23,7 +23,7 @@ def hyperparameters(cls: type[_T]) -> type[_T]:
 
     The command makes some sixty of these classes before it reads an option.
     """
-    return dataclass(frozen=True, init=False, repr=False, eq=False)(cls)
+    return dataclass(init=False, repr=False, eq=False)(cls)
 
 
 @hyperparameters
@@ -45,6 +45,12 @@ class Params:
             value = given[option.name] if option.name in given else default_of(option)
             object.__setattr__(self, option.name, value)
         self.__post_init__()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

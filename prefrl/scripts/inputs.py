@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, flat_names
 from prefrl.options.presets import PRESETS, combined
-from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
 from prefrl.scripts.arguments.command import (
     CommandArguments,
     Given,
@@ -48,9 +47,7 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
     parser = SchemaParser(algorithm.name)
     given = parser.parse(argv)
     is_launched = is_launched or launch_options(given, os.environ) is not None
-    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
-    _check_stream(script, config)
-    _check_switches(config)
+    _check_run(_script(given), parser.check(given, knows_processes=not is_launched))
     return given
 
 
@@ -74,8 +71,14 @@ def check_files(given: Given) -> None:
         checkpoint = given.values.get("resume_from_checkpoint")
         # Machines with disks of their own hold parts of it: the first process looks, as in training.
         is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
-        if is_first and checkpoint and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
-            check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
+        if is_first and checkpoint:
+            from prefrl.run.checkpoints import (
+                WORDS_TO_RESUME,
+                check_whole,
+            )  # takes a while, which --help need not wait
+
+            if checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
+                check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
 
 
 def options_of(
@@ -94,8 +97,7 @@ def options_of(
     script, config = _script(given), _config(algorithm, given, num_processes)
     config.check_packages_installed()
     lora_of(script)  # refuses its options
-    _check_stream(script, config)
-    _check_switches(config)
+    _check_run(script, config)
     _add_model_options(script, config)
     return script, config
 
@@ -125,13 +127,23 @@ def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> An
         raise ConfigError(str(error)) from error
 
 
-def _check_stream(script: CommandArguments, config: Any) -> None:
+def _check_run(script: CommandArguments, config: Any) -> None:
+    """Reject streams without an end, and switches of HuggingFace's scripts that have no effect here.
+
+    The command trains, and `eval_strategy` says when it evaluates.
+    """
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:
         name = "dataset_streaming" if script.dataset_streaming else "streaming"
         raise ConfigError(
             f"{name}=True and max_steps={config.max_steps}: a stream has no length, so the number of steps must be "
             "given. Set max_steps."
         )
+    remedy = "Remove it, and set eval_strategy for evaluations during training."
+    check_no_effect(
+        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
+    )
+    if config.eval_strategy == "no":
+        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
 
 
 def _add_model_options(script: CommandArguments, config: Any) -> None:
@@ -148,16 +160,6 @@ def _add_model_options(script: CommandArguments, config: Any) -> None:
     bits = 4 if script.load_in_4bit else 8
     quantization = quantization_config(script, precision if script.dtype == defaults["dtype"] else script.dtype)
     _merge(config, f"load_in_{bits}bit", "quantization_config", quantization)
-
-
-def _check_switches(config: Any) -> None:
-    """Switches of HuggingFace's scripts: the command trains, and `eval_strategy` says when it evaluates."""
-    remedy = "Remove it, and set eval_strategy for evaluations during training."
-    check_no_effect(
-        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
-    )
-    if config.eval_strategy == "no":
-        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
 
 
 def _merge(config: Any, option: str, argument: str, value: Any) -> None:
