@@ -72,10 +72,7 @@ def check_files(given: Given) -> None:
         # Machines with disks of their own hold parts of it: the first process looks, as in training.
         is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
         if is_first and checkpoint:
-            from prefrl.run.checkpoints import (
-                WORDS_TO_RESUME,
-                check_whole,
-            )  # takes a while, which --help need not wait
+            from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole  # --help does not wait for it
 
             if checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
                 check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
