@@ -209,7 +209,10 @@ def _typed_fields(config_class: type) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class FlatName:
-    """The place of a keyword.
+    """The place of a keyword of a config that is no option of its own.
+
+    `vespo_k_pos=4.0` fills a key of the option `loss_kwargs`. Such a keyword is a `dataclasses.InitVar` of the config:
+    its constructor and the command line take it, and nothing else does.
 
     Args:
         option: The option that it fills.
@@ -242,13 +245,6 @@ def init_vars(config_class: Any) -> dict[str, Any]:
     every = config_class.__dataclass_fields__.values()  # dataclasses.fields leaves them out
     kind = dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]  # there is no public name
     return {field.name: field.default for field in every if field._field_type is kind}
-
-
-@cache
-def _types(config_class: type) -> dict[str, Any]:
-    """The types of `dataclasses.InitVar`s."""
-    hints = hints_of(config_class)
-    return {name: hint.type for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)}
 
 
 def without_flat_values(post_init: Callable[..., None]) -> Callable[..., None]:
@@ -292,20 +288,14 @@ def fill_places(config: Any) -> None:
         ConfigError: A value has another type, or a place is taken.
     """
     config_class: Any = type(config)
-    defaults, hints, places = init_vars(config_class), _types(config_class), flat_names(config_class)
+    defaults, hints, places = init_vars(config_class), hints_of(config_class), flat_names(config_class)
     for name, value in vars(config).pop("_flat_values").items():
-        check_value(name, value, hints[name])
-        if value == defaults[name]:
-            continue
-        fill_place(config, name, value, places[name])
+        check_value(name, value, hints[name].type)
+        if value != defaults[name]:
+            _fill(config, name, value, places[name])
 
 
-def fill_place(config: Any, name: str, value: Any, place: FlatName) -> None:
-    """Put the value of a keyword into its place.
-
-    Raises:
-        ConfigError: The place is taken.
-    """
+def _fill(config: Any, name: str, value: Any, place: FlatName) -> None:
     if place.key is None:
         is_taken, filled = getattr(config, place.option) is not None, value
     else:

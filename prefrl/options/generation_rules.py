@@ -1,4 +1,4 @@
-"""What completions, their number and the sampler must be."""
+"""How many completions are sampled, when and by whom, and which options exclude each other because of that."""
 
 from __future__ import annotations
 

@@ -140,6 +140,8 @@ class ParamsOf(Generic[P]):
 class KwargsOption(Generic[P]):
     """An option whose keys are the hyperparameters of one part, among several that another option chooses from.
 
+    `loss_kwargs={"rho": 4.0}` belongs to the loss that `loss_type` names.
+
     Args:
         name: The option.
         description: What the part is.

@@ -1,4 +1,4 @@
-"""Options of steps: their schedules, sizes, evaluations, precision, tokenizer and optimizer."""
+"""Options of steps: schedules, sizes that may be "auto", evaluations, precision, tokenizer and optimizer."""
 
 from __future__ import annotations
 
