@@ -265,7 +265,8 @@ class OptionParser(argparse.ArgumentParser):
             if not form.is_nullable:
                 raise ValueError("null is not allowed, the option always has a value")
             return None
-        if _has_form(form, node):
+        is_list = isinstance(node, yaml.SequenceNode)
+        if (form.is_mappings and is_list) or (form.is_mapping and isinstance(node, yaml.MappingNode)):
             return loader.construct_object(node, deep=True)
         if isinstance(node, yaml.MappingNode):
             raise ValueError("a mapping is not allowed here")
@@ -430,12 +431,6 @@ def _places(name: str, node: yaml.Node, path: Path, line: int) -> dict[str, str]
         for key, value in node.value:
             places |= _places(f"{name}.{key.value}", value, path, key.start_mark.line + 1)
     return places
-
-
-def _has_form(form: Form, node: yaml.Node) -> bool:
-    """Whether the node is a mapping or a list of mappings, where the option takes one."""
-    is_list = isinstance(node, yaml.SequenceNode)
-    return (form.is_mappings and is_list) or (form.is_mapping and isinstance(node, yaml.MappingNode))
 
 
 def boolean(text: str) -> bool:
