@@ -29,6 +29,7 @@ __all__ = [
     "OptionParser",
     "boolean",
     "choice_of",
+    "default_in_words",
     "form_of",
     "has_switch",
     "option_of",
@@ -364,6 +365,11 @@ def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
     return read
 
 
+def default_in_words(default: Any) -> str:
+    """What the help says of the default of an option; nothing if it is off."""
+    return "" if default is None or default is False or default == [] else f" (default: {default})"
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Shows one spelling of each option, and the kind of value that it takes."""
 
@@ -374,9 +380,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{option} {action.metavar or self._kind(action)}"
 
     def _expand_help(self, action: argparse.Action) -> str:
-        text = (action.help or "").replace("%%", "%")
-        is_unset = action.default is None or action.default is False or action.default == []
-        return text if is_unset else f"{text} (default: {action.default})"
+        return (action.help or "").replace("%%", "%") + default_in_words(action.default)
 
     def _kind(self, action: argparse.Action) -> str:
         if action.choices is not None:
