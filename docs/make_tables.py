@@ -32,8 +32,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.flat_names import flat_names
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.fields import flat_names
+from prefrl.options.params import kwargs_options
 
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
@@ -326,7 +326,7 @@ def _of_sections(path: str, without: str) -> Iterator[list[str]]:
 
 
 def _trl_arguments() -> Iterator[list[str]]:
-    yield from ([f"`{name}`", text] for name, text in load("prefrl.options.foreign.ARGUMENTS").items())
+    yield from ([f"`{name}`", text] for name, text in load("prefrl.options.names.ARGUMENTS").items())
 
 
 def _trl_names() -> Iterator[list[str]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from prefrl.models.plans import PositionLimit
-    from prefrl.options.length_bound import LengthBound
+    from prefrl.options.types import LengthBound
 
 __all__ = [
     "num_ids_of",

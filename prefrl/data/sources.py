@@ -12,7 +12,7 @@ import datasets
 
 from prefrl.data.formats import AnyDataset, Message, column_names, convert_message
 from prefrl.errors import ConfigError, DataError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 
 __all__ = ["RowShape", "mix_datasets"]
 

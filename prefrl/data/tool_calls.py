@@ -21,7 +21,7 @@ from prefrl.data.chat import ChatTemplate, common_length
 from prefrl.data.formats import REASONING_FIELDS
 from prefrl.data.tools import CALLS, TEXT, Schema, call_problem, known_formats
 from prefrl.errors import ConfigError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.printable import printable, reason_of
 
 if TYPE_CHECKING:

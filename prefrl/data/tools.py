@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from transformers.utils import get_json_schema
 
 from prefrl.errors import ConfigError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.printable import reason_of
 
 __all__ = ["Schema", "call_problem", "tool_schema", "tool_schemas", "CALLS", "TEXT", "known_formats"]

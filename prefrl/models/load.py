@@ -30,7 +30,7 @@ from prefrl.models.classifier import add_classifier, check_has_body
 from prefrl.models.kernels import freeze_parameters
 from prefrl.models.modes import seeded
 from prefrl.models.tokenizer_changes import TokenizerChanges, check_special_tokens
-from prefrl.options.remote_code import unpinned_code
+from prefrl.options.names import unpinned_code
 
 if TYPE_CHECKING:
     from peft import PeftConfig

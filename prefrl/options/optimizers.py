@@ -15,8 +15,8 @@ from annotated_types import Ge
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of, plain_value
+from prefrl.options.names import nearest
 from prefrl.options.rules import Example, Rule, apply, example, unset, when
-from prefrl.options.suggest import nearest
 from prefrl.options.types import check_value
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.rules import Example, Rule, example, unset, when
-from prefrl.options.schedule_rules import takes_warmup
+from prefrl.options.schedule import takes_warmup
 
 __all__ = [
     "CRITIC_RULES",
@@ -21,20 +21,7 @@ __all__ = [
     "RATIO_RULES",
     "REINFORCE_PLUS_PLUS_RULES",
     "RLOO_RULES",
-    "kl_part",
-    "name_scale",
 ]
-
-
-def kl_part(config: Any) -> str | None:
-    """The estimator of the KL term; None: there is no term."""
-    return str(config.kl_estimator) if config.beta > 0 else None
-
-
-def name_scale(config: Any) -> None:
-    """Give `scale_rewards` the name of its value: True means "group", False "none"."""
-    if isinstance(config.scale_rewards, bool):
-        config.scale_rewards = "group" if config.scale_rewards else "none"
 
 
 def scales_by_batch(o: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl.options.fields import json_mapping
 
 if TYPE_CHECKING:
-    from prefrl.options.flat_names import FlatName
+    from prefrl.options.fields import FlatName
 
 __all__ = ["PRESETS", "Preset", "combined"]
 

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import plain_value
-from prefrl.options.references import check_references
+from prefrl.options.names import check_references
 from prefrl.options.rules import Example, Rule, apply, example, unset, when
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, check_value
 

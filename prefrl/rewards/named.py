@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from prefrl.errors import ConfigError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.rewards.base import RewardFunction
 from prefrl.rewards.format import (
     format_reward,

@@ -12,7 +12,7 @@ import datasets
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.optional import require
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, completion_text
 
 __all__ = ["PREFIX", "ReasoningGym", "reasoning_gym_dataset"]

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 import prefrl
 from prefrl.errors import ConfigError, PrefrlError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.printable import printable
 from prefrl.registry import REGISTRY
 

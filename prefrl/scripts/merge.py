@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.scripts.arguments.model_config import DType
+from prefrl.scripts.arguments.command import DType
 from prefrl.scripts.declaration import command
 
 __all__ = ["MergeArguments", "main"]

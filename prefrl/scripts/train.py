@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl.rewards.named import reward_by_name
 from prefrl.run.checkpoints import find_last
 from prefrl.scripts.arguments.command import RewardArguments
-from prefrl.scripts.arguments.dataset_columns import SHAPING
+from prefrl.scripts.arguments.datasets import SHAPING
 from prefrl.scripts.arguments.launch import ONLY_CHECK
 from prefrl.scripts.checkup.checkup import check_before
 from prefrl.scripts.ending import print_ending
@@ -18,7 +18,7 @@ from prefrl.scripts.startup import uncollected
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
-    from prefrl.scripts.arguments.given import Given
+    from prefrl.scripts.arguments.command import Given
 
 __all__ = ["main"]
 

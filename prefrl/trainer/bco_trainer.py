@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.bco_config import BCOConfig
+    from prefrl.trainer.configs import BCOConfig
 
 __all__ = ["BCOTrainer"]
 

@@ -16,7 +16,7 @@ from prefrl.types import LabeledBatch, LossOutput
 if TYPE_CHECKING:
     from torch import nn
 
-    from prefrl.trainer.cpo_config import CPOConfig
+    from prefrl.trainer.configs import CPOConfig
 
 __all__ = ["CPOTrainer"]
 

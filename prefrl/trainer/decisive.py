@@ -17,7 +17,7 @@ from prefrl.printable import plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["data_fingerprint", "decisive_options", "model_fingerprint"]
 

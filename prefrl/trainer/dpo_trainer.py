@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
-    from prefrl.trainer.dpo_config import DPOConfig
+    from prefrl.trainer.configs import DPOConfig
 
 __all__ = ["DPOTrainer"]
 

@@ -17,7 +17,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.modes import eval_mode
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.trainer.memory import EVALUATION, explained
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = [
     "NO_TOKEN",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.kto_config import KTOConfig
+    from prefrl.trainer.configs import KTOConfig
 
 __all__ = ["KTOTrainer"]
 

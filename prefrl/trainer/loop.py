@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from prefrl.metrics import Metric
     from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import Step
 
 __all__ = ["Loop"]

@@ -20,7 +20,7 @@ from prefrl.options.fields import default_of
 from prefrl.printable import masked, printable
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["RunFacts", "write_model_card"]
 

@@ -27,8 +27,6 @@ from prefrl.options.rules import apply
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-    from prefrl.trainer.base.config import BaseConfig
-
 __all__ = [
     "MuonWithAdamW",
     "added_arguments",
@@ -264,7 +262,7 @@ def _head_of(module: nn.Module) -> list[nn.Parameter]:
     return [] if head is None else list(head.parameters())
 
 
-def check_optimizer_of_run(args: BaseConfig, given: torch.optim.Optimizer | None, accelerator: Any) -> None:
+def check_optimizer_of_run(args: Any, given: torch.optim.Optimizer | None, accelerator: Any) -> None:
     """Refuse an optimizer that the backend cannot run, or that has no use for an option.
 
     Args:
@@ -300,7 +298,7 @@ def optimizer_class(args: TrainingArguments, model: PreTrainedModel | None = Non
     return found, arguments | added_arguments(args)
 
 
-def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, args: BaseConfig) -> None:
+def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, args: Any) -> None:
     """Give a new optimizer parameter groups for Muon and for `learning_rates`.
 
     Raises:

@@ -13,7 +13,7 @@ from prefrl.types import LabeledBatch, LossOutput
 if TYPE_CHECKING:
     from torch import nn
 
-    from prefrl.trainer.orpo_config import ORPOConfig
+    from prefrl.trainer.configs import ORPOConfig
 
 __all__ = ["ORPOTrainer"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prefrl.run.records import Identity
     from prefrl.run.stop import StopRequest
     from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.run_folder import RunFolder, StartingPoint
     from prefrl.trainer.steps import LongBatch, Step, StepPlan
     from prefrl.types import TokenBatch

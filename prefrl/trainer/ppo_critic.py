@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.options.algorithms import CriticOptimizer
+    from prefrl.trainer.configs import PPOConfig
     from prefrl.trainer.online.policy_terms import CriticBatch
-    from prefrl.trainer.ppo_config import PPOConfig
 
 __all__ = [
     "attach_critic",

@@ -15,9 +15,9 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
 from prefrl.trainer.base.arguments import check_arguments
 from prefrl.trainer.base.trainer import Optimizers
+from prefrl.trainer.configs import PPOConfig
 from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
     add_critic_groups,
     attach_critic,

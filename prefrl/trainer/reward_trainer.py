@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.reward_config import RewardConfig
+    from prefrl.trainer.configs import RewardConfig
 
 __all__ = ["RewardTrainer", "tokenized_pairs"]
 

@@ -46,7 +46,7 @@ from prefrl.run.uploads import Place, Uploads, fetch, is_url
 
 if TYPE_CHECKING:
     from prefrl.options.checkpoint import UploadParams
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["RunFolder", "StartingPoint"]
 

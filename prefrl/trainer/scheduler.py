@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from prefrl.options.schedule import PlateauParams
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["RatePlateau", "Scheduler", "own_scheduler", "refresh"]
 

@@ -16,9 +16,9 @@ from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.trainer.base.arguments import named
+from prefrl.trainer.configs import SFTConfig
 from prefrl.trainer.offline.rows import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
-from prefrl.trainer.sft_config import SFTConfig
 from prefrl.types import LossOutput, TokenBatch
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.options.presets import PRESETS
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.inputs import read
 from prefrl.scripts.schema.parser import SchemaParser
 

@@ -17,8 +17,7 @@ import prefrl
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
-from prefrl.scripts.schema.early import HUGGINGFACE_FILE
-from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.schema.parser import HUGGINGFACE_FILE, SchemaParser
 from prefrl.scripts.schema.writer import huggingface_text
 from tests.contract.cases import ONLINE
 

@@ -14,9 +14,9 @@ import pytest
 
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import read
 from prefrl.scripts.launch.vllm_serve import ServeArguments
-from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.schema.parser import SchemaParser
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from prefrl.losses.advantage.estimators import ScoredRows, rloo
 from prefrl.losses.advantage.tokens import turn_advantages
-from prefrl.options.advantage import AdvantageParams
+from prefrl.options.policy_gradient import AdvantageParams
 
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 NAN = float("nan")

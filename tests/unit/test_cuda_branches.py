@@ -23,25 +23,25 @@ from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
-from prefrl.options.checkpoint import ProfileParams
+from prefrl.options.checkpoint import PROFILE_RULES, ProfileParams
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import env
-from prefrl.scripts.arguments.model_config import get_kbit_device_map
+from prefrl.scripts.arguments.command import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
-from prefrl.trainer.base.options.precision import check_precision
+from prefrl.trainer.base_config import check_precision
+from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import EarlyRead
-from prefrl.trainer.features.profile import StepProfiler, check_profile
+from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
-from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
@@ -285,15 +285,15 @@ def test_a_snapshot_of_memory_is_written_for_each_trace_and_recording_ends(gpus:
     assert found == {f"steps-{step}-{step}-rank-0.memory.pickle": "GPU 3" for step in (2, 4)}
 
 
-@reaches("trainer.features.profile:check_profile")
+@reaches("options.checkpoint:_lacks_history")
 def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SFTConfig(output_dir="x", report_to="none", use_cpu=True, profile=True)
     config.profile_kwargs = {"memory_snapshot": True}
     monkeypatch.setattr(SFTConfig, "device", OWN)
-    check_profile(config)
+    apply(config, PROFILE_RULES)
     monkeypatch.setattr(SFTConfig, "device", torch.device("mps"))
     with pytest.raises(ConfigError, match="this run is on the MPS"):
-        check_profile(config)
+        apply(config, PROFILE_RULES)
 
 
 @reaches("trainer.features.guard:EarlyRead.__init__")
@@ -312,9 +312,9 @@ def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) 
 
 
 @reaches(
-    "trainer.base.options.precision:check_precision",
-    "trainer.base.options.precision:_warn_of_emulation",
-    "trainer.base.options.precision:_check_fp8",
+    "trainer.base_config:check_precision",
+    "trainer.base_config:_warn_of_emulation",
+    "trainer.base_config:_check_fp8",
 )
 def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     gpus.capability[3] = (8, 0)
@@ -349,7 +349,7 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run_rules:check_device",
     "options.run_rules:_lacks_gpu",
-    "trainer.online.config:OnlineConfig._check_sampler",
+    "trainer.configs:OnlineConfig._check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
@@ -470,8 +470,8 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 @reaches(
     "trainer.online.generators:sync_method",
     "generation.weights.sync:_transport",
-    "options.server_rules:_writes_no_files",
-    "options.server_rules:_lacks_nccl",
+    "options.generation_rules:_writes_no_files",
+    "options.generation_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None)

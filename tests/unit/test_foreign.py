@@ -13,9 +13,9 @@ import pytest
 
 import prefrl
 from prefrl import ConfigError, DPOConfig, GRPOConfig, PPOConfig, SFTConfig, rewards
-from prefrl.options.flat_names import flat_names
-from prefrl.options.foreign import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice
-from prefrl.options.kwargs import KwargsOption, kwargs_options
+from prefrl.options.fields import flat_names
+from prefrl.options.names import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice
+from prefrl.options.params import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import every_option, option_names_of
 from prefrl.scripts.migrate.foreign import LIBRARIES, foreign_text, row_of

@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import torch
 
-from prefrl.options.advantage import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
 from prefrl.options.params import Params
+from prefrl.options.policy_gradient import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
 
 if TYPE_CHECKING:
     from torch import Tensor

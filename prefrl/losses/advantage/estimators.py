@@ -41,7 +41,7 @@ from prefrl.losses.advantage.scored import (
     row_totals,
 )
 from prefrl.losses.advantage.tokens import gae, optimal_token_baseline, reinforce_plus_plus
-from prefrl.options.advantage import (
+from prefrl.options.policy_gradient import (
     ESTIMATOR_FACTS,
     AdvantageParams,
     GpgParams,

@@ -21,7 +21,7 @@ from prefrl.losses.advantage.scored import (
     numbered,
 )
 from prefrl.losses.reduce import check_same_shape
-from prefrl.options.advantage import BaselineParams, DiscountParams, GaeParams
+from prefrl.options.policy_gradient import BaselineParams, DiscountParams, GaeParams
 
 if TYPE_CHECKING:
     from torch import Tensor

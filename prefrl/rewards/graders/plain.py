@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.optional import require
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.call import is_async
 from prefrl.rewards.graders.template import Template, check_column, fill_rows, joined_prompt

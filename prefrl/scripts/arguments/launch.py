@@ -15,8 +15,8 @@ from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, check_no_effect, opt
-from prefrl.options.suggest import nearest
-from prefrl.scripts.arguments.given import Given
+from prefrl.options.names import nearest
+from prefrl.scripts.arguments.command import Given
 
 __all__ = [
     "AUTO",

@@ -36,8 +36,7 @@ from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
-    from prefrl.scripts.arguments.command import CommandArguments
-    from prefrl.scripts.arguments.given import Given
+    from prefrl.scripts.arguments.command import CommandArguments, Given
     from prefrl.scripts.arguments.launch import LaunchArguments
 
 __all__ = ["check_before", "checkup_of"]

@@ -30,7 +30,7 @@ from prefrl.data.rows import list_lengths
 from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.plans import position_limit
-from prefrl.options.size import num_ranks
+from prefrl.options.training import num_ranks
 from prefrl.printable import printable
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import RewardRunner

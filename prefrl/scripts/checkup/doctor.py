@@ -13,10 +13,10 @@ from annotated_types import Gt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import read
-from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.startup import uncollected
 
 if TYPE_CHECKING:

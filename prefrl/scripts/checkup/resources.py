@@ -21,7 +21,7 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
-from prefrl.options.reference import ReferenceOptions
+from prefrl.options.preference import ReferenceOptions
 from prefrl.scripts.checkup.dataset import row_lengths
 from prefrl.scripts.checkup.parallel import footprint_of_process
 from prefrl.scripts.inputs import lora_of

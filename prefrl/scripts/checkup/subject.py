@@ -26,14 +26,10 @@ from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
-from prefrl.trainer.bco_config import BCOConfig
-from prefrl.trainer.kto_config import KTOConfig
+from prefrl.trainer.configs import BCOConfig, KTOConfig, OnlineConfig, RewardConfig, SFTConfig
 from prefrl.trainer.offline.preference import PAIRS, prepare_unpaired
-from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.prompts import tokenized_prompts
-from prefrl.trainer.reward_config import RewardConfig
 from prefrl.trainer.reward_trainer import tokenized_pairs
-from prefrl.trainer.sft_config import SFTConfig
 from prefrl.trainer.sft_trainer import tokenized_texts
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from prefrl.errors import ConfigError
 from prefrl.optional import is_installed
 from prefrl.scripts.demo.tiny import be_quiet, greedy_texts, keep_results
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.optional import require
 from prefrl.run.records import read_metrics
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig, SFTConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
-from prefrl.trainer.sft_config import SFTConfig
 from prefrl.trainer.sft_trainer import SFTTrainer
 
 if TYPE_CHECKING:

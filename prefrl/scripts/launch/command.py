@@ -14,9 +14,9 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.generation.server import KEY_VARIABLE
 from prefrl.optional import is_installed
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.arguments.launch import (
     AUTO,
     CONFIGS,

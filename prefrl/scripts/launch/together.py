@@ -24,9 +24,9 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.generation.vllm.handshake import Waiting
 from prefrl.scripts.arguments.launch import LaunchArguments
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
 from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
-from prefrl.scripts.parsing.command_parser import CommandParser
 
 __all__ = ["ServerProgram", "run_together", "check_start", "choose_port", "plan_server"]
 

@@ -19,9 +19,9 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.server import KEY_VARIABLE, check_key, key_of_user
 from prefrl.options.fields import check_fields, opt, parse_json
-from prefrl.options.remote_code import unpinned_code
+from prefrl.options.names import unpinned_code
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.launch.processes import Supervisor
-from prefrl.scripts.parsing.command_parser import CommandParser
 
 __all__ = [
     "CONTRACT",

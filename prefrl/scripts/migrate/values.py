@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments.dataset_columns import SHAPING
+from prefrl.scripts.arguments.datasets import SHAPING
 from prefrl.scripts.migrate.edits import Migrated, converted, every_option, option_names_of
 from prefrl.scripts.migrate.foreign import Counterpart, row_of
 

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.names import nearest
 from prefrl.options.params import Params
-from prefrl.options.suggest import nearest
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.declaration import CommandParser
 
 if TYPE_CHECKING:
     from prefrl.scripts.oracle.checks import Check

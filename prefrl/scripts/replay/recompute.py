@@ -31,7 +31,7 @@ from prefrl.rollout.journal import Journal, read_entry
 from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
-from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.run_folder import StartingPoint
 from prefrl.trainer.step_dump import DumpedBatch, read_dump
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.printable import printable
 from prefrl.scripts.declaration import command
 

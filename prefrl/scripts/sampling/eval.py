@@ -15,9 +15,8 @@ from rich.console import Console
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
 from prefrl.run.folder import check_writable
-from prefrl.scripts.arguments.dataset_columns import ColumnArguments
-from prefrl.scripts.arguments.dataset_config import FILES
-from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
+from prefrl.scripts.arguments.command import RewardEntry, reward_entries
+from prefrl.scripts.arguments.datasets import FILES, ColumnArguments
 from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling.sampler import (
     RESPONSES,

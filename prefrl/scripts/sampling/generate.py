@@ -12,8 +12,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_unset, opt
 from prefrl.printable import printable
 from prefrl.run.folder import check_writable
-from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
-from prefrl.scripts.arguments.dataset_config import FILES
+from prefrl.scripts.arguments.datasets import FILES, SHAPING, ColumnArguments
 from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling.sampler import (
     RESPONSES,

@@ -19,10 +19,9 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError, DataError, GenerationError
 from prefrl.options.fields import check_fields, check_unset, opt
-from prefrl.options.suggest import nearest
-from prefrl.scripts.arguments.dataset_columns import SHAPING, ColumnArguments
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
-from prefrl.scripts.arguments.model_config import DType
+from prefrl.options.names import nearest
+from prefrl.scripts.arguments.command import DType
+from prefrl.scripts.arguments.datasets import SHAPING, ColumnArguments, DatasetConfig, load_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

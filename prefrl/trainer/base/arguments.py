@@ -17,10 +17,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import default_of
-from prefrl.options.foreign import ARGUMENTS, TRAINER_NAMES
-from prefrl.options.suggest import nearest
+from prefrl.options.names import ARGUMENTS, TRAINER_NAMES, nearest
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 
 __all__ = [
     "check_arguments",

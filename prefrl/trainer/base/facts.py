@@ -14,7 +14,7 @@ from prefrl.trainer.progress.history import quantity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
 
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["facts_of"]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ImageReader, ProcessingClass
     from prefrl.models.reference import Reference
-    from prefrl.options.reference import ReferenceOptions
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.options.preference import ReferenceOptions
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["add_kernels", "change_policy", "kept_reference", "loaded_reference", "reader_for"]
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from prefrl.trainer.base.config import BaseConfig
     from prefrl.trainer.base.scorer import Scorer
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.types import TokenBatch
 
 __all__ = ["router_coef_of", "with_router_loss"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord
     from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.types import TokenBatch
 
 __all__ = ["ScoreNeed", "Scorer", "Scores"]

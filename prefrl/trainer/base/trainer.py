@@ -23,7 +23,7 @@ from prefrl.models.forward import prepare_for_scoring, verdict_of
 from prefrl.models.kernels import OffloadActivations
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
-from prefrl.options.size import automatic_rate
+from prefrl.options.training import automatic_rate
 from prefrl.run.folder import check_writable
 from prefrl.trainer.account import StepAccount, idle_share
 from prefrl.trainer.base.arguments import check_dataset, check_names
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
-    from prefrl.options.reference import ReferenceOptions
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.options.preference import ReferenceOptions
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
     from prefrl.trainer.steps import LongBatch
 

@@ -12,7 +12,7 @@ from prefrl.trainer.parts import Part, Run
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["ClipByValue", "Penalty", "clip_by_value", "penalty"]
 

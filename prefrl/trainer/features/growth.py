@@ -22,7 +22,7 @@ from prefrl.trainer.steps import StepPlan
 
 if TYPE_CHECKING:
     from prefrl.options.autopilot import GrowthParams
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["GrowingPlan", "GrowthPlateau", "growing_plan"]
 

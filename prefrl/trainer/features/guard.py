@@ -29,7 +29,7 @@ from prefrl.trainer.step_dump import dump_step, dumped_before
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["EarlyRead", "Guard", "Rollback", "StepGuard", "has_problem"]
 

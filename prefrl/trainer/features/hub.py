@@ -22,7 +22,7 @@ from prefrl.printable import reason_of
 from prefrl.run.checkpoints import link_files, step_of
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.parts import Run
 
 __all__ = ["Hub", "is_refusal", "tell_not_created"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["EpochIntervals", "epoch_intervals"]
 

@@ -15,7 +15,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.options.size import AutoSizeParams, largest_divisor
+from prefrl.options.training import AutoSizeParams, largest_divisor
 from prefrl.rewards.confinement import own_randomness
 from prefrl.run.records import write_identity
 from prefrl.trainer.memory import TrialMemory
@@ -24,7 +24,7 @@ from prefrl.trainer.parts import Part, Run
 if TYPE_CHECKING:
     from torch import nn
 
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import LongBatch
     from prefrl.types import TokenBatch
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.losses.scores import TokenScores
-    from prefrl.trainer.offline.config import OfflineConfig
+    from prefrl.trainer.configs import OfflineConfig
     from prefrl.types import LabeledBatch, TokenBatch
 
 __all__ = [

@@ -21,7 +21,7 @@ from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
-from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.names import ARGUMENTS
 from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
 from prefrl.trainer.base.arguments import (
     check_arguments,
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.models.reference import Reference
+    from prefrl.trainer.configs import OfflineConfig
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.offline.config import OfflineConfig
     from prefrl.trainer.offline.preference import RowKind
 
 __all__ = ["OfflineTrainer", "TrainerArguments"]

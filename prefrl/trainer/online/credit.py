@@ -19,7 +19,7 @@ from prefrl.losses.policy.covariance import covariance, token_keys
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean
-from prefrl.options.advantage import ScaleParams
+from prefrl.options.policy_gradient import ScaleParams
 from prefrl.rollout.collect import prompt_seed
 from prefrl.rollout.rows import turn_index, turn_rewards
 from prefrl.rollout.selection import contested_prefix_lengths
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
     from prefrl.trainer.base.scorer import Scores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.online.policy_objective import PolicyObjective
     from prefrl.types import Rollout, SampledBatch, TokenBatch
 

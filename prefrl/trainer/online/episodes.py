@@ -19,14 +19,14 @@ from prefrl.rollout.collect import CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
 from prefrl.rollout.episodes.options import EpisodeLimits
-from prefrl.trainer.online.config import PolicyGradientConfig
+from prefrl.trainer.configs import PolicyGradientConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from prefrl.data.tools import Schema
     from prefrl.generation.base import Generator
-    from prefrl.trainer.online.config import OnlineConfig
+    from prefrl.trainer.configs import OnlineConfig
 
 __all__ = ["EnvironmentFactory", "Episodes", "Tools"]
 

@@ -22,8 +22,8 @@ from prefrl.rollout.summary import collected_metrics, log_completions
 from prefrl.types import Rollout
 
 if TYPE_CHECKING:
+    from prefrl.trainer.configs import OnlineConfig
     from prefrl.trainer.evaluation import PredictedRows
-    from prefrl.trainer.online.config import OnlineConfig
 
 __all__ = ["EvaluationRollouts", "add_rollouts"]
 

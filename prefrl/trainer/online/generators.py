@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from prefrl.generation.base import Generator, WeightSource
     from prefrl.generation.weights.sync import SyncMethod
-    from prefrl.trainer.online.config import OnlineConfig
+    from prefrl.trainer.configs import OnlineConfig
     from prefrl.types import Rollout
 
 __all__ = ["make_generator", "server_metrics", "sync_method"]

@@ -14,7 +14,7 @@ from prefrl.metrics import Mean, Metric
 from prefrl.printable import printable
 
 if TYPE_CHECKING:
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.types import Rollout
 
 __all__ = ["SignalHealth"]

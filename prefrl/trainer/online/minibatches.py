@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prefrl.trainer.base.scorer import ScoreNeed, Scorer, Scores
-    from prefrl.trainer.online.config import OnlineConfig, PolicyGradientConfig
+    from prefrl.trainer.configs import OnlineConfig, PolicyGradientConfig
     from prefrl.trainer.online.learner import Learned, Objective
     from prefrl.trainer.steps import MicroStep
     from prefrl.types import IdleBatch

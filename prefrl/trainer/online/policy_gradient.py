@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.types import Rollout, SampledBatch
 
 __all__ = ["PolicyGradient"]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from prefrl.losses.scores import TokenScores, WantName
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.types import TokenBatch
 
 __all__ = ["PolicyObjective"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from prefrl.losses.policy.tokens import PolicyTokens
     from prefrl.losses.scores import TokenScores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.types import SampledBatch, TokenBatch
 
 __all__ = [

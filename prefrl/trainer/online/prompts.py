@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.options.rollout import ResamplingParams
     from prefrl.rollout.collect import Collector
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
 
 __all__ = [
     "Prompts",

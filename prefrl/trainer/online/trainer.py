@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from prefrl.generation.base import Generator
     from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
 

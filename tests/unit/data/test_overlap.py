@@ -11,7 +11,7 @@ from datasets import Dataset
 from prefrl.data import checks
 from prefrl.data.checks import ID_COLUMNS, check_positions, warn_of_shared_rows
 from prefrl.models.plans import PositionLimit
-from prefrl.options.length_bound import LengthBound
+from prefrl.options.types import LengthBound
 from tests.contract.cases import dataset_of, make_trainer
 
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from prefrl import DataError
 from prefrl.data.checks import ID_COLUMNS, check_positions
 from prefrl.models.plans import PositionLimit
-from prefrl.options.length_bound import LengthBound
+from prefrl.options.types import LengthBound
 from tests.assets import tiny_model, tiny_reward_model
 from tests.contract.cases import make_trainer
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredTokens
-from prefrl.options.advantage import BaselineParams, DiscountParams, GaeParams
+from prefrl.options.policy_gradient import BaselineParams, DiscountParams, GaeParams
 
 NAN = math.nan
 

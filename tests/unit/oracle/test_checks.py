@@ -8,7 +8,7 @@ import torch
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
-from prefrl.options.advantage import AdvantageParams
+from prefrl.options.policy_gradient import AdvantageParams
 from prefrl.scripts.oracle.checks import check_advantages, check_kl, check_policy_loss
 from prefrl.scripts.oracle.tables import params_of
 

@@ -7,7 +7,7 @@ import torch
 
 from prefrl.losses.advantage.estimators import rloo
 from prefrl.losses.advantage.tokens import turn_advantages
-from prefrl.options.advantage import AdvantageParams
+from prefrl.options.policy_gradient import AdvantageParams
 from prefrl.scripts.oracle.exact import END, agreement, estimate, every_batch, exact_gradient, make_problem
 from prefrl.scripts.oracle.recipe import Recipe, centered_turns, credit_of_turns, reinforce_loss, row_advantages
 

@@ -10,7 +10,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.rewards import RewardRunner
 from prefrl.rewards.named import reward_by_name
-from prefrl.scripts.arguments.reward_entry import reward_entries
+from prefrl.scripts.arguments.command import reward_entries
 
 FILE = """\
 import dataclasses

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, DatasetMixtureConfig, get_dataset, load_part
+from prefrl.scripts.arguments.datasets import DatasetConfig, DatasetMixtureConfig, get_dataset, load_part
 
 
 @pytest.fixture(autouse=True)

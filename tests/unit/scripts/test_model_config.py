@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments.model_config import (
+from prefrl.scripts.arguments.command import (
     ModelConfig,
     get_kbit_device_map,
     get_peft_config,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefrl import ConfigError, GRPOConfig, PPOConfig, RLOOConfig
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.params import kwargs_options
 from prefrl.options.policy import ClipCovParams, VespoParams
 from prefrl.registry import REGISTRY
 from prefrl.trainer.online.policy_objective import PolicyObjective

@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:

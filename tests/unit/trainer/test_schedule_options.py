@@ -14,7 +14,7 @@ import pytest
 from prefrl import SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.base import BaseOptions
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.params import kwargs_options
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.trainer.decisive import decisive_options
 from prefrl.trainer.scheduler import refresh

@@ -11,12 +11,8 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.rollout import RolloutOptions
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.trainer.online.generators import sync_method
-from prefrl.trainer.online_dpo_config import OnlineDPOConfig
-from prefrl.trainer.ppo_config import PPOConfig
-from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
-from prefrl.trainer.rloo_config import RLOOConfig
 
 UNCUT = {"use_vllm": True}
 SOFTMAX = {**UNCUT, "truncated_logprobs": "softmax"}

@@ -36,7 +36,7 @@ def row_of(rows: Mapping[str, Counterpart], name: str) -> Counterpart | None:
 
 
 def foreign_text() -> str:
-    """The content of `foreign.json`: what `prefrl.options.foreign` reads of the tables, a line for each name."""
+    """The content of `foreign.json`: what `prefrl.options.names` reads of the tables, a line for each name."""
     libraries = [
         (library, _object((name, _told(row)) for name, row in rows.items())) for library, rows in LIBRARIES.items()
     ]

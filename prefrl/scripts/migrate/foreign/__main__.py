@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefrl.options.foreign import FOREIGN_FILE
+from prefrl.options.names import FOREIGN_FILE
 from prefrl.scripts.migrate.foreign import foreign_text
 
 FOREIGN_FILE.write_text(foreign_text(), encoding="utf-8")

@@ -1,24 +1,66 @@
-"""Options of trainers that learn from their own completions, as what they need from HuggingFace and from models."""
+"""The configs of the algorithms: their options over HuggingFace's, and what both need from models."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
+from prefrl.options.algorithms import (
+    GRPOOptions,
+    OnlineDPOOptions,
+    PPOOptions,
+    ReinforcePlusPlusOptions,
+    RLOOOptions,
+)
+from prefrl.options.fields import flat_names
+from prefrl.options.generation_rules import cuts_of
+from prefrl.options.offline import (
+    BCOOptions,
+    CPOOptions,
+    DPOOptions,
+    KTOOptions,
+    OfflineOptions,
+    ORPOOptions,
+    RewardModelOptions,
+    SFTOptions,
+)
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
-from prefrl.options.server_rules import cuts_of
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.options.presets import PRESETS, combined
+from prefrl.trainer.base_config import BaseConfig
 
-__all__ = ["OnlineConfig", "PolicyGradientConfig"]
 if TYPE_CHECKING:
     from prefrl.models.plans import PositionLimit
 
+__all__ = [
+    "OfflineConfig",
+    "OnlineConfig",
+    "PolicyGradientConfig",
+    "SFTConfig",
+    "DPOConfig",
+    "KTOConfig",
+    "ORPOConfig",
+    "CPOConfig",
+    "BCOConfig",
+    "RewardConfig",
+    "GRPOConfig",
+    "RLOOConfig",
+    "ReinforcePlusPlusConfig",
+    "PPOConfig",
+    "OnlineDPOConfig",
+]
+
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class OfflineConfig(OfflineOptions, BaseConfig):
+    """Options of trainers that learn from a fixed dataset."""
 
 
 @dataclass
@@ -102,3 +144,78 @@ class PolicyGradientConfig(PolicyGradientOptions, OnlineConfig):
                 "as often as it has tokens. loss_type='grpo' counts each sequence once, as in GSPO.",
                 *(self.importance_sampling_level, self.loss_type),
             )
+
+
+@dataclass
+class SFTConfig(SFTOptions, OfflineConfig):
+    """Options of `SFTTrainer`."""
+
+
+@dataclass
+class DPOConfig(DPOOptions, OfflineConfig):
+    """Options of `DPOTrainer`."""
+
+
+@dataclass
+class KTOConfig(KTOOptions, OfflineConfig):
+    """Options of `KTOTrainer`."""
+
+
+@dataclass
+class ORPOConfig(ORPOOptions, OfflineConfig):
+    """Options of `ORPOTrainer`."""
+
+
+@dataclass
+class CPOConfig(CPOOptions, OfflineConfig):
+    """Options of `CPOTrainer`."""
+
+
+@dataclass
+class BCOConfig(BCOOptions, OfflineConfig):
+    """Options of `BCOTrainer`."""
+
+
+@dataclass
+class RewardConfig(RewardModelOptions, OfflineConfig):
+    """Options of `RewardTrainer`."""
+
+
+@dataclass
+class GRPOConfig(GRPOOptions, PolicyGradientConfig):
+    """Options of `GRPOTrainer`."""
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> Self:
+        """A config with the options of a paper's algorithm; your own options, and keys of mappings, take precedence.
+
+        Args:
+            name: A key of `PRESETS`: "deepseekmath", "dr_grpo", "dapo", "gspo", "cispo", ...
+            options: Any options of the config.
+
+        Raises:
+            ConfigError: There is no preset of this name, or the options cannot be combined.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"preset {name!r}: must be one of {', '.join(map(repr, PRESETS))}")
+        return cls(**combined(PRESETS[name], options, flat_names(cls)))
+
+
+@dataclass
+class RLOOConfig(RLOOOptions, PolicyGradientConfig):
+    """Options of `RLOOTrainer`."""
+
+
+@dataclass
+class ReinforcePlusPlusConfig(ReinforcePlusPlusOptions, PolicyGradientConfig):
+    """Options of `ReinforcePlusPlusTrainer`."""
+
+
+@dataclass
+class PPOConfig(PPOOptions, PolicyGradientConfig):
+    """Options of `PPOTrainer`."""
+
+
+@dataclass
+class OnlineDPOConfig(OnlineDPOOptions, OnlineConfig):
+    """Options of `OnlineDPOTrainer`."""

@@ -1,36 +1,38 @@
-"""Options that every trainer has in addition to HuggingFace's."""
+"""The adapter between our options and HuggingFace's: what needs a device, a model or a package is checked here."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.kernels import liger_options
 from prefrl.models.tokenizer_changes import TokenizerChanges
-from prefrl.optional import require
+from prefrl.optional import MissingPackageError, is_installed, require
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import (
-    mapping_of,
-    plain_value,
-    read_json,
-)
-from prefrl.options.foreign import advice
-from prefrl.options.schedule import WsdParams
-from prefrl.options.schedule_rules import own_options
-from prefrl.options.suggest import check_known, nearest
+from prefrl.options.fields import mapping_of, read_json
+from prefrl.options.names import advice, check_known, nearest
+from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
+from prefrl.options.rules import apply
+from prefrl.options.run_rules import COMPILATION_RULES, check_device
+from prefrl.options.schedule import WsdParams, own_options, schedule_of
 from prefrl.printable import masked, plain
-from prefrl.trainer.base.optimizers.schedules import (
+from prefrl.trainer.optimizers import added_keys, check_installed, check_made
+from prefrl.trainer.schedules import (
     SCHEDULE_NAMES,
     SCHEDULES,
     Span,
@@ -40,28 +42,24 @@ from prefrl.trainer.base.optimizers.schedules import (
     weight_decay_factor,
     with_warmup,
 )
-from prefrl.trainer.base.options.optimizer import check_optimizer, named_for_huggingface
-from prefrl.trainer.base.options.precision import check_precision
-from prefrl.trainer.features.profile import check_profile
-from prefrl.trainer.optimizers import check_installed
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation
     from prefrl.models.plans import PositionLimit
 
+__all__ = ["KNOWN_OPTIMIZERS", "BaseConfig", "check_precision"]
+
 _SOME_STEPS = 1009  # to try a schedule out before the number of steps is known
 # Exponent of the number of ranks.
 _SCALINGS = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
-__all__ = [
-    "BaseConfig",
-]
-
 # The packages of trackers that transformers looks for.
 _TRACKERS = {
     **{name: name for name in ("clearml", "codecarbon", "dagshub", "mlflow", "neptune", "swanlab", "tensorboard")},
     **{"trackio": "trackio", "wandb": "wandb", "comet_ml": "comet-ml"},
 }
 _DOCS = "docs/trainers lists the options."
+_NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
+KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
 
 
 @dataclass
@@ -71,6 +69,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
     hints: ClassVar[Mapping[str, Any]] = {
         "accelerator_config": AcceleratorConfig | dict[str, Any] | str | None,
     }
+    _num_processes: ClassVar[int | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse unknown names with what they are here, or the nearest known one; Python's error has neither."""
@@ -84,19 +83,40 @@ class BaseConfig(BaseOptions, TrainingArguments):
         config: Self = super().__new__(cls)
         return config
 
+    @classmethod
+    def for_processes(cls, number: int | None, **options: Any) -> Self:
+        """A config for a run on this many processes; None: for those that this process is one of."""
+        config = cls.__new__(cls, **options)
+        if number is not None:
+            config.__dict__["_num_processes"] = number
+        config.__init__(**options)  # type: ignore[misc]
+        return config
+
+    @property
+    def world_size(self) -> int:
+        """HuggingFace's property, unless the config is for other processes."""
+        return self._num_processes or int(super().world_size)
+
     def _complete(self) -> None:
         """Let HuggingFace check its options, under the names of optimizers and schedules that it knows."""
-        name = self._schedule_name
-        check_known("lr_scheduler_type", name, SCHEDULE_NAMES, "schedule")
-        if name in SCHEDULES:
+        schedule, optim = schedule_of(self), self.optim
+        check_known("lr_scheduler_type", schedule, SCHEDULE_NAMES, "schedule")
+        if schedule in SCHEDULES:
             self.lr_scheduler_type = SchedulerType.CONSTANT
+        if optim in OPTIMIZERS:
+            self.optim = OptimizerNames.ADAMW_TORCH
+        else:
+            check_not_refused(optimizer_of(self))
+            check_known("optim", optimizer_of(self), _NAMES, "optimizer")
         try:
-            with named_for_huggingface(self):
-                TrainingArguments.__post_init__(self)
+            TrainingArguments.__post_init__(self)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if name in SCHEDULES:
-            self.lr_scheduler_type = name
+        finally:
+            if optim in OPTIMIZERS:
+                self.optim = optim
+        if schedule in SCHEDULES:
+            self.lr_scheduler_type = schedule
         self._count_evaluations()
 
     def __init_subclass__(cls) -> None:
@@ -147,7 +167,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
                     f"report_to={name!r}: its package is not installed. Run `pip install {_TRACKERS[name]}`, or set "
                     "report_to='none'."
                 )
-        check_installed(str(getattr(self.optim, "value", self.optim)))
+        check_installed(optimizer_of(self))
 
     @property
     def rows_in_words(self) -> str:
@@ -185,16 +205,12 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """HuggingFace's method: the steps of the warm-up in a schedule of this length."""
-        if self._schedule_name == "wsd" and self.warmup_steps == 0:
-            fraction = self._wsd_params.warmup_fraction
+        if schedule_of(self) == "wsd" and self.warmup_steps == 0:
+            params = self.schedule_params
+            assert isinstance(params, WsdParams)
+            fraction = params.warmup_fraction
             return round((0.1 if fraction is None else fraction) * num_training_steps)
         return int(super().get_warmup_steps(num_training_steps))
-
-    @property
-    def _wsd_params(self) -> WsdParams:
-        params = self.schedule_params
-        assert isinstance(params, WsdParams)
-        return params
 
     def learning_rate_factor(self, num_training_steps: int) -> Callable[[int], float]:
         """What the learning rates are multiplied by, as a function of the step, without reductions on a plateau.
@@ -205,7 +221,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
         Raises:
             ConfigError: An argument of the schedule is missing, or does not fit the number of steps.
         """
-        name, start = self._schedule_name, self.warmup_start_factor
+        name, start = schedule_of(self), self.warmup_start_factor
         end = self.lr_decay_steps or num_training_steps
         own = SCHEDULES.get(name)
         num_warmup = self.get_warmup_steps(end) if own is None or own.has_warmup else 0
@@ -244,7 +260,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_schedule(self) -> None:
         """See `BaseOptions._check_schedule`."""
-        if self._schedule_name not in SCHEDULES:
+        if schedule_of(self) not in SCHEDULES:
             self._check_arguments()
         super()._check_schedule()
         if self.has_own_schedule:
@@ -252,7 +268,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_arguments(self) -> None:
         """Check the arguments of a schedule of transformers."""
-        name, arguments = self._schedule_name, mapping_of(self, "lr_scheduler_kwargs")
+        name, arguments = schedule_of(self), mapping_of(self, "lr_scheduler_kwargs")
         try:
             check_arguments(name, arguments)
         except (TypeError, ValueError) as error:
@@ -266,7 +282,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_own(self) -> None:
         """Check what only prefrl's scheduler can do."""
-        optim = str(plain_value(self.optim))
+        optim = optimizer_of(self)
         if "layerwise" in optim:
             raise ConfigError(
                 f"optim={optim!r} updates in the backward pass and supports only schedules of transformers. Leave "
@@ -276,8 +292,107 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _check_optimizer(self) -> None:
         """See `BaseOptions._check_optimizer`."""
-        check_optimizer(self)
+        name = optimizer_of(self)
+        if name not in OPTIMIZERS:
+            _check_ignored(self, name)
+        check_made(name, self)
 
-    def _check_profile(self) -> None:
-        """See `BaseOptions._check_profile`."""
-        check_profile(self)
+
+def _check_ignored(config: Any, name: str) -> None:
+    """Reject arguments that transformers would not pass on to its optimizer."""
+    parts = config.optim_args.replace(" ", "").split(",") if config.optim_args else []
+    parts = [part for part in parts if part.partition("=")[0] not in added_keys(name)]
+    read = _arguments_of(config, parts) if parts else None
+    for part in parts:
+        if read is not None and _arguments_of(config, [other for other in parts if other != part]) == read:
+            key = part.partition("=")[0]
+            known = f" It passes on {', '.join(added_keys(name))}." if added_keys(name) else ""
+            raise ConfigError(
+                f"optim_args={config.optim_args!r}: {key!r} has no effect because transformers does not pass it to "
+                f"optim={name!r}.{known} {_REMEDIES.get(key, _REMEDY)}"
+            )
+
+
+_REMEDY = "Remove it, or give the trainer your own optimizer: optimizers=(optimizer, None)."
+_SCHEDULE = (
+    "It replaces learning_rate and its schedule: set these, such as lr_scheduler_type='inverse_sqrt' with "
+    "optim_args='scale_parameter=True'."
+)
+_REMEDIES = {"relative_step": _SCHEDULE, "warmup_init": _SCHEDULE}
+
+
+def _arguments_of(config: TrainingArguments, parts: list[str]) -> Any:
+    """What HuggingFace passes to the optimizer; None if that cannot be known before the model or package is there."""
+    from transformers import Trainer  # takes seconds
+
+    other = copy.copy(config)
+    other.optim_args = ",".join(parts) or None
+    try:
+        return Trainer.get_optimizer_cls_and_kwargs(other)
+    except (ImportError, ValueError):
+        return None
+
+
+logger = logging.getLogger(__name__)
+
+_BF16_SINCE, _FP8_SINCE = (8, 0), (8, 9)  # compute capability
+
+
+def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
+    """Reject precisions that the device does not have, and what torch.compile cannot do here.
+
+    Args:
+        config: HuggingFace's options.
+        fp8: That of `PrecisionOptions`.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    check_device(config)
+    if config.mixed_precision == "fp8":
+        raise ConfigError(
+            "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: in prefrl, fp8 is an "
+            "option of the run. Remove it, and set fp8=True with bf16=True."
+        )
+    if config.bf16 and config.device.type == "cuda":
+        _warn_of_emulation(config.device)
+    if fp8:
+        _check_fp8(config)
+    if config.torch_compile:
+        _check_compilation(config)
+
+
+def _warn_of_emulation(device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device) < _BF16_SINCE and distributed.is_main():
+        logger.warning(
+            "bf16=True on %s: it has no arithmetic in bfloat16, which is therefore emulated and slow. Set fp16=True, "
+            "or neither",
+            torch.cuda.get_device_name(device),
+        )
+
+
+def _check_fp8(config: TrainingArguments) -> None:
+    device = config.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_SINCE:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        raise ConfigError(
+            f"fp8=True on {name}: 8-bit products need a GPU of compute capability 8.9 or higher (Ada, Hopper, "
+            "Blackwell). Set bf16=True alone."
+        )
+    if not config.bf16:
+        raise ConfigError(
+            "fp8=True with bf16=False: everything that is not computed in 8 bits is computed in bfloat16. Set "
+            "bf16=True."
+        )
+    if not is_installed("torchao"):
+        raise MissingPackageError("fp8=True needs torchao: pip install 'prefrl[fp8]'")
+
+
+def _check_compilation(config: TrainingArguments) -> None:
+    known = torch.compiler.list_backends(())
+    if config.torch_compile_backend not in known:
+        raise ConfigError(
+            f"torch_compile_backend={config.torch_compile_backend!r}: unknown. "
+            f"{nearest(str(config.torch_compile_backend), known)}"
+        )
+    apply(config, COMPILATION_RULES)
