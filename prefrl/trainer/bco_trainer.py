@@ -13,11 +13,10 @@ from prefrl.data.images import tokenizer_of
 from prefrl.errors import ConfigError
 from prefrl.losses.preference.unpaired import bco
 from prefrl.options.fields import check_no_effect
-from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.arguments import check_arguments
 from prefrl.trainer.bco_density_ratio import DensityRatio
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
-from prefrl.trainer.offline.rows import predicted_rows
-from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.rows import RunningMean, predicted_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 

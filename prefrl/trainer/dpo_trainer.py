@@ -10,7 +10,7 @@ import torch
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll
 from prefrl.losses.preference.unpaired import wpo_weights
-from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.arguments import check_arguments
 from prefrl.trainer.offline.preference import (
     PAIRS,
     RowScores,
@@ -20,7 +20,7 @@ from prefrl.trainer.offline.preference import (
     pairs_per_chosen_token,
     preference_metrics,
 )
-from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 

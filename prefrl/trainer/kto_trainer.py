@@ -12,7 +12,7 @@ from prefrl import distributed
 from prefrl.data.collate import unpaired_batch
 from prefrl.losses.preference.unpaired import kto
 from prefrl.metrics import Mean
-from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.arguments import check_arguments
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
 from prefrl.trainer.offline.rows import predicted_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments

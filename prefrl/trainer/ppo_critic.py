@@ -22,8 +22,8 @@ from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.options.fields import mapping_of
-from prefrl.trainer.base.references import add_kernels
 from prefrl.trainer.online.policy_terms import token_mean
+from prefrl.trainer.references import add_kernels
 from prefrl.trainer.scheduler import Scheduler, refresh
 from prefrl.types import LossOutput
 

@@ -13,8 +13,8 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
-from prefrl.trainer.base.arguments import check_arguments
-from prefrl.trainer.base.trainer import Optimizers
+from prefrl.trainer.arguments import check_arguments
+from prefrl.trainer.base_trainer import Optimizers
 from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.ppo_config import PPOConfig

@@ -15,7 +15,7 @@ from prefrl.losses.reduce import row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
-from prefrl.trainer.base.arguments import named
+from prefrl.trainer.arguments import named
 from prefrl.trainer.offline.rows import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.trainer.sft_config import SFTConfig

@@ -16,7 +16,7 @@ from prefrl.models.adapters import lora_config
 from prefrl.models.footprint import Footprint, activations_of, head_bytes, weights_of
 from prefrl.models.kernels import OffloadActivations
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from tests.contract.cases import make_trainer, relative_difference, update_of
 from tests.contract.memory_worker import BUDGET, MIB, ROWS, Case, CudaGauge, _model, growth_mib, measure
 

@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl import distributed
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.features.averages import MovingAverage
 from prefrl.trainer.features.guard import Guard
 from prefrl.types import LossOutput

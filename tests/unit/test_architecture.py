@@ -25,7 +25,7 @@ from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.grpo_config import GRPOConfig
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.offline.trainer import OfflineTrainer

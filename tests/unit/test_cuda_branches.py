@@ -40,7 +40,7 @@ from prefrl.trainer.features.guard import EarlyRead
 from prefrl.trainer.features.profile import StepProfiler, check_profile
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
-from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.steps import LongBatch

@@ -17,8 +17,8 @@ from prefrl.options.base import BaseOptions
 from prefrl.options.size import AUTOMATIC
 from prefrl.scripts.parsing.option_parser import form_of
 from prefrl.scripts.schema.early import HUGGINGFACE_FILE
-from prefrl.trainer.base.optimizers.schedules import SCHEDULE_NAMES
 from prefrl.trainer.base.options.optimizer import KNOWN_OPTIMIZERS
+from prefrl.trainer.scheduler import SCHEDULE_NAMES
 
 __all__ = ["huggingface_text"]
 

@@ -30,7 +30,11 @@ from prefrl.options.schedule import WsdParams
 from prefrl.options.schedule_rules import own_options
 from prefrl.options.suggest import check_known, nearest
 from prefrl.printable import masked, plain
-from prefrl.trainer.base.optimizers.schedules import (
+from prefrl.trainer.base.options.optimizer import check_optimizer, named_for_huggingface
+from prefrl.trainer.base.options.precision import check_precision
+from prefrl.trainer.features.profile import check_profile
+from prefrl.trainer.optimizers import check_installed
+from prefrl.trainer.scheduler import (
     SCHEDULE_NAMES,
     SCHEDULES,
     Span,
@@ -40,10 +44,6 @@ from prefrl.trainer.base.optimizers.schedules import (
     weight_decay_factor,
     with_warmup,
 )
-from prefrl.trainer.base.options.optimizer import check_optimizer, named_for_huggingface
-from prefrl.trainer.base.options.precision import check_precision
-from prefrl.trainer.features.profile import check_profile
-from prefrl.trainer.optimizers import check_installed
 
 if TYPE_CHECKING:
     from prefrl.losses.truncation import Truncation

@@ -22,7 +22,7 @@ from prefrl.rollout.summary import Tables
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
 
-    from prefrl.trainer.base.trainer import BaseTrainer
+    from prefrl.trainer.base_trainer import BaseTrainer
 
 __all__ = ["LogCompletionsCallback"]
 

@@ -23,7 +23,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.options.foreign import ARGUMENTS
 from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
-from prefrl.trainer.base.arguments import (
+from prefrl.trainer.arguments import (
     check_arguments,
     check_has_data,
     check_stream,
@@ -31,12 +31,11 @@ from prefrl.trainer.base.arguments import (
     named,
     own_config,
 )
-from prefrl.trainer.base.references import kept_reference, loaded_reference
-from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
+from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
-from prefrl.trainer.offline.rows import longest_rows, predicted_pairs
-from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.rows import RunningMean, longest_rows, predicted_pairs
+from prefrl.trainer.references import kept_reference, loaded_reference
 from prefrl.trainer.steps import LongBatch
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 

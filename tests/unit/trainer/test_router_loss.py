@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefrl.metrics import Mean
-from prefrl.trainer.base.router_loss import with_router_loss
+from prefrl.trainer.features.router import with_router_loss
 from prefrl.types import LossOutput, TokenBatch
 
 

@@ -14,9 +14,8 @@ from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
 from prefrl.options.schedule import PlateauParams
-from prefrl.trainer.base.optimizers.schedules import SCHEDULES
-from prefrl.trainer.decisive import decisive_options
-from prefrl.trainer.scheduler import RatePlateau, Scheduler, own_scheduler, refresh
+from prefrl.trainer.facts import decisive_options
+from prefrl.trainer.scheduler import SCHEDULES, RatePlateau, Scheduler, own_scheduler, refresh
 
 STEPS = 20
 RATES = (0.3, 0.06)  # of two parameter groups, the first of learning_rate

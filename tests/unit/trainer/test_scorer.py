@@ -14,7 +14,7 @@ from prefrl.losses.truncation import Truncation
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.reference import make_reference
 from prefrl.trainer.account import StepAccount
-from prefrl.trainer.base.scorer import Scorer, Scores
+from prefrl.trainer.scorer import Scorer, Scores
 from tests.assets import ragged_batch, tiny_model
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.base.scorer import Scorer
+    from prefrl.trainer.scorer import Scorer
     from prefrl.types import TokenBatch
 
 __all__ = ["router_coef_of", "with_router_loss"]

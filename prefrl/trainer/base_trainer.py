@@ -26,20 +26,19 @@ from prefrl.models.plans import position_limit
 from prefrl.options.size import automatic_rate
 from prefrl.run.folder import check_writable
 from prefrl.trainer.account import StepAccount, idle_share
-from prefrl.trainer.base.arguments import check_dataset, check_names
-from prefrl.trainer.base.facts import facts_of
-from prefrl.trainer.base.references import add_kernels, change_policy, kept_reference, reader_for
-from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
-from prefrl.trainer.base.scorer import Scorer
+from prefrl.trainer.arguments import check_dataset, check_names
 from prefrl.trainer.checkpointing import check_fingerprint, load_reference, save_fingerprint, save_reference
-from prefrl.trainer.decisive import data_fingerprint, decisive_options, model_fingerprint
 from prefrl.trainer.evaluation import check_metric_names, check_training_set, drained, first_rows
+from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
 from prefrl.trainer.features import MovingReference, count_flops
+from prefrl.trainer.features.router import router_coef_of, with_router_loss
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.memory import TRAINING, explained, size_of
 from prefrl.trainer.optimizers import averages_weights, use_averaged_weights, use_trained_weights
 from prefrl.trainer.progress.history import History
 from prefrl.trainer.progress.views import add_views, closed_at_end
+from prefrl.trainer.references import add_kernels, change_policy, kept_reference, reader_for
+from prefrl.trainer.scorer import Scorer
 from prefrl.trainer.steps import Step, SyncStep
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
 
