@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base.config import BaseConfig
     from prefrl.trainer.run_folder import RunFolder, StartingPoint
+    from prefrl.trainer.scorer import Scorer
     from prefrl.trainer.steps import LongBatch, Step, StepPlan
-    from prefrl.types import TokenBatch
+    from prefrl.types import LossOutput, TokenBatch
 
-__all__ = ["Events", "GoBack", "Part", "Parts", "Run"]
+__all__ = ["Events", "GoBack", "Part", "Parts", "Role", "Run"]
+
+# What a model does in a training.
+Role = Literal["policy", "reference", "critic"]
 
 
 class GoBack(Exception):
@@ -53,6 +57,7 @@ class Run(Protocol):
     failure: Exception | None  # ends training after this step's logs
     stop_request: StopRequest
     stop_code: int
+    scorer: Scorer
     current_step: Step  # the one that runs or has run last
     step_loss: Tensor  # this process's share of its loss
     keeps_steps: bool
@@ -74,6 +79,13 @@ class Run(Protocol):
     @property
     def policy(self) -> PreTrainedModel:
         """The model without the backend's wrapper."""
+
+    @property
+    def policy_learns(self) -> bool:
+        """Whether this step changes the policy."""
+
+    def row_items(self, batch: Any) -> Tensor:
+        """[B] what each row counts among the items of a step."""
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """The parameters in the penalty of a step."""
@@ -117,6 +129,9 @@ class Part:
     All processes call all of them.
     """
 
+    def made(self, run: Run, model: nn.Module, role: Role) -> None:
+        """A model is made, and no backend has wrapped it yet. If it is the policy, the run has no more than `args`."""
+
     def checkpoint_bytes(self, run: Run) -> int:
         """Bytes that the part adds to a checkpoint."""
         raise NotImplementedError
@@ -132,6 +147,10 @@ class Part:
 
     def before_step(self, run: Run) -> None:
         """A step begins; its data is not there yet."""
+
+    def around_loss(self, run: Run, batch: TokenBatch, compute: Callable[[], LossOutput]) -> LossOutput:
+        """The loss of a micro-batch, also of an evaluation, from that of `compute`. The last part is the outermost."""
+        raise NotImplementedError
 
     def gradients(self, run: Run, model: nn.Module) -> None:
         """The gradients of the step are complete, and not clipped yet."""
@@ -178,11 +197,13 @@ class Part:
 
 
 Event = Literal[
+    "made",
     "checkpoint_bytes",
     "prepare",
     "load",
     "begin",
     "before_step",
+    "around_loss",
     "gradients",
     "before_update",
     "after_update",
@@ -204,20 +225,20 @@ class Parts:
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: list[Part] = []
-        self._listeners: dict[Event, list[Callable[..., Any]]] = {event: [] for event in get_args(Event)}
+        self.listeners: dict[Event, list[Callable[..., Any]]] = {event: [] for event in get_args(Event)}
         for part in parts:
             self.add(part)
 
     def add(self, part: Part) -> None:
         """Add a part, the last."""
         self._parts.append(part)
-        for event, listeners in self._listeners.items():
+        for event, listeners in self.listeners.items():
             if getattr(type(part), event) is not getattr(Part, event):
                 listeners.append(getattr(part, event))
 
     def tell(self, event: Event, run: Run, *about: Any) -> list[Any]:
         """Tell the parts of an event; returns their answers."""
-        return [listen(run, *about) for listen in self._listeners[event]]
+        return [listen(run, *about) for listen in self.listeners[event]]
 
     def other_weights(self, run: Run) -> list[tuple[str, AbstractContextManager[None]]]:
         """All weights that are evaluated and saved beside those that are trained."""

@@ -1,4 +1,4 @@
-"""What a trainer does to models: changes that options ask for, the reference, and the reader of images."""
+"""The models of a training beside the policy: its reference, and the reader of images."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from prefrl import distributed
 from prefrl.data.image_example import example_batch
 from prefrl.data.images import image_reader
 from prefrl.models.forward import set_image_example
-from prefrl.models.kernels import apply_liger, compile_layers, compute_in_fp8
 from prefrl.models.load import arguments_for_other, load_model
-from prefrl.models.modes import disable_dropout
 from prefrl.models.reference import make_reference
 
 if TYPE_CHECKING:
@@ -22,30 +20,9 @@ if TYPE_CHECKING:
     from prefrl.models.reference import Reference
     from prefrl.options.reference import ReferenceOptions
     from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.parts import Run
 
-__all__ = ["add_kernels", "change_policy", "kept_reference", "loaded_reference", "reader_for"]
-
-
-def add_kernels(args: BaseConfig, model: nn.Module) -> None:
-    """Patch the policy or a reference model with Liger's kernels if the options say so; see `apply_liger`."""
-    if args.use_liger_kernel:
-        apply_liger(model, cast("dict[str, bool]", args.liger_kernel_config))
-
-
-def change_layers(args: BaseConfig, model: nn.Module) -> None:
-    """Let the layers of the policy or a reference model compute in 8 bits, and compile them, if the options say so."""
-    if args.fp8:
-        compute_in_fp8(model)
-    if args.torch_compile:
-        compile_layers(model, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-
-
-def change_policy(args: BaseConfig, model: nn.Module) -> None:
-    """Change the policy as the options say; without dropout, that of its adapter is off, too."""
-    add_kernels(args, model)
-    change_layers(args, model)
-    if args.disable_dropout:
-        disable_dropout(model)
+__all__ = ["kept_reference", "loaded_reference", "reader_for"]
 
 
 def loaded_reference(
@@ -59,20 +36,13 @@ def loaded_reference(
 
 
 def kept_reference(
-    args: BaseConfig,
-    options: ReferenceOptions,
-    model: PreTrainedModel,
-    given: PreTrainedModel | None,
-    *,
-    accelerator: Any,
+    run: Run, options: ReferenceOptions, model: PreTrainedModel, given: PreTrainedModel | None
 ) -> Reference | None:
     """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
-    if given is not None:
-        add_kernels(args, given)
     reference = make_reference(model, beta=options.beta, moves=options.sync_ref_model, given=given)
     if reference is not None and reference.own_model is not None:
-        change_layers(args, reference.own_model)
-        distributed.prepare_frozen(accelerator, reference.own_model)
+        run.parts.tell("made", run, reference.own_model, "reference")
+        distributed.prepare_frozen(run.accelerator, reference.own_model)
     return reference
 
 

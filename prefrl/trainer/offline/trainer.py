@@ -158,7 +158,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if is_instance:
             self._late_reference = self.reference
         elif given is None and is_peft_model(self.policy):
-            self._late_reference = kept_reference(self.args, options, self.policy, None, accelerator=self.accelerator)
+            self._late_reference = kept_reference(self, options, self.policy, None)
         self.scorer.reference = None
 
     def _begin_training(self) -> None:
@@ -263,11 +263,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         """The flat batch of some rows, with their images."""
         return self.lay_out(rows if self.images is None else [self.images.attach(row) for row in rows])
 
-    def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
+    def training_loader(self) -> EpochDataLoader | StreamLoader:
         """Micro-batches of this rank; see `StepBatchSampler`."""
         dataset = self.train_dataset
-        if dataset is None:
-            raise ConfigError("train_dataset=None: training needs a dataset")
         # With a token budget, micro-batches have no fixed number of rows.
         dealing = self._dealing(dataset, equal_counts=self.args.max_tokens_per_micro_batch is None)
         if isinstance(dataset, datasets.IterableDataset):
@@ -297,11 +295,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             )
         return self._loader(dataset, sampler)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader | StreamLoader:
+    def evaluation_loader(self, dataset: Any) -> EpochDataLoader | StreamLoader:
         """All rows of an evaluation dataset, distributed over the ranks."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
         dealing = self._dealing(dataset, equal_counts=True)
         if isinstance(dataset, datasets.IterableDataset):
             size = self.args.per_device_eval_batch_size
