@@ -255,8 +255,7 @@ class Loop(Trainer):
         # HuggingFace's training_step runs compute_loss, which is timed as the forward phase, and the backward pass.
         with (
             explained(lambda: f"the training pass of a micro-batch with {size_of(batch)}", self.args, TRAINING),
-            self.account.passes("training", [batch]),
-            self.account.phase("backward"),
+            self.account.phase("backward", "training", [batch]),
             nullcontext() if is_last else distributed.no_sync(model),
         ):
             loss: Tensor = super().training_step(model, batch, num_items)

@@ -198,7 +198,7 @@ class Scorer:
         """Context of a pass that scores a batch."""
         model = "policy" if kind == "old_policy" else "reference"
         work = explained(lambda: f"scoring a batch with {size_of(batch)} under the {model}", self.args, SCORING)
-        with work, self.account.scoring(kind, batch):
+        with work, self.account.phase(kind, kind, [batch]):
             yield
 
     def of_reference(
