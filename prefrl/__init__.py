@@ -54,8 +54,8 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.scripts.startup import init_zero_verbose as init_zero_verbose
     from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
-    from prefrl.trainer.callbacks.bema import BEMACallback as BEMACallback
-    from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
+    from prefrl.trainer.callbacks import BEMACallback as BEMACallback
+    from prefrl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
     from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
     from prefrl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
     from prefrl.trainer.dpo_config import DPOConfig as DPOConfig
@@ -83,11 +83,11 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
     "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
-    "BEMACallback": "prefrl.trainer.callbacks.bema:BEMACallback",
+    "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
     "DatasetConfig": "prefrl.scripts.arguments.dataset_config:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.arguments.dataset_config:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
-    "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
+    "LogCompletionsCallback": "prefrl.trainer.callbacks:LogCompletionsCallback",
     "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",

@@ -28,7 +28,7 @@ from prefrl.run.folder import check_writable
 from prefrl.run.records import Identity
 from prefrl.trainer import checkpointing
 from prefrl.trainer.account import StepAccount, idle_share
-from prefrl.trainer.arguments import check_dataset, check_names
+from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
 from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows
 from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
 from prefrl.trainer.features import MovingReference, count_flops, parts_of_models
@@ -37,7 +37,6 @@ from prefrl.trainer.optimizers import averages_weights, group_parameters, use_av
 from prefrl.trainer.parts import Parts
 from prefrl.trainer.progress.history import History
 from prefrl.trainer.progress.views import add_views
-from prefrl.trainer.references import kept_reference, reader_for
 from prefrl.trainer.scorer import Scorer
 from prefrl.trainer.steps import Step, SyncStep
 from prefrl.types import IdleBatch, LossOutput, TokenBatch

@@ -32,7 +32,7 @@ from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
 from prefrl.trainer.online.config import OnlineConfig
-from prefrl.trainer.step_dump import DumpedBatch, read_dump
+from prefrl.trainer.steps import DumpedBatch, read_dump
 
 if TYPE_CHECKING:
     from prefrl.types import TokenBatch

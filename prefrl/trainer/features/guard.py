@@ -24,7 +24,7 @@ from prefrl.errors import ConfigError, NonFiniteError
 from prefrl.metrics import Max, Mean, Metric, merge
 from prefrl.run.checkpoints import find_last
 from prefrl.trainer.parts import GoBack, Part, Run
-from prefrl.trainer.step_dump import dump_step, dumped_before
+from prefrl.trainer.steps import dump_step, dumped_before
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -28,14 +28,15 @@ from prefrl.trainer.arguments import (
     check_has_data,
     check_stream,
     default_output_dir,
+    kept_reference,
+    loaded_reference,
     named,
     own_config,
 )
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
-from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
+from prefrl.trainer.callbacks import LogCompletionsCallback
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.rows import RunningMean, longest_rows, predicted_pairs
-from prefrl.trainer.references import kept_reference, loaded_reference
 from prefrl.trainer.steps import LongBatch
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 

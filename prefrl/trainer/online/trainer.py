@@ -20,7 +20,14 @@ from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.rows import sampled_batch, token_counts
 from prefrl.rollout.summary import Tables, collected_metrics, log_collected
-from prefrl.trainer.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
+from prefrl.trainer.arguments import (
+    check_arguments,
+    check_has_data,
+    check_stream,
+    default_output_dir,
+    loaded_reference,
+    own_config,
+)
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.online.episodes import Episodes
@@ -41,7 +48,6 @@ from prefrl.trainer.online.prompts import (
     tokenized_prompts,
 )
 from prefrl.trainer.progress.history import samples_of
-from prefrl.trainer.references import loaded_reference
 from prefrl.trainer.scorer import Scores
 from prefrl.trainer.steps import LongBatch, Step
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
