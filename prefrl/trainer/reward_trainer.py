@@ -86,8 +86,8 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
         plan, routers = self.args.forward_plan, self.scorer.routers
         return sequence_scores(model, batch, plan=plan, routers=routers).squeeze(1)
 
-    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `BaseTrainer._forward_sum`."""
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer`."""
         return self.rewards(model, batch).sum()
 
     def prepare_step(self, batches: list[MarginBatch]) -> list[MarginBatch]:

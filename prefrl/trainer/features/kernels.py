@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from prefrl.models.kernels import OffloadActivations, apply_liger, compile_layers, compute_in_fp8
 from prefrl.trainer.parts import Part, Role, Run
@@ -50,13 +52,20 @@ class Kernels(Part):
 
 def offloading(args: BaseConfig) -> Offloading | None:
     """What moves activations, if the options ask for it."""
-    return Offloading() if args.activation_offloading else None
+    return Offloading(partial(OffloadActivations, args.device.type)) if args.activation_offloading else None
 
 
 class Offloading(Part):
-    """Forward passes store what their backward passes need on the host."""
+    """Forward passes store what their backward passes need on the host.
+
+    Args:
+        activations: Returns the context of a forward pass that does so.
+    """
+
+    def __init__(self, activations: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.activations = activations
 
     def around_loss(self, run: Run, batch: TokenBatch, compute: Callable[[], LossOutput]) -> LossOutput:
         """See `Part`."""
-        with OffloadActivations(run.args.device.type):
+        with self.activations():
             return compute()

@@ -199,7 +199,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             reference_logprobs=(
                 self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
             ),
-            collate=self._read_and_lay_out,
+            collate=cast("Callable[..., TokenBatch]", self.collate),
             batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             weights=cast("str", self._precomputed_from),
             dtype=self._scoring_dtype(),
@@ -217,11 +217,6 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
         Called once for each step on every rank, before the first forward pass, even if there are no batches.
         """
-
-    def _prepared_step(self, batches: list[Loaded]) -> list[Ready]:
-        if self.reward_mean is not None:
-            self.reward_mean.fold()
-        return self.prepare_step(batches)
 
     def with_reference(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """The micro-batches of a step with the reference's log-probs. All ranks must call it."""
@@ -257,12 +252,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         return self.row_kind.row_items(batch)
 
     def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
-        """The flat batch of some rows; None if there are none."""
-        return self._read_and_lay_out(rows) if rows else None
-
-    def _read_and_lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
-        """The flat batch of some rows, with their images."""
-        return self.lay_out(rows if self.images is None else [self.images.attach(row) for row in rows])
+        """The flat batch of some rows, with their images; None if there are none."""
+        rows = rows if self.images is None else [self.images.attach(row) for row in rows]
+        return self.lay_out(rows) if rows else None
 
     def training_loader(self) -> EpochDataLoader | StreamLoader:
         """Micro-batches of this rank; see `StepBatchSampler`."""
@@ -363,7 +355,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     def trial(self, num_rows: int) -> Iterator[LongBatch]:
         """See `BaseTrainer`."""
         hidden_size = self.policy.config.get_text_config().hidden_size
-        loaded = self._read_and_lay_out(longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size))
+        loaded = self.collate(longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size))
+        assert loaded is not None
         (batch,) = self.prepare_step([loaded])
         try:
             yield LongBatch(batch, loaded.num_forward_tokens)
@@ -378,12 +371,16 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if batches and self.args.max_tokens_per_micro_batch is not None:
             whole = type(batches[0]).concat(batches)
             batches = whole.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
-        return self._prepared_step(batches), count
+        if self.reward_mean is not None:
+            self.reward_mean.fold()
+        return self.prepare_step(batches), count
 
     def evaluation_step(self, model: nn.Module, item: Loaded | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
         count = 0.0 if item is None else float(self.row_items(item).sum())
-        batches = self._prepared_step([] if item is None else [item])
+        if self.reward_mean is not None:
+            self.reward_mean.fold()
+        batches = self.prepare_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
         # Other ranks may need one without rows to take part in a forward pass.
         for output in self._evaluated(model, batches, num_missing=int(not batches)):
