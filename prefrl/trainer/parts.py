@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from transformers import TrainerCallback
 
@@ -196,27 +196,9 @@ class Part:
         """HuggingFace has left its loop, and training is complete."""
 
 
-Event = Literal[
-    "made",
-    "checkpoint_bytes",
-    "prepare",
-    "load",
-    "begin",
-    "before_step",
-    "around_loss",
-    "gradients",
-    "before_update",
-    "after_update",
-    "after_step",
-    "epoch_ended",
-    "logged",
-    "other_weights",
-    "has_replaced_weights",
-    "may_save",
-    "save",
-    "ended",
-    "finished",
-]
+# The names of all events.
+EVENTS = tuple(name for name in vars(Part) if not name.startswith("_"))
+
 Kind = TypeVar("Kind")
 
 
@@ -225,7 +207,7 @@ class Parts:
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: list[Part] = []
-        self.listeners: dict[Event, list[Callable[..., Any]]] = {event: [] for event in get_args(Event)}
+        self.listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
         for part in parts:
             self.add(part)
 
@@ -236,7 +218,7 @@ class Parts:
             if getattr(type(part), event) is not getattr(Part, event):
                 listeners.append(getattr(part, event))
 
-    def tell(self, event: Event, run: Run, *about: Any) -> list[Any]:
+    def tell(self, event: str, run: Run, *about: Any) -> list[Any]:
         """Tell the parts of an event; returns their answers."""
         return [listen(run, *about) for listen in self.listeners[event]]
 
