@@ -73,6 +73,7 @@ def begin(run: Run, given: str | bool | None) -> StartingPoint:
     """
     args, folder = run.args, run.run_folder
     start = folder.start(given, run.identity(), allowed=args.allow_resume_changes or [])
+    run.parts.tell("opened", run)
     if args.save_strategy != "no":
         distributed.on_main(lambda: check_space(folder.path, needed=_needed_bytes(run)))
     if start.checkpoint is not None:
@@ -106,7 +107,8 @@ def until_stopped(run: Run, train: Callable[[], TrainOutput]) -> TrainOutput:
             if folder.last_saved != run.state.global_step:
                 run.save_checkpoint()
     is_complete = not code or run.state.global_step >= run.state.max_steps
-    folder.finish(is_complete=is_complete)
+    folder.wait()
+    run.parts.tell("left", run, is_complete)
     if not is_complete:
         if distributed.is_main():
             sys.stderr.write(

@@ -132,6 +132,9 @@ class Part:
     def made(self, run: Run, model: nn.Module, role: Role) -> None:
         """A model is made, and no backend has wrapped it yet. If it is the policy, the run has no more than `args`."""
 
+    def opened(self, run: Run) -> None:
+        """`run.run_folder` is open and knows the run, which may be one that goes on."""
+
     def checkpoint_bytes(self, run: Run) -> int:
         """Bytes that the part adds to a checkpoint."""
         raise NotImplementedError
@@ -192,8 +195,11 @@ class Part:
     def ended(self, run: Run) -> None:
         """The last step is done, and so are its logs, its evaluation and its checkpoint."""
 
+    def left(self, run: Run, is_complete: bool) -> None:
+        """HuggingFace has left its loop, and all checkpoints are in their places. Incomplete trainings end here."""
+
     def finished(self, run: Run) -> None:
-        """HuggingFace has left its loop, and training is complete."""
+        """Training is complete."""
 
 
 # The names of all events.

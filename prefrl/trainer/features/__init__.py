@@ -23,6 +23,7 @@ from prefrl.trainer.features.plateau import plateau_watch
 from prefrl.trainer.features.profile import profiler
 from prefrl.trainer.features.router import router_loss
 from prefrl.trainer.features.sizes import automatic_sizes
+from prefrl.trainer.features.uploads import uploaded_checkpoints
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def parts_of(run: Run) -> list[Part]:
         automatic_sizes(run),
         moving_average(run),
         soup_of_checkpoints(run),
+        uploaded_checkpoints(args),
     ]
     add_early_stopping(run)
     return [part for part in found if part is not None]
