@@ -49,7 +49,7 @@ OPTIONAL = {
     "deepspeed": ("prefrl/distributed/",),
     "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base/options/precision.py"),
     "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base/config.py"),
-    "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
+    "sklearn": ("prefrl/trainer/bco_trainer.py",),
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
     "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
