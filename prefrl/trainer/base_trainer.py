@@ -270,7 +270,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         if self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
-            self.scorer.reference_logprobs(self._idle_batch())  # runs the self-check now, as for the policy
+            self.scorer.of_reference(self._idle_batch())  # runs the self-check now, as for the policy
         if options.sync_ref_model:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
             self.parts.add(MovingReference(reference, alpha=alpha, steps=steps))
@@ -380,7 +380,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     @property
     def phases(self) -> list[str]:
         """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
-        return ["forward", "backward", "optimizer", *(["reference"] if self.reference is not None else [])]
+        return ["forward", "backward", "optimizer", *(["reference"] if self.scorer.reference is not None else [])]
 
     # Changes of what HuggingFace does.
 

@@ -85,18 +85,15 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         return scored
 
     def _all_pairs(self, batches: list[ReferencedBatch]) -> StepPairs:
-        logprobs = self.logprobs_of_step(self.scorer.policy_logprobs, batches)
+        logprobs = self.logprobs_of_step(self.scorer.of_policy, batches)
         parts = [
-            self._pairs(self._rows(policy, batch), self._reference(batch))
+            self._pairs(self._rows(policy, batch), self._rows(batch.ref_logprobs, batch))
             for policy, batch in zip(logprobs, batches, strict=True)
         ]
         return StepPairs(parts, [group for batch in batches for group in pair_groups(batch)])
 
     def _rows(self, logprobs: Tensor, batch: LabeledBatch) -> RowScores:
         return RowScores.of(logprobs, batch, ld_alpha=self.args.ld_alpha)
-
-    def _reference(self, batch: ReferencedBatch) -> RowScores:
-        return self._rows(batch.ref_logprobs, batch)
 
     def _pairs(self, policy: RowScores, reference: RowScores) -> Pairs:
         return replace(
@@ -110,7 +107,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         """Sum over pairs of the weighted losses."""
         weighting: list[WantName] = ["log_collision"] if self.args.use_weighting else []
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
-        policy, reference = self._rows(scores.logprobs, batch), self._reference(batch)
+        policy, reference = self._rows(scores.logprobs, batch), self._rows(batch.ref_logprobs, batch)
         pairs = self._pairs(policy, reference)
         plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # full sums, without ld_alpha
         total = torch.zeros((), device=batch.device)

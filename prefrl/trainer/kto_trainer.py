@@ -103,7 +103,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         unsided = [(batch, sorted(set(range(batch.num_rows)) - set(sided_rows(batch)))) for batch in batches]
         parts = [batch.select(rows) for batch, rows in unsided if rows]
         log_ratio = torch.zeros((), device=self.args.device)
-        for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.policy_logprobs, parts), strict=True):
+        for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.of_policy, parts), strict=True):
             part = ((logprobs - batch.ref_logprobs) * batch.trainable).sum()
             log_ratio += part.to(log_ratio.device, non_blocking=True)
         count = log_ratio.new_full((), sum(batch.num_rows for batch in parts))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 
     from prefrl.data.images import ProcessingClass
+    from prefrl.losses.scores import TokenScores
     from prefrl.models.reference import Reference
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.offline.config import OfflineConfig
@@ -194,11 +195,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             return None
         options = self.args
         assert isinstance(options, OfflineReferenceOptions)
+        score = self.scorer.of_policy if self.reference is None else self.scorer.of_reference
         return precompute_reference(
             dataset,
-            reference_logprobs=(
-                self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
-            ),
+            reference_logprobs=lambda batch: score(batch).logprobs,
             collate=cast("Callable[..., TokenBatch]", self.collate),
             batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             weights=cast("str", self._precomputed_from),
@@ -224,17 +224,17 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             return cast("list[ReferencedBatch]", batches)  # they were precomputed
         # Move the batches to the device now, so that the scores can stay there.
         batches = [batch.to(self.args.device) for batch in batches]
-        parts = self.logprobs_of_step(self.scorer.reference_logprobs, batches)
+        parts = self.logprobs_of_step(self.scorer.of_reference, batches)
         return [ReferencedBatch.of(batch, ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
 
-    def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """[N] log-probs of each micro-batch of a step by `Scorer.reference_logprobs` or `Scorer.policy_logprobs`.
+    def logprobs_of_step(self, score: Callable[..., TokenScores], batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[N] log-probs of each micro-batch of a step by `Scorer.of_reference` or `Scorer.of_policy`.
 
         All ranks must call it, even those without micro-batches.
         """
         rows = type(batches[0]).concat(batches) if batches else self._idle_batch().select([])
         largest = max((batch.num_forward_tokens for batch in batches), default=1)
-        logprobs = score(rows, max_tokens=self.scorer.budget(largest))
+        logprobs = score(rows, max_tokens=self.scorer.budget(largest)).logprobs
         return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
 
     # Datasets.
