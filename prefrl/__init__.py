@@ -70,7 +70,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
     from prefrl.trainer.ppo_config import PPOConfig as PPOConfig
     from prefrl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
-    from prefrl.trainer.progress.live import RichProgressCallback as RichProgressCallback
+    from prefrl.trainer.progress.views import RichProgressCallback as RichProgressCallback
     from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig as ReinforcePlusPlusConfig
     from prefrl.trainer.reinforce_plus_plus_trainer import ReinforcePlusPlusTrainer as ReinforcePlusPlusTrainer
     from prefrl.trainer.reward_config import RewardConfig as RewardConfig
@@ -90,7 +90,7 @@ _PATHS |= {
     "LogCompletionsCallback": "prefrl.trainer.callbacks:LogCompletionsCallback",
     "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
-    "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",
+    "RichProgressCallback": "prefrl.trainer.progress.views:RichProgressCallback",
     "ScriptArguments": "prefrl.scripts.arguments.dataset_config:ScriptArguments",
     "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
