@@ -48,16 +48,13 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         arguments: See `TrainerArguments`. Datasets: unpaired rows with `prompt`, `completion` and `label`, or
             preference rows, each of which is split into two unpaired rows.
 
-    Raises:
-        ConfigError: The options cannot be combined.
-        DataError: A dataset cannot be used; the message names the row and the column.
-
     Source: Jung et al. 2024, arXiv 2404.04656.
     """
 
     algorithm = "bco"
     args: BCOConfig
     predictions_of = staticmethod(predicted_rows)
+    lay_out = staticmethod(unpaired_batch)
 
     def __init__(
         self,
@@ -103,10 +100,6 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
             )
             self._density_ratio.fit(rows, sample_size=self.args.prompt_sample_size, seed=self.args.seed)
         return self._density_ratio.weigh(rows)
-
-    def lay_out(self, rows: list[dict[str, Any]]) -> LabeledBatch:
-        """See `data.collate.unpaired_batch`."""
-        return unpaired_batch(rows)
 
     def row_items(self, batch: LabeledBatch) -> Tensor:
         """Rows."""

@@ -47,10 +47,6 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         arguments: See `TrainerArguments`. Datasets: preference rows with `prompt`, `chosen` and `rejected`, or with
             `chosen` and `rejected` that start with the same prompt.
 
-    Raises:
-        ConfigError: The options cannot be combined.
-        DataError: A dataset cannot be used; the message names the row and the column.
-
     Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; for other losses see `losses/preference/pairwise.py`.
     """
 

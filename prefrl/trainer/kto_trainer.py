@@ -44,10 +44,6 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         arguments: See `TrainerArguments`. Datasets: unpaired rows with `prompt`, `completion` and `label`, or
             preference rows, each of which is split into two unpaired rows.
 
-    Raises:
-        ConfigError: The options cannot be combined.
-        DataError: A dataset cannot be used; the message names the row and the column.
-
     Source: Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8; apo_zero_unpaired: D'Oosterlinck et al. 2024, arXiv
     2408.06266.
     """
@@ -55,6 +51,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     algorithm = "kto"
     args: KTOConfig
     predictions_of = staticmethod(predicted_rows)
+    lay_out = staticmethod(unpaired_batch)
 
     def __init__(
         self,
@@ -82,10 +79,6 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize, and add to each row the completion of another prompt for the KL estimate."""
         return prepare_unpaired(dataset, processing_class, self.args, with_mismatched=self._estimates_kl)
-
-    def lay_out(self, rows: list[dict[str, Any]]) -> LabeledBatch:
-        """See `data.collate.unpaired_batch`."""
-        return unpaired_batch(rows)
 
     def row_items(self, batch: LabeledBatch) -> Tensor:
         """Rows with a label."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +77,7 @@ Loaded = TypeVar("Loaded", bound=TokenBatch)
 class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     """Trains on the rows of a fixed dataset, with one normalized update for each optimizer step.
 
-    A leaf implements `loss` and `prepare_step`, which makes the batches that the loss reads of those that were loaded.
+    A leaf implements `loss` and, if the loss reads more than what was loaded, `prepare_step`, which makes its batches.
     It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `row_items` itself. If its loss needs a
     reference, it calls `set_up_reference` in its constructor.
 
@@ -211,12 +210,12 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else self.policy.dtype
 
-    @abstractmethod
     def prepare_step(self, batches: list[Loaded]) -> list[Ready]:
-        """The micro-batches of a step with what their losses read besides the policy.
+        """The micro-batches of a step with what their losses read besides the policy; here, that is nothing.
 
         Called once for each step on every rank, before the first forward pass, even if there are no batches.
         """
+        return cast("list[Ready]", batches)
 
     def with_reference(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """The micro-batches of a step with the reference's log-probs. All ranks must call it."""
