@@ -65,14 +65,14 @@ Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a tr
 class BaseTrainer(Loop, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
-    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
+    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. `compute_loss`
     divides by the count of the whole optimizer step over all ranks, so micro-batch size, gradient accumulation, world
     size and layout change the update by rounding only.
 
     Methods of ours stand for the hooks of HuggingFace that a trainer may have to change, see `Loop`.
     """
 
-    # HuggingFace must not divide the loss by the accumulation steps: it is divided here, by the step's item count.
+    # HuggingFace must not divide the loss by the accumulation steps: `compute_loss` divides by the step's item count.
     loss_is_scaled_for_ga = True
     _splits_rows = False  # whether processes can share the tokens of a row
     _id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
