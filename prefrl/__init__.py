@@ -53,8 +53,8 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
     from prefrl.scripts.startup import init_zero_verbose as init_zero_verbose
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
-    from prefrl.trainer.callbacks.bema import BEMACallback as BEMACallback
-    from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
+    from prefrl.trainer.callbacks import BEMACallback as BEMACallback
+    from prefrl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
     from prefrl.trainer.configs import BCOConfig as BCOConfig
     from prefrl.trainer.configs import CPOConfig as CPOConfig
     from prefrl.trainer.configs import DPOConfig as DPOConfig
@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.online_dpo_trainer import OnlineDPOTrainer as OnlineDPOTrainer
     from prefrl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
     from prefrl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
-    from prefrl.trainer.progress.live import RichProgressCallback as RichProgressCallback
+    from prefrl.trainer.progress.views import RichProgressCallback as RichProgressCallback
     from prefrl.trainer.reinforce_plus_plus_trainer import ReinforcePlusPlusTrainer as ReinforcePlusPlusTrainer
     from prefrl.trainer.reward_trainer import RewardTrainer as RewardTrainer
     from prefrl.trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
@@ -83,15 +83,15 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
     "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
-    "BEMACallback": "prefrl.trainer.callbacks.bema:BEMACallback",
     "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
-    "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
     "ModelConfig": "prefrl.scripts.arguments.command:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
-    "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",
     "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
+    "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
+    "LogCompletionsCallback": "prefrl.trainer.callbacks:LogCompletionsCallback",
+    "RichProgressCallback": "prefrl.trainer.progress.views:RichProgressCallback",
     "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
     "apply_chat_template": "prefrl.data.chat_templates:apply_chat_template",

@@ -15,7 +15,7 @@ from rich.text import Text
 from prefrl.trainer.progress.history import duration
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.trainer import BaseTrainer
+    from prefrl.trainer.base_trainer import BaseTrainer
 
 __all__ = ["ending", "next_commands", "print_ending"]
 

@@ -32,9 +32,11 @@ from prefrl.options.run_rules import COMPILATION_RULES, check_device
 from prefrl.options.schedule import WsdParams, own_options, schedule_of
 from prefrl.printable import masked, plain
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
-from prefrl.trainer.schedules import (
+from prefrl.trainer.scheduler import (
     SCHEDULE_NAMES,
     SCHEDULES,
+    RatePlateau,
+    Scheduler,
     Span,
     check_arguments,
     delayed,
@@ -44,6 +46,8 @@ from prefrl.trainer.schedules import (
 )
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from prefrl.losses.truncation import Truncation
     from prefrl.models.plans import PositionLimit
 
@@ -211,6 +215,32 @@ class BaseConfig(BaseOptions, TrainingArguments):
             fraction = params.warmup_fraction
             return round((0.1 if fraction is None else fraction) * num_training_steps)
         return int(super().get_warmup_steps(num_training_steps))
+
+    def own_scheduler(self, given: Any, optimizer: Optimizer, num_training_steps: int) -> Scheduler | None:
+        """The scheduler that these options ask for; None: HuggingFace's.
+
+        Args:
+            given: The scheduler that there is already, if there is one.
+            optimizer: New, or before its state is read.
+            num_training_steps: Steps of the training.
+
+        Raises:
+            ConfigError: An argument of the schedule does not fit the number of steps, or another scheduler is given.
+        """
+        if not self.has_own_schedule or isinstance(given, Scheduler):
+            return None
+        if given is not None:
+            raise ConfigError(
+                f"lr_scheduler_type={str(self.lr_scheduler_type)!r} and the options of schedules have no effect "
+                "because the trainer was given a scheduler in optimizers. Remove it, or these options."
+            )
+        plateau = RatePlateau(self.plateau_params, self.reduce_on_plateau) if self.reduces_on_plateau else None
+        return Scheduler(
+            optimizer,
+            self.learning_rate_factor(num_training_steps),
+            weight_decay_factor=self.weight_decay_factor(num_training_steps),
+            plateau=plateau,
+        )
 
     def learning_rate_factor(self, num_training_steps: int) -> Callable[[int], float]:
         """What the learning rates are multiplied by, as a function of the step, without reductions on a plateau.

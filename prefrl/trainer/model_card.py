@@ -74,7 +74,7 @@ class RunFacts:
 
         Args:
             config: Its options.
-            decisive: See `Loop.decisive`.
+            decisive: See `BaseTrainer.decisive`.
         """
         fields = {field.name: field for field in dataclasses.fields(config)}
         names = [name for name in fields if name in decisive or name in _SIZES]

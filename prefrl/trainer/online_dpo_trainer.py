@@ -12,7 +12,7 @@ import torch
 from prefrl import distributed
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
-from prefrl.trainer.base.arguments import check_arguments, named
+from prefrl.trainer.arguments import check_arguments, named
 from prefrl.trainer.configs import OnlineDPOConfig
 from prefrl.trainer.offline.preference import RowScores, half_pairs, make_pairs, preference_metrics
 from prefrl.trainer.online.learner import Learned, rows_of_parts
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from prefrl.metrics import Metric
     from prefrl.rewards.base import RewardSource
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.online.arguments import OnlineArguments
+    from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import Rollout, SampledBatch
 
 __all__ = ["OnlineDPOTrainer"]

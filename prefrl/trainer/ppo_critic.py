@@ -22,7 +22,6 @@ from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.options.fields import mapping_of
-from prefrl.trainer.base.references import add_kernels
 from prefrl.trainer.online.policy_terms import token_mean
 from prefrl.trainer.scheduler import Scheduler, refresh
 from prefrl.types import LossOutput
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from prefrl.options.algorithms import CriticOptimizer
     from prefrl.trainer.configs import PPOConfig
     from prefrl.trainer.online.policy_terms import CriticBatch
+    from prefrl.trainer.parts import Run
 
 __all__ = [
     "attach_critic",
@@ -52,17 +52,18 @@ __all__ = [
 _NAME = "prefrl_critic"
 
 
-def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTrainedModel | None) -> Critic:
+def make_critic(run: Run, args: PPOConfig, given: str | PreTrainedModel | None) -> Critic:
     """The critic that the options ask for.
 
     Args:
+        run: The training, with the policy.
         args: Options.
-        policy: The model that is trained.
         given: The user's `value_model`.
 
     Raises:
         ConfigError: `given` would have no effect, or cannot be a critic of this policy.
     """
+    policy = run.policy
     if given is not None and args.critic == "head":
         raise ConfigError("value_model has no effect with critic='head'. Leave critic out, or remove value_model.")
     if given is not None and args.detach_trunk:
@@ -73,7 +74,7 @@ def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTraine
     if isinstance(given, str | Path):
         arguments = arguments_for_other(given, policy, cast("dict[str, Any] | None", args.model_init_kwargs))
     model = value_model(policy, given, model_init_kwargs=arguments)
-    add_kernels(args, model)
+    run.parts.tell("made", run, model, "critic")
     disable_dropout(model)
     if args.activation_checkpointing:
         checkpoint_activations(model, cast("dict[str, Any] | None", args.activation_checkpointing_kwargs))

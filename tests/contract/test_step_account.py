@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from tests.assets import tiny_model
 from tests.contract.cases import ONLINE, Job, dataset_of, make_trainer, run_on_two_processes, update_of
 

@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loade
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a-file").touch()
-    monkeypatch.setattr("prefrl.trainer.base.trainer.load_model", None)
+    monkeypatch.setattr("prefrl.trainer.base_trainer.load_model", None)
     with pytest.raises(ConfigError, match=r"output_dir=.*cannot be written to: .* Choose another folder"):
         make_trainer("sft", tmp_path / folder)
 

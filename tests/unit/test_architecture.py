@@ -25,7 +25,7 @@ from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
 from prefrl.options.policy_gradient import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.configs import GRPOConfig, ReinforcePlusPlusConfig, SFTConfig
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.offline.trainer import OfflineTrainer
@@ -47,7 +47,7 @@ OPTIONAL = {
     "deepspeed": ("prefrl/distributed/",),
     "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base_config.py"),
     "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base_config.py"),
-    "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
+    "sklearn": ("prefrl/trainer/bco_trainer.py",),
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
     "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),

@@ -41,7 +41,7 @@ from prefrl.trainer.features.guard import EarlyRead
 from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
-from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
@@ -373,7 +373,7 @@ def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: 
         SFTConfig(output_dir="x", report_to="none")
 
 
-@reaches("trainer.offline.running_mean:RunningMean.__init__")
+@reaches("trainer.offline.rows:RunningMean.__init__")
 def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> None:
     assert RunningMean(OWN).value.dtype == torch.float64
     assert RunningMean(OWN).value.device == OWN

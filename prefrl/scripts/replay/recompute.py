@@ -33,7 +33,7 @@ from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.run_folder import StartingPoint
-from prefrl.trainer.step_dump import DumpedBatch, read_dump
+from prefrl.trainer.steps import DumpedBatch, read_dump
 
 if TYPE_CHECKING:
     from prefrl.types import TokenBatch

@@ -18,7 +18,7 @@ from prefrl.options.training import AUTOMATIC
 from prefrl.scripts.parsing.option_parser import form_of
 from prefrl.scripts.schema.parser import HUGGINGFACE_FILE
 from prefrl.trainer.base_config import KNOWN_OPTIMIZERS
-from prefrl.trainer.schedules import SCHEDULE_NAMES
+from prefrl.trainer.scheduler import SCHEDULE_NAMES
 
 __all__ = ["huggingface_text"]
 

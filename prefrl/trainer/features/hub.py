@@ -103,11 +103,11 @@ class Hub:
             self._push_noted_of(run)
             self.wait()
 
-    def push_model(
+    def publish(
         self,
         run: Run,
-        *,
         message: str | None,
+        *,
         token: str | None,
         revision: str | None,
         private: bool | None,

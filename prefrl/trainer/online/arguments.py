@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
-from prefrl.trainer.base.trainer import Optimizers
+from prefrl.trainer.base_trainer import Optimizers
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

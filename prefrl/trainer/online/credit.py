@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import Scores
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.online.policy_objective import PolicyObjective
+    from prefrl.trainer.scorer import Scores
     from prefrl.types import Rollout, SampledBatch, TokenBatch
 
 __all__ = [

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from prefrl.losses.scores import TokenScores, WantName
     from prefrl.metrics import Metric
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.configs import OnlineConfig
+    from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import LossOutput, Rollout, SampledBatch
 
 __all__ = ["Learned", "Learner", "Objective", "restore", "rows_of_parts", "state_of"]

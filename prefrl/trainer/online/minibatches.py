@@ -22,9 +22,9 @@ from prefrl.types import Completion, Rollout, TokenBatch, Turn
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from prefrl.trainer.base.scorer import ScoreNeed, Scorer, Scores
     from prefrl.trainer.configs import OnlineConfig, PolicyGradientConfig
     from prefrl.trainer.online.learner import Learned, Objective
+    from prefrl.trainer.scorer import ScoreNeed, Scorer, Scores
     from prefrl.trainer.steps import MicroStep
     from prefrl.types import IdleBatch
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.configs import PolicyGradientConfig
+    from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import Rollout, SampledBatch
 
 __all__ = ["PolicyGradient"]

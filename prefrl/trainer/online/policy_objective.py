@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.losses.scores import TokenScores, WantName
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.configs import PolicyGradientConfig
+    from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import TokenBatch
 
 __all__ = ["PolicyObjective"]

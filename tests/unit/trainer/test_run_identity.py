@@ -9,7 +9,7 @@ import peft
 import pytest
 from datasets import Dataset
 
-from prefrl.trainer.decisive import model_fingerprint
+from prefrl.trainer.facts import model_fingerprint
 from tests.assets import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 

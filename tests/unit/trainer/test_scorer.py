@@ -14,7 +14,7 @@ from prefrl.losses.truncation import Truncation
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.reference import make_reference
 from prefrl.trainer.account import StepAccount
-from prefrl.trainer.base.scorer import Scorer, Scores
+from prefrl.trainer.scorer import Scorer, Scores
 from tests.assets import ragged_batch, tiny_model
 
 
@@ -39,6 +39,6 @@ def test_every_pass_scores_the_distribution_that_is_sampled_from(tmp_path: Path)
     for other_way in ({"truncation": cuts}, {"temperature": 0.5}):
         assert not torch.allclose(expected, token_logprobs(policy, batch, **other_way).logprobs, atol=0.1)
     torch.testing.assert_close(scorer.scores(policy, batch, want=()).logprobs.detach(), expected)
-    torch.testing.assert_close(scorer.policy_logprobs(batch), expected)
+    torch.testing.assert_close(scorer.of_policy(batch).logprobs, expected)
     expected = token_logprobs(other, batch, temperature=0.5, truncation=cuts).logprobs.detach()
-    torch.testing.assert_close(scorer.reference_logprobs(batch), expected)
+    torch.testing.assert_close(scorer.of_reference(batch).logprobs, expected)

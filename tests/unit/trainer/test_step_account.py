@@ -230,7 +230,7 @@ def test_operations_of_a_step_stand_beside_their_floor(clock: Clock, flops: Step
     for _ in range(2):
         account.start()
         product()  # generation
-        with account.passes("training", rows()), account.phase("forward"):
+        with account.phase("backward", "training", rows()), account.phase("forward"):
             product()
             clock.wait(4)
         account.finish()
@@ -246,10 +246,10 @@ def test_passes_without_gradients_need_one_forward(clock: Clock, flops: StepFlop
     flops.reference = ModelCost(token=Products(20, 40), position=Products(0, 0), pair={}, scores_rows=False)
     account = StepAccount(CPU, clock=clock, flops=flops)
     account.start()
-    with account.scoring("old_policy", *rows()):
+    with account.phase("old_policy", "old_policy", rows()):
         clock.wait(2)
         product()
-    with account.scoring("reference", *rows()):
+    with account.phase("reference", "reference", rows()):
         clock.wait(3)
         product()
     account.finish()
@@ -265,7 +265,7 @@ def test_a_prompt_in_several_micro_batches_is_needed_once(clock: Clock, flops: S
     account = StepAccount(CPU, clock=clock, flops=flops)
     batch = flat_batch([[7] * 5] * 2, [[1, 2, 3, 4], [1, 2]], groups=[3, 3])
     account.start()
-    with account.passes("training", batch.chunks(1)):
+    with account.phase("backward", "training", batch.chunks(1)):
         product()
     account.finish()
     assert values(account.drain([]))["perf/flops_floor"] == 108
@@ -274,8 +274,8 @@ def test_a_prompt_in_several_micro_batches_is_needed_once(clock: Clock, flops: S
 def test_a_pass_inside_another_is_counted_once(clock: Clock, flops: StepFlops) -> None:
     account = StepAccount(CPU, clock=clock, flops=flops)
     account.start()
-    with account.passes("training", rows()):
-        with account.scoring("old_policy", *rows()):
+    with account.phase("backward", "training", rows()):
+        with account.phase("old_policy", "old_policy", rows()):
             product()
         product()
     account.finish()
@@ -284,15 +284,15 @@ def test_a_pass_inside_another_is_counted_once(clock: Clock, flops: StepFlops) -
 
 def test_passes_outside_a_step_are_not_counted(clock: Clock, flops: StepFlops) -> None:
     account = StepAccount(CPU, clock=clock, flops=flops)
-    with account.passes("training", rows()):
+    with account.phase("backward", "training", rows()):
         product()
     account.start()
-    with account.passes("training", rows()):
+    with account.phase("backward", "training", rows()):
         product()  # of a step that is not finished
     account.start()
-    with account.phase(None), account.passes("training", rows()):
+    with account.phase(None), account.phase("backward", "training", rows()):
         product()
-    with account.passes("training", rows()):
+    with account.phase("backward", "training", rows()):
         product()
     account.finish()
     logged = values(account.drain([]))

@@ -11,8 +11,8 @@ import torch
 from prefrl import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.rows import sampled_batch
-from prefrl.trainer.base.scorer import Scores
 from prefrl.trainer.online.policy_gradient import PolicyGradient
+from prefrl.trainer.scorer import Scores
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 

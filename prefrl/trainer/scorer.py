@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoreNeed", "Scorer", "Scores"]
 
-# What is found out about the tokens of a batch before the first update from it.
-ScoreNeed = Literal["old_logprobs", "entropies", "log_collision", "values", "ref_logprobs", "ref_hidden"]
+# What is found out about the tokens of a batch before the first update from it, in nats but for the last two:
+# log-probs, entropies and log sum p^2 of the policy, log-probs of the reference; [N] values of the critic; [N, h] the
+# last hidden states of the reference, to compute its full distribution.
+ScoreNeed = Literal["old_logprobs", "entropies", "log_collision", "ref_logprobs", "values", "ref_hidden"]
 
 _PolicyScore = Literal["entropy", "log_collision"]
 _OF_POLICY: dict[ScoreNeed, _PolicyScore] = {"entropies": "entropy", "log_collision": "log_collision"}
@@ -44,7 +46,7 @@ _NO_GRAD_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What passes without gradients found out about the tokens of a batch. Only what was needed can be read.
+    """What passes without gradients found out about the tokens of a batch: `scores.old_logprobs`, see `ScoreNeed`.
 
     Raises:
         ValueError: A score is read that was not needed.
@@ -52,44 +54,17 @@ class Scores:
 
     found: Mapping[ScoreNeed, Tensor]
 
-    @property
-    def old_logprobs(self) -> Tensor:
-        """[N] nats, of the policy before the first update."""
-        return self._read("old_logprobs")
-
-    @property
-    def entropies(self) -> Tensor:
-        """[N] nats, of that policy."""
-        return self._read("entropies")
-
-    @property
-    def log_collision(self) -> Tensor:
-        """[N] nats, log sum p^2 of that policy."""
-        return self._read("log_collision")
-
-    @property
-    def values(self) -> Tensor:
-        """[N] of the critic before the first update."""
-        return self._read("values")
-
-    @property
-    def ref_logprobs(self) -> Tensor:
-        """[N] nats, of the reference."""
-        return self._read("ref_logprobs")
-
-    @property
-    def ref_hidden(self) -> Tensor:
-        """[N, h] the reference's last hidden states, to compute its full distribution."""
-        return self._read("ref_hidden")
-
     def get(self, name: ScoreNeed) -> Tensor | None:
         """A score; None if it was not needed."""
         return self.found.get(name)
 
-    def _read(self, name: ScoreNeed) -> Tensor:
-        if name not in self.found:
+    def __getattr__(self, name: str) -> Tensor:
+        """A score."""
+        if name not in get_args(ScoreNeed):
+            raise AttributeError(name)
+        if (score := cast("ScoreNeed", name)) not in self.found:
             raise ValueError(f"{name} was not computed, only {sorted(self.found)}. Name it among the needs.")
-        return self.found[name]
+        return self.found[score]
 
 
 @dataclass
@@ -198,7 +173,7 @@ class Scorer:
         """Context of a pass that scores a batch."""
         model = "policy" if kind == "old_policy" else "reference"
         work = explained(lambda: f"scoring a batch with {size_of(batch)} under the {model}", self.args, SCORING)
-        with work, self.account.scoring(kind, batch):
+        with work, self.account.phase(kind, kind, [batch]):
             yield
 
     def of_reference(
@@ -235,14 +210,6 @@ class Scorer:
                 want=want,
             )
         return scores.to(batch.device)
-
-    def reference_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
-        """[N] log-probs of `of_reference`."""
-        return self.of_reference(batch, max_tokens=max_tokens).logprobs
-
-    def policy_logprobs(self, batch: TokenBatch, *, max_tokens: int | None = None) -> Tensor:
-        """[N] log-probs of `of_policy`."""
-        return self.of_policy(batch, max_tokens=max_tokens).logprobs
 
     def budget(self, with_gradients: int) -> int:
         """Most forward tokens of a no-grad pass, if the largest training pass has `with_gradients` of them."""

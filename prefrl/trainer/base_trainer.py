@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
@@ -20,26 +20,24 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.forward import prepare_for_scoring, verdict_of
-from prefrl.models.kernels import OffloadActivations
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
+from prefrl.models.modes import disable_dropout
 from prefrl.models.plans import position_limit
 from prefrl.options.training import automatic_rate
 from prefrl.run.folder import check_writable
+from prefrl.run.records import Identity
+from prefrl.trainer import checkpointing
 from prefrl.trainer.account import StepAccount, idle_share
-from prefrl.trainer.base.arguments import check_dataset, check_names
-from prefrl.trainer.base.facts import facts_of
-from prefrl.trainer.base.references import add_kernels, change_policy, kept_reference, reader_for
-from prefrl.trainer.base.router_loss import router_coef_of, with_router_loss
-from prefrl.trainer.base.scorer import Scorer
-from prefrl.trainer.checkpointing import check_fingerprint, load_reference, save_fingerprint, save_reference
-from prefrl.trainer.decisive import data_fingerprint, decisive_options, model_fingerprint
-from prefrl.trainer.evaluation import check_metric_names, check_training_set, drained, first_rows
-from prefrl.trainer.features import MovingReference, count_flops
+from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
+from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows
+from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
+from prefrl.trainer.features import MovingReference, count_flops, parts_of_models
 from prefrl.trainer.loop import Loop
-from prefrl.trainer.memory import TRAINING, explained, size_of
-from prefrl.trainer.optimizers import averages_weights, use_averaged_weights, use_trained_weights
+from prefrl.trainer.optimizers import averages_weights, group_parameters, use_averaged_weights
+from prefrl.trainer.parts import Parts
 from prefrl.trainer.progress.history import History
-from prefrl.trainer.progress.views import add_views, closed_at_end
+from prefrl.trainer.progress.views import add_views
+from prefrl.trainer.scorer import Scorer
 from prefrl.trainer.steps import Step, SyncStep
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
 
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.losses.scores import TokenScores
     from prefrl.models.forward import WantName
@@ -66,15 +65,14 @@ Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a tr
 class BaseTrainer(Loop, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
-    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. This class
+    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. `compute_loss`
     divides by the count of the whole optimizer step over all ranks, so micro-batch size, gradient accumulation, world
     size and layout change the update by rounding only.
 
-    HuggingFace passes `training_step` one item for each gradient accumulation step. The last of them is the whole
-    `Step`, with any number of micro-batches; the items before it are empty.
+    Methods of ours stand for the hooks of HuggingFace that a trainer may have to change, see `Loop`.
     """
 
-    # HuggingFace must not divide the loss by the accumulation steps: it is divided here, by the step's item count.
+    # HuggingFace must not divide the loss by the accumulation steps: `compute_loss` divides by the step's item count.
     loss_is_scaled_for_ga = True
     _splits_rows = False  # whether processes can share the tokens of a row
     _id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
@@ -83,7 +81,6 @@ class BaseTrainer(Loop, Generic[Ready]):
     args: BaseConfig
     predicted: PredictedRows | None = None  # of the running evaluation, if anybody asks for them
     _reference_moves = False
-    _averages_weights = False  # whether the optimizer has two sets of weights
 
     def __new__(cls, *_: Any, **arguments: Any) -> Self:
         """Refuse unknown names of arguments before a constructor does, which would not say what is meant.
@@ -127,8 +124,10 @@ class BaseTrainer(Loop, Generic[Ready]):
         distributed.check_model(model, trainer=name)
         self.args = args
         processing_class = self._loaded_processing_class(model, processing_class)
-        self._router_coef = router_coef_of(model, args)
-        change_policy(args, model)
+        self.parts = Parts(parts_of_models(args, model))
+        self.parts.tell("made", self, model, "policy")
+        if args.disable_dropout:  # that of its adapter, too
+            disable_dropout(model)
         prepare_for_scoring(model)
         self.metrics = {"train": {}, "eval": {}}
         self.account = StepAccount(args.device)
@@ -184,9 +183,15 @@ class BaseTrainer(Loop, Generic[Ready]):
         distributed.check_changed_layers(self.accelerator, option=changed)
         distributed.keep_outputs_exact(self.accelerator)
 
-    def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
-        """HuggingFace's hook, called before it creates its accelerator."""
-        return distributed.accelerator_arguments(super()._build_accelerator_args(**arguments), self._parallelism)
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model that is trained, without the backend's wrapper."""
+        return cast("PreTrainedModel", distributed.unwrap(self.model))
+
+    @property
+    def policy_learns(self) -> bool:
+        """Whether this step changes the policy."""
+        return True
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -244,26 +249,28 @@ class BaseTrainer(Loop, Generic[Ready]):
     def micro_batches_of_step(self, items: list[Any]) -> tuple[list[Ready], float]:
         """The micro-batches of one optimizer step on this rank and their item count, made from the loader's items."""
 
+    @abstractmethod
+    def training_loader(self) -> Any:
+        """The training dataset in items of a micro-batch, on this process."""
+
+    @abstractmethod
+    def evaluation_loader(self, dataset: Any) -> Any:
+        """A prepared dataset in items of the evaluation, on this process."""
+
     def load_policy(self, model: str | Path | PreTrainedModel | nn.Module, **options: Any) -> PreTrainedModel:
         """The model to train; see `models.load.load_model`."""
         return load_model(model, **options)
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """HuggingFace's hook. It has just applied Liger again, to the whole process: our choice must come last."""
-        add_kernels(self.args, self.policy)
-        with closed_at_end(self.callback_handler):
-            return super()._inner_training_loop(*args, **kwargs)
-
     def _add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Create the reference that the options ask for, and move it during training if they say so."""
-        reference = kept_reference(self.args, options, self.model, given, accelerator=self.accelerator)
+        reference = kept_reference(self, options, self.model, given)
         self.scorer.reference = reference
         if reference is None:
             return
         if self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
-            self.scorer.reference_logprobs(self._idle_batch())  # runs the self-check now, as for the policy
+            self.scorer.of_reference(self._idle_batch())  # runs the self-check now, as for the policy
         if options.sync_ref_model:
             alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
             self.parts.add(MovingReference(reference, alpha=alpha, steps=steps))
@@ -287,15 +294,10 @@ class BaseTrainer(Loop, Generic[Ready]):
         """[N] scores of the response tokens; see `Scorer.scores`."""
         return self.scorer.scores(model, batch, want)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Step], float]:
-        """HuggingFace's hook, called once for each optimizer step: the step's items and its count over all ranks."""
-        self._start_step()
-        items = self.plan.next_items(epoch_iterator, num_batches)
-        if not items:
-            return [], 0.0
+    def make_step(self, items: list[Any]) -> tuple[Step, float]:
+        """The step that the data loader's items make, and its count over all ranks."""
         micro_batches, count = self.micro_batches_of_step(items)
+        device = self.args.device
         seen = self._tokens_seen(micro_batches)
         run = sum(batch.num_forward_tokens for batch in micro_batches)
         total_count, num_tokens, num_run = distributed.sum_over_ranks([count, seen, run], device)
@@ -307,13 +309,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         passes: list[TokenBatch] = [*micro_batches]
         if num_missing := int(num_forwards) - len(passes):
             passes += [self._idle_batch()] * num_missing
-        return [*(SyncStep() for _ in items[1:num_batches]), SyncStep(passes)], total_count
-
-    def _start_step(self) -> None:
-        self.parts.tell("before_step", self)
-        self.account.start()
-        if self._averages_weights:
-            use_trained_weights(self.optimizer)
+        return SyncStep(passes), total_count
 
     def _tokens_seen(self, batches: Sequence[TokenBatch]) -> int:
         """Tokens that a step adds to `num_tokens`: those of all rows, each including its own prompts."""
@@ -323,68 +319,21 @@ class BaseTrainer(Loop, Generic[Ready]):
         """One token without a loss; its forward and backward pass gives every parameter a zero gradient."""
         return IdleBatch.of_token(self.tokenizer.pad_token_id)
 
-    def training_step(
-        self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
-    ) -> Tensor:
-        """Forward and backward pass of all micro-batches of the step; the last one synchronizes gradients."""
-        loss = inputs.run(model, self.micro_step, num_items_in_batch)
+    def run_step(self, model: nn.Module, step: Step, num_items: Tensor | float | None) -> Tensor:
+        """Forward and backward pass of all micro-batches of a step; the last one synchronizes gradients."""
+        loss = step.run(model, self.micro_step, num_items)
         loss = loss.to(self.args.device, non_blocking=True)  # without micro-batches, it is on the host
-        self.current_step, self.step_loss = inputs, loss
-        if inputs.micro_batches:
+        self.current_step, self.step_loss = step, loss
+        if step.micro_batches:
             self.account.switch("optimizer")
         return loss
 
-    def micro_step(
-        self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
-    ) -> Tensor:
-        """Forward and backward pass of one micro-batch; the last one of a step synchronizes gradients over ranks."""
-        distributed.announce_backward(self.accelerator, is_last=is_last)
-        # HuggingFace's training_step runs compute_loss, which is timed as the forward phase, and the backward pass.
-        with (
-            explained(lambda: f"the training pass of a micro-batch with {size_of(batch)}", self.args, TRAINING),
-            self.account.passes("training", [batch]),
-            self.account.phase("backward"),
-            nullcontext() if is_last else distributed.no_sync(model),
-        ):
-            loss: Tensor = super().training_step(model, batch, num_items)
-        return loss
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Ready | IdleBatch,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | float | None = None,
-    ) -> Any:
-        """This micro-batch's share of the step's loss.
-
-        Raises:
-            ValueError: `return_outputs` is set, or the step's count is missing.
-        """
-        if return_outputs or num_items_in_batch is None:
-            raise ValueError(
-                "compute_loss needs num_items_in_batch, and returns only the loss: return_outputs must be False"
-            )
-        with self.account.phase("forward"):
-            if isinstance(inputs, IdleBatch):
-                return self._forward_sum(model, inputs) * 0.0
-            with self._saved_activations():
-                output = self.full_loss(model, inputs)
-        merge(self.metrics["train"], output.metrics)
-        # A loss that is not finite shows in the gradients, too: DeepSpeed updates before anybody can look at the loss.
-        total = output.total * (1.0 + 0.0 * output.total.detach())
-        # Data-parallel backends average gradients over ranks, but items are counted over all of them.
-        return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
-
     def full_loss(self, model: nn.Module, batch: Ready) -> LossOutput:
-        """`loss` and, for a mixture of experts, the balancing loss of its routers."""
-        loss, coef = partial(self.loss, model, batch), self.router_coef
-        return loss() if coef == 0 else with_router_loss(loss, self.scorer, batch, self.row_items(batch), coef=coef)
-
-    @property
-    def router_coef(self) -> float:
-        """Weight of the routers' balancing loss in this step; 0: it is not computed."""
-        return self._router_coef
+        """`loss`, and what parts do around it."""
+        compute = partial(self.loss, model, batch)
+        for around in self.parts.listeners["around_loss"]:
+            compute = partial(around, self, batch, compute)
+        return compute()
 
     def _evaluated(self, model: nn.Module, batches: Sequence[Ready], *, num_missing: int) -> Iterator[LossOutput]:
         """The loss of each micro-batch of an evaluation; then passes that only other ranks have a loss for."""
@@ -393,18 +342,11 @@ class BaseTrainer(Loop, Generic[Ready]):
                 output = self.full_loss(model, batch.to(self.args.device))
             yield output
         for _ in range(num_missing):
-            self._forward_sum(model, self._idle_batch().to(self.args.device))
+            self.forward_sum(model, self._idle_batch().to(self.args.device))
 
-    def _saved_activations(self) -> AbstractContextManager[None]:
-        """Context of a forward pass that stores its activations on the host if `activation_offloading` is set."""
-        return OffloadActivations(self.args.device.type) if self.args.activation_offloading else nullcontext()
-
-    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """Scalar that depends on every parameter of the forward pass, so that each gets a gradient."""
         return self.score(model, batch, want=()).logprobs.sum()
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
 
     def cut(self, batch: Ready, rows_per_micro_batch: int) -> list[Ready]:
         """Cut a batch into micro-batches, by tokens if `max_tokens_per_micro_batch` is set, otherwise by rows."""
@@ -412,12 +354,9 @@ class BaseTrainer(Loop, Generic[Ready]):
             return batch.split(self.args.max_tokens_per_micro_batch)
         return batch.chunks(rows_per_micro_batch)
 
-    def floating_point_ops(self, inputs: Step) -> int:
-        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
-        return self._flops_of_token * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
-
     @cached_property
-    def _flops_of_token(self) -> int:
+    def flops_of_token(self) -> int:
+        """Operations of a forward and a backward pass: 6 for each parameter outside embeddings."""
         return 6 * num_weights(self.policy)
 
     # Datasets.
@@ -441,20 +380,38 @@ class BaseTrainer(Loop, Generic[Ready]):
     @property
     def phases(self) -> list[str]:
         """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
-        return ["forward", "backward", "optimizer", *(["reference"] if self.reference is not None else [])]
+        return ["forward", "backward", "optimizer", *(["reference"] if self.scorer.reference is not None else [])]
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """HuggingFace's hook: adds the metrics since the last log, under TRL's names; at the end, too."""
-        is_rest = "train_runtime" in logs and self._globalstep_last_logged < self.state.global_step
-        if "loss" in logs or is_rest:
-            merge(self.metrics["train"], self.account.drain(self.phases))
-            logs |= drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
-        super().log(logs, start_time)
+    # Changes of what HuggingFace does.
+
+    def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Give a new optimizer its parameter groups."""
+        group_parameters(optimizer, model, self.args)
+
+    def adapt_scheduler(self, scheduler: Any, num_training_steps: int) -> Any:
+        """A new schedule as this trainer needs it."""
+        return scheduler
+
+    def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """The parameters in the penalty of a step."""
+        return model.parameters()
+
+    @property
+    def evaluates_averages(self) -> bool:
+        """Whether the weights that are evaluated now are others than those that are trained."""
+        return averages_weights(self.optimizer) or any(self.parts.tell("has_replaced_weights", self))
+
+    def run_evaluation(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
+        """See `Evaluation.run`."""
+        return self.evaluation.run(dataloader, prefix)
+
+    def close(self) -> None:
+        """Release what other processes hold for this trainer."""
 
     # Checkpoints.
 
     def decisive(self) -> dict[str, Any]:
-        """See `Loop`."""
+        """What decides the updates of this training, JSON values by name."""
         is_sought = self.args.sought == {"per_device_train_batch_size"}  # `found_sizes` says how many rows were found
         return {
             "algorithm": self.algorithm,
@@ -464,13 +421,24 @@ class BaseTrainer(Loop, Generic[Ready]):
             **decisive_options(self.args),
         }
 
+    def identity(self) -> Identity:
+        """What checkpoints say about their run."""
+        model = getattr(self.policy.config, "name_or_path", "")
+        return Identity(run=self.run_folder.run, decisive=self.decisive(), model=model, sizes=self.found_sizes)
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint now. All processes must call it."""
+        self._save_checkpoint(self.model, None)
+
     def _save_update_state(self, folder: Path) -> None:
-        """See `Loop`; also writes the reference if it moves, or the fingerprint of its weights."""
-        super()._save_update_state(folder)
+        """Write all other state that the next update depends on. All ranks must call it.
+
+        HuggingFace saves the model, optimizer, scheduler and random states.
+        """
+        checkpointing.write_update_state(self, folder)
+        self.parts.tell("save", self, folder)
         if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
-            save_fingerprint(fingerprint, folder)
-        if self._reference_moves and self.reference is not None:
-            save_reference(self.reference, folder, writes=self.args.should_save)
+            checkpointing.save_fingerprint(fingerprint, folder)
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote. All ranks must call it.
@@ -478,18 +446,31 @@ class BaseTrainer(Loop, Generic[Ready]):
         Raises:
             ConfigError: The checkpoint was trained with a reference of other weights.
         """
-        super()._load_update_state(folder)
+        checkpointing.read_update_state(self, folder)
+        self.parts.tell("load", self, folder)
         if (fingerprint := self._reference_fingerprint()) is not None:
-            check_fingerprint(fingerprint, folder)
-        if self._reference_moves and self.reference is not None:
-            load_reference(self.reference, folder)
+            checkpointing.check_fingerprint(fingerprint, folder)
 
     def _reference_fingerprint(self) -> str | None:
         """Fingerprint of the weights of a reference that does not move; None if there is none. All ranks call it."""
         return None if self.reference is None or self._reference_moves else self.reference.fingerprint()
 
     def write_model(self, folder: Path) -> None:
-        """See `Loop`."""
+        """Write model, tokenizer and options to a folder. All processes must call it."""
         state = whole_state(self.policy, keep=self.args.should_save)
         if self.args.should_save:
-            self._save(str(folder), state)
+            self.write_state(folder, state)
+
+    def write_state(self, folder: Path, state: dict[str, Tensor] | None) -> None:
+        """Write the weights in `state`, None: the policy's own, tokenizer and options; on the process that writes."""
+        self._save(str(folder), state)
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Put the weights of a checkpoint of this run into the policy. All ranks must call it."""
+        best = self.state.best_model_checkpoint
+        self.state.best_model_checkpoint = str(checkpoint)  # which HuggingFace loads
+        self._load_best_model()
+        self.state.best_model_checkpoint = best
+
+    def best_loaded(self, checkpoint: Path) -> None:
+        """The policy has the weights of a checkpoint."""

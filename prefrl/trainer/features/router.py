@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any, cast
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean
 from prefrl.models.routers import RouterRecord, router_loss_coef
+from prefrl.trainer.parts import Part, Run
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from prefrl.trainer.base.scorer import Scorer
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.types import TokenBatch
 
-__all__ = ["router_coef_of", "with_router_loss"]
+__all__ = ["RouterLoss", "router_loss"]
 
 
-def router_coef_of(model: PreTrainedModel, args: BaseConfig) -> float:
-    """The weight of the routers' loss in a training run; 0: there is no such loss. See `router_loss_coef`.
+def router_loss(args: BaseConfig, model: PreTrainedModel) -> RouterLoss | None:
+    """The routers' loss that the options or the config of a mixture of experts ask for; see `router_loss_coef`.
 
     Raises:
         ConfigError: The option has no effect, or reentrant checkpoints would cut the gradient of the loss.
@@ -35,32 +34,31 @@ def router_coef_of(model: PreTrainedModel, args: BaseConfig) -> float:
             "activation_checkpointing_kwargs: no gradient of the routers' loss leaves a reentrant checkpoint. Set "
             "use_reentrant to False, or router_aux_loss_coef=0.0."
         )
-    return coef
+    return None if coef == 0 else RouterLoss(coef)
 
 
-def with_router_loss(
-    loss: Callable[[], LossOutput], scorer: Scorer, batch: TokenBatch, row_items: Tensor, *, coef: float
-) -> LossOutput:
-    """A micro-batch's loss, plus coef * sum over rows of (items of the row) * (balancing loss of the row).
+class RouterLoss(Part):
+    """Adds coef * sum over rows of (items of the row) * (balancing loss of the row) to a micro-batch's loss.
 
     The sum is divided by the items of the whole optimizer step, as every loss is. What is added to the step's loss is
     therefore coef * the mean over its rows, each with the weight that it has in the trainer's own loss. The loss of a
     row with several responses is the mean over them; see `losses.router_balance`.
-
-    Args:
-        loss: Computes the trainer's loss, with one pass of the policy through `scorer`.
-        scorer: Records that pass.
-        batch: The rows.
-        row_items: [B] what each row counts among the items.
-        coef: > 0.
     """
-    scorer.routers = record = RouterRecord()
-    try:
-        output = loss()
-    finally:
-        scorer.routers = None
-    shares = batch.on_device([1 / len(batch.responses[row]) for row in batch.response_row])
-    weights = row_items[batch.on_device(batch.response_row)] * shares
-    total = (weights * record.losses).sum()
-    metrics = {"aux_loss": Mean(total.detach(), row_items.sum())}
-    return LossOutput(output.total + coef * total, output.metrics | metrics)
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def around_loss(self, run: Run, batch: TokenBatch, compute: Callable[[], LossOutput]) -> LossOutput:
+        """See `Part`; the loss comes from one pass of the policy through the scorer, which records it."""
+        if not run.policy_learns:
+            return compute()
+        run.scorer.routers = record = RouterRecord()
+        try:
+            output = compute()
+        finally:
+            run.scorer.routers = None
+        shares = batch.on_device([1 / len(batch.responses[row]) for row in batch.response_row])
+        row_items = run.row_items(batch)
+        total = (row_items[batch.on_device(batch.response_row)] * shares * record.losses).sum()
+        metrics = {"aux_loss": Mean(total.detach(), row_items.sum())}
+        return LossOutput(output.total + self.coef * total, output.metrics | metrics)

@@ -1,4 +1,4 @@
-"""Checks the arguments of every trainer's constructor before anything is loaded."""
+"""What trainers' constructors are given: arguments, checked before anything is loaded; models beside the policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import datasets
 from torch import nn
@@ -15,11 +15,25 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from prefrl import distributed
+from prefrl.data.image_example import example_batch
+from prefrl.data.images import image_reader
 from prefrl.errors import ConfigError, DataError
+from prefrl.models.forward import set_image_example
+from prefrl.models.load import arguments_for_other, load_model
+from prefrl.models.reference import make_reference
 from prefrl.options.fields import default_of
 from prefrl.options.names import ARGUMENTS, TRAINER_NAMES, nearest
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from prefrl.data.images import ImageReader, ProcessingClass
+    from prefrl.models.reference import Reference
+    from prefrl.options.preference import ReferenceOptions
+    from prefrl.trainer.parts import Run
 
 __all__ = [
     "check_arguments",
@@ -28,8 +42,11 @@ __all__ = [
     "check_names",
     "check_stream",
     "default_output_dir",
+    "kept_reference",
+    "loaded_reference",
     "named",
     "own_config",
+    "reader_for",
 ]
 
 # The positional parameters after `args` where they are not named, in TRL's order.
@@ -289,3 +306,32 @@ def default_output_dir(model: object, suffix: str) -> str:
     """The output folder of a run without `args`: `<model name>-<suffix>`."""
     name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
     return f"{Path(name).name or type(model).__name__}-{suffix}"
+
+
+def loaded_reference(
+    given: str | Path | PreTrainedModel | None, policy: PreTrainedModel, args: BaseConfig
+) -> PreTrainedModel | None:
+    """The user's `ref_model`; one that is given by name or path is loaded with `model_init_kwargs`."""
+    if not isinstance(given, str | Path):
+        return given
+    arguments = cast("dict[str, Any] | None", args.model_init_kwargs)
+    return load_model(given, model_init_kwargs=arguments_for_other(given, policy, arguments))
+
+
+def kept_reference(
+    run: Run, options: ReferenceOptions, model: PreTrainedModel, given: PreTrainedModel | None
+) -> Reference | None:
+    """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
+    reference = make_reference(model, beta=options.beta, moves=options.sync_ref_model, given=given)
+    if reference is not None and reference.own_model is not None:
+        run.parts.tell("made", run, reference.own_model, "reference")
+        distributed.prepare_frozen(run.accelerator, reference.own_model)
+    return reference
+
+
+def reader_for(model: nn.Module, processing_class: ProcessingClass) -> ImageReader | None:
+    """The reader of images of a processor, with which the model's self-check is prepared; None for text."""
+    reader = image_reader(processing_class)
+    if reader is not None:
+        set_image_example(model, example_batch(reader))
+    return reader
