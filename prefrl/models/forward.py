@@ -97,15 +97,16 @@ def score_pieces(
         Pieces, in any order, and their results, for `in_batch_order`. `group_index` of a piece holds the row numbers
         in `batch`. Without rows, the only piece is an idle row.
     """
-    idle = IdleBatch.of_token().to(batch.device)
     pieces: list[TokenBatch] = [batch.replace(group_index=tuple(range(batch.num_rows)))]
     if not batch.num_rows:
-        pieces = [idle]
+        pieces = [IdleBatch.of_token().to(batch.device)]
     elif max_tokens is not None:
         pieces = pieces[0].split(max_tokens)
-    num_missing = missing_passes(model, len(pieces), batch.device)
+    passes = pieces
+    if num_missing := missing_passes(model, len(pieces), batch.device):
+        passes = [*pieces, *[IdleBatch.of_token().to(batch.device)] * num_missing]
     with torch.no_grad():
-        results = [score(piece) for piece in [*pieces, *[idle] * num_missing]]
+        results = [score(piece) for piece in passes]
     release(model)
     return pieces, results[: len(pieces)]
 
@@ -229,12 +230,13 @@ def token_logprobs(
             hidden states are wanted and cannot be read.
         ValueError: The batch has no rows.
     """
-    if prepare_for_scoring(model).is_classifier:
+    state = prepare_for_scoring(model)
+    if state.is_classifier:
         raise ConfigError(
             f"model is a {type(inner_model(model)).__name__}, which scores sequences, but log-probs need a "
             "language-model head. Load it with AutoModelForCausalLM."
         )
-    verdict, rows = verdict_of(model), with_idle_image(model, batch)
+    verdict, rows = verdict_of(model), batch if state.image_example is None else with_idle_image(model, batch)
     if reference is not None and rows is not batch:
         more = rows.num_tokens - batch.num_tokens
         reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
@@ -309,7 +311,7 @@ def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: PlanVerd
 def verdict_of(model: nn.Module) -> PlanVerdict:
     """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed."""
     state = prepare_for_scoring(model)
-    if state.verdict is None or state.verdict.fingerprint != fingerprint(model):
+    if state.verdict is None or state.verdict.fingerprint != fingerprint(model, state):
         state.verdict = check_plans(model, state.image_example)
         _report(model, state.verdict, has_images=state.image_example is not None)
     return state.verdict

@@ -140,6 +140,7 @@ class ScoringState:
     original_forward: Callable[..., Any]
     is_classifier: bool  # whether it returns one vector of scores per sequence
     transform: tuple[float, float | None]  # `logit_transform`
+    head: nn.Module | None = None  # `output_head`, when the model was last prepared
     liger_options: dict[str, bool] | None = None  # with which Liger's kernels were put into it; None: it has none
     verdict: PlanVerdict | None = None
     image_example: TokenBatch | None = None  # rows with images, for the self-check
@@ -210,8 +211,9 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
         state = ScoringState(inner, inner.forward, is_classifier(inner), logit_transform(inner))
         setattr(inner, _STATE, state)
         inner.forward = MethodType(_scoring_forward(inner.forward), inner)
-    head = None if state.is_classifier else output_head(inner)  # LoRA and new tokens may have put another one there
-    if head is not None and HEAD_FORWARD not in vars(head):
+    # LoRA and new tokens may have put another one there.
+    state.head = head = output_head(inner) if state.is_classifier else inner.get_output_embeddings()
+    if head is not None and not state.is_classifier and HEAD_FORWARD not in vars(head):
         setattr(head, HEAD_FORWARD, head.forward)
         head.forward = MethodType(_reading_forward, head)
     return state
@@ -408,7 +410,7 @@ class TokenReadout:
             "truncation": self.cuts,
             "reference": self.reference,
         }
-        head = None if request.own_logits else output_head(model)
+        head: nn.Module | None = None if request.own_logits else getattr(model, _STATE).head
         if head is None:
             return packed(module_logprobs(rows, targets, _identity, **options))
         hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())

@@ -22,7 +22,6 @@ from prefrl.models.scoring import (
     TokenReadout,
     inner_model,
     needed_head,
-    output_head,
     pad_token_id,
     prepare_for_scoring,
     read_out,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.models.plans import ForwardPlan, ModelInputs
-    from prefrl.models.scoring import Readout, ScoringRequest
+    from prefrl.models.scoring import Readout, ScoringRequest, ScoringState
 
 __all__ = ["check_plans", "fingerprint"]
 
@@ -70,11 +69,15 @@ _NO_EXAMPLE = "the self-check had no row with images: see set_image_example"
 _LONGEST_TESTED_WINDOW = 128
 
 
-def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """The properties that a verdict depends on: the kind of head, of PEFT, of attention and of kernels."""
-    state = prepare_for_scoring(model)
+def fingerprint(model: nn.Module, state: ScoringState) -> tuple[object, ...]:
+    """The properties that a verdict depends on: the kind of head, of PEFT, of attention and of kernels.
+
+    Args:
+        model: Prepared.
+        state: What `prepare_for_scoring` has just returned for it.
+    """
     attention_name = state.model.config.get_text_config()._attn_implementation
-    return type(output_head(state.model)), _uses_prompt_learning(model), attention_name, state.liger_options
+    return type(state.head), _uses_prompt_learning(model), attention_name, state.liger_options
 
 
 def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> PlanVerdict:
@@ -119,7 +122,7 @@ def _checked_plans(model: nn.Module, image_example: TokenBatch | None) -> PlanVe
         if scores_rows and own_logits:
             _check_own_padding(bare, batch)
     image_reasons = failures[1] if len(failures) > 1 else dict.fromkeys(_FLAT_PLANS, _NO_EXAMPLE)
-    return PlanVerdict(failures[0], image_reasons, own_logits, fingerprint(model))
+    return PlanVerdict(failures[0], image_reasons, own_logits, fingerprint(model, state))
 
 
 def _compared(

@@ -70,7 +70,11 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if episodes:
         metrics |= _of_episodes(rollouts, episodes)
-    deviations = _group_deviations(rollouts)
+    groups: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward == rollout.reward:
+            groups.setdefault(rollout.group, []).append(rollout.reward)
+    deviations = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups.values()]
     metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
     metrics["frac_unscored"] = Mean(sum(rollout.reward != rollout.reward for rollout in played), len(played))
@@ -111,14 +115,6 @@ def _lengths(area: str, quantity: str, lengths: Sequence[int]) -> dict[str, Metr
         f"{area}/min_{quantity}": Min(min(lengths, default=math.inf), empty=0.0),
         f"{area}/max_{quantity}": Max(max(lengths, default=0)),
     }
-
-
-def _group_deviations(rollouts: Sequence[Rollout]) -> list[float]:
-    totals: dict[int, list[float]] = {}
-    for rollout in rollouts:
-        if rollout.reward == rollout.reward:
-            totals.setdefault(rollout.group, []).append(rollout.reward)
-    return [statistics.stdev(group) if len(group) > 1 else 0.0 for group in totals.values()]
 
 
 def as_text(value: Any) -> str:

@@ -68,7 +68,20 @@ class TokenSampler:
         self._is_greedy = sampling.temperature == 0
         self._wants_raw = sampling.logprobs == "raw"
         self.reads_history = sampling.repetition_penalty != 1.0
-        self._processors = _processors(sampling)
+        # In vLLM's order, which `losses.truncation` follows, too: transformers' generate applies min_p last.
+        self._processors: list[LogitsProcessor] = []
+        if self.reads_history:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+        if self._is_greedy:
+            return
+        if sampling.temperature != 1.0:
+            self._processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.min_p:
+            self._processors.append(MinPLogitsWarper(sampling.min_p))
+        if sampling.top_k:
+            self._processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self._processors.append(TopPLogitsWarper(sampling.top_p))
 
     def draw(self, logits: Tensor, uniforms: Tensor, history: Tensor | None) -> Draw:
         """Draw a token for each row.
@@ -98,24 +111,6 @@ class TokenSampler:
             if self._wants_raw:
                 logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
             return Draw(tokens, logprobs, is_valid)
-
-
-def _processors(sampling: SamplingParams) -> list[LogitsProcessor]:
-    # In vLLM's order, which `losses.truncation` follows, too: transformers' generate applies min_p last.
-    processors: list[LogitsProcessor] = []
-    if sampling.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
-    if sampling.temperature == 0:
-        return processors
-    if sampling.temperature != 1.0:
-        processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.min_p:
-        processors.append(MinPLogitsWarper(sampling.min_p))
-    if sampling.top_k:
-        processors.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1.0:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    return processors
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -169,6 +169,13 @@ class Prompts:
         self._rows_of_generation = rows_of_generation
         self._collector = collector
         self._sampling = args.sampling_params()
+        self.num_prompts = prompts_per_generation(args)
+        self._groups = positions_of_rank(  # those of this rank
+            self.num_prompts,
+            num_updates=args.updates_per_generation,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+        )
         self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
         # What options add; None: the option is off.
         self.prefetched: PrefetchQueue | None = None
@@ -229,17 +236,8 @@ class Prompts:
             rows = self.curriculum.choose(rows, seed=self._args.seed, generation=number)
         self._rows = rows
         step = number * self._args.steps_of_a_generation
-        seeds = {group: prompt_seed(self._args.seed, step, group) for group in self._groups(len(rows))}
+        seeds = {group: prompt_seed(self._args.seed, step, group) for group in self._groups}
         return self._collector.ask([self._dataset[rows[group]] for group in seeds], self._sampling, seeds)
-
-    def _groups(self, num_prompts: int) -> list[int]:
-        """The groups of this rank."""
-        return positions_of_rank(
-            num_prompts,
-            num_updates=self._args.updates_per_generation,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-        )
 
     def _with_visits(self, collected: Collected, rows: Sequence[int]) -> Collected:
         """Update the curriculum with the rewards of all ranks, and note them."""
@@ -254,7 +252,6 @@ class Prompts:
 
     def _with_signal(self, collected: Collected, number: int, params: ResamplingParams) -> Collected:
         resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
-        groups = self._groups(len(resampling.rows))
         while True:
             mine = signal_values(collected.rollouts, metric=params.reward_metric)
             everyone = [pair for part in distributed.gather_objects(mine) for pair in part]
@@ -263,14 +260,14 @@ class Prompts:
                 break
             weights = None if self.curriculum is None else self.curriculum.weights
             redrawn = resampling.redraw(without_signal, weights=weights)
-            seeds = {group: resampling.sample_seed(group) for group in groups if group in redrawn}
+            seeds = {group: resampling.sample_seed(group) for group in self._groups if group in redrawn}
             # All ranks make a request, even those without a group to replace: recovery of a server may need them.
             asked = [self._dataset[resampling.rows[group]] for group in seeds]
             new = self._collector.collect(self._collector.ask(asked, self._sampling, seeds))
             if self.curriculum is not None:
                 new = self._with_visits(new, resampling.rows)
             collected = replace(replace_groups(collected, new), visits=[*collected.visits, *new.visits])
-        return replace(collected, metrics=resampling.metrics(groups, without_signal))
+        return replace(collected, metrics=resampling.metrics(self._groups, without_signal))
 
     # Checkpoints. The curriculum is the same on all ranks.
 

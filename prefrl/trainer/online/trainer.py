@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.generation.base import Generator
-    from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.config import PolicyGradientConfig
@@ -170,8 +170,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
-        company = partial(distributed.in_company, device=args.device)
-        self._collector = Collector(self.rewards, sampler, state, clock, lambda: company(self.rewards.passes))
+        self._collector = Collector(self.rewards, sampler, state, clock)
+        if self.rewards.models:
+            company = partial(distributed.in_company, device=args.device)
+            self._collector = replace(self._collector, company=lambda: company(self.rewards.passes))
         self._evaluation = EvaluationRollouts(args, self._collector)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
@@ -189,23 +191,21 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
         self.health = SignalHealth(args)
+        self._keeps_logprobs = args.num_iterations > 1  # of a training pass, for the later visits of its batch
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
     def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """See the objective."""
         ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
-        return self._policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
+        scores = self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden)
+        if self._keeps_logprobs:
+            self._fresh_logprobs.append(scores.logprobs.detach())
+        return self.objective(batch, scores)
 
     def row_items(self, batch: Any) -> Tensor:
         """See the objective."""
         return self.objective.row_items(batch)
-
-    def _policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
-        """See the objective; keeps the log-probs for the later visits of the batch."""
-        if self.args.num_iterations > 1:
-            self._fresh_logprobs.append(scores.logprobs.detach())
-        return self.objective(batch, scores)
 
     # Datasets.
 
@@ -248,7 +248,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
             generations = {number: self._collect(number) for number in self.plan.units}
-            rollouts = joined(list(generations.values()), num_prompts=prompts_per_generation(self.args))
+            rollouts = joined(list(generations.values()), num_prompts=self.prompts.num_prompts)
             learned = self._learned(rollouts, num_parts=self.args.updates_per_generation)
             merge(self.metrics["train"], learned.metrics)
             for number, collected in generations.items():
@@ -456,7 +456,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `Loop`; the updates also depend on the rewards and on how many prompts a generation has."""
         return {
             **super().decisive(),
-            "prompts_per_generation": prompts_per_generation(self.args),
+            "prompts_per_generation": self.prompts.num_prompts,
             "steps_of_a_generation": self.args.steps_of_a_generation,
             "rewards": self.rewards.fingerprints,
             "episodes": self.episodes.fingerprints,
