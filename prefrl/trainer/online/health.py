@@ -14,7 +14,7 @@ from prefrl.metrics import Mean, Metric
 from prefrl.printable import printable
 
 if TYPE_CHECKING:
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.options.policy_gradient import PolicyGradientOptions
     from prefrl.types import Rollout
 
 __all__ = ["SignalHealth"]
@@ -37,7 +37,7 @@ class SignalHealth:
         args: Options.
     """
 
-    def __init__(self, args: PolicyGradientConfig) -> None:
+    def __init__(self, args: PolicyGradientOptions) -> None:
         self._args = args
         self._num_steps = 0  # without a signal, one after another
         # In these steps: all completions; those with an advantage that is not 0, and trained on; those for which every
