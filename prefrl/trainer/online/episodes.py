@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import datasets
 
@@ -19,16 +19,19 @@ from prefrl.rollout.collect import CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
 from prefrl.rollout.episodes.options import EpisodeLimits
+from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.config import PolicyGradientConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.data.tools import Schema
     from prefrl.generation.base import Generator
     from prefrl.trainer.online.config import OnlineConfig
 
-__all__ = ["EnvironmentFactory", "Episodes", "Tools"]
+__all__ = ["EnvironmentFactory", "Episodes", "Tools", "OnlineArguments"]
 
 Tools = list[Callable[..., Any]]
 EnvironmentFactory = Callable[[], Any] | Mapping[str, Callable[[], Any]]
@@ -163,3 +166,18 @@ def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLi
         reasoning_in_history=args.reasoning_in_history,
         max_concurrent_environments=args.max_concurrent_environments,
     )
+
+
+class OnlineArguments(TypedDict, total=False):
+    """See `OnlineTrainer`."""
+
+    train_dataset: Dataset | IterableDataset | None
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None
+    processing_class: ProcessingClass | None
+    reward_processing_classes: ProcessingClass | list[ProcessingClass | None] | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: Optimizers
+    quantization_config: BitsAndBytesConfig | None
+    peft_config: PeftConfig | None
+    tools: Tools | None
+    environment_factory: EnvironmentFactory | None
