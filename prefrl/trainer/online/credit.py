@@ -20,8 +20,8 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean
 from prefrl.options.advantage import ScaleParams
+from prefrl.rollout.batches import turn_index, turn_rewards
 from prefrl.rollout.collect import prompt_seed
-from prefrl.rollout.rows import turn_index, turn_rewards
 from prefrl.rollout.selection import contested_prefix_lengths
 from prefrl.trainer.online.policy_terms import token_mean
 

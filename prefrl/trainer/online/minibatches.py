@@ -15,7 +15,7 @@ from prefrl import distributed
 from prefrl.data.rows import list_lengths
 from prefrl.data.samplers import cost_of_segments, deal
 from prefrl.errors import ConfigError
-from prefrl.rollout.buffer import Minibatch
+from prefrl.rollout.batches import Minibatch
 from prefrl.trainer.online.learner import Ready, Rows
 from prefrl.types import Completion, Rollout, TokenBatch, Turn
 

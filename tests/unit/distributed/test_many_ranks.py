@@ -25,7 +25,7 @@ from prefrl.data.samplers import Dealing, GenerationBatchSampler, StepBatchSampl
 from prefrl.distributed import shards
 from prefrl.distributed.processes import form_teams
 from prefrl.errors import DataError
-from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.batches import Minibatch, RolloutBuffer
 from prefrl.rollout.journal import Journal
 from prefrl.scripts.report.page import _FILE
 from prefrl.trainer.online.minibatches import share_out
