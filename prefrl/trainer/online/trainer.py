@@ -22,7 +22,7 @@ from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.summary import Tables, collected_metrics, log_collected
+from prefrl.rollout.summary import SignalHealth, Tables, collected_metrics, log_collected
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.scorer import Scores
@@ -31,7 +31,6 @@ from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.online.episodes import Episodes
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.generators import make_generator, server_metrics
-from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
