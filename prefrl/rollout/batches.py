@@ -1,7 +1,6 @@
 """The batch of some rollouts, and the buffer of the minibatches that training currently learns from.
 
-What is trained on is ids that were sent and ids that were sampled, and nothing else. The buffer is cut into minibatches, reused,
-and saved in checkpoints.
+What is trained on is ids that were sent and ids that were sampled, and nothing else.
 """
 
 from __future__ import annotations

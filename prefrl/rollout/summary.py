@@ -1,4 +1,4 @@
-"""Logs a batch of rollouts: metrics, a table, what trackers get.
+"""What is told of a batch of rollouts: metrics, a table, what trackers get, and that it says nothing.
 
 Completions are the words of a model: the terminal takes no commands from them, and no text is too long to be shown.
 """
@@ -239,9 +239,6 @@ def print_table(rollouts: Sequence[Rollout], *, title: str, console: Console) ->
     console.print(table)
 
 
-_log = logging.getLogger(__name__)
-
-
 class Tables:
     """Logs tables to Weights & Biases, Trackio, MLflow and Comet, whichever of them a run reports to.
 
@@ -266,7 +263,7 @@ class Tables:
                 _SENDERS[tracker](sys.modules[tracker], name, list(columns), [list(row) for row in rows], step)
             except Exception as error:  # it must not end the training
                 self._trackers.remove(tracker)
-                _log.warning("%s gets no further tables, because it failed: %s", tracker, reason_of(error))
+                logger.warning("%s gets no further tables, because it failed: %s", tracker, reason_of(error))
 
 
 def _to_wandb(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
