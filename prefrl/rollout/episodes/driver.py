@@ -22,8 +22,7 @@ from prefrl.rewards.call import EventLoopThread
 from prefrl.rollout.episodes.environment import EnvironmentKind
 from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
 from prefrl.rollout.episodes.seats import Seat, Seats
-from prefrl.rollout.episodes.threads import MainThread
-from prefrl.rollout.episodes.watchdog import watched_loop
+from prefrl.rollout.episodes.threads import MainThread, watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
