@@ -27,7 +27,7 @@ from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
     from prefrl.generation.base import Generator, SamplingParams, TurnSampler
-    from prefrl.rollout.episodes.options import EpisodeLimits
+    from prefrl.rollout.episodes.play import EpisodeLimits
 
 __all__ = ["EpisodeSampler", "EpisodesPending"]
 

@@ -18,7 +18,7 @@ from prefrl.rewards.runner import reward_fingerprint
 from prefrl.rollout.collect import CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
-from prefrl.rollout.episodes.options import EpisodeLimits
+from prefrl.rollout.episodes.play import EpisodeLimits
 from prefrl.trainer.base.trainer import Optimizers
 from prefrl.trainer.online.config import PolicyGradientConfig
 
