@@ -1,4 +1,7 @@
-"""Threads on which user code runs, and a watch over it: code that blocks the event loop of episodes cannot be ended by a limit."""
+"""Threads on which user code runs, and a watch over it.
+
+Code that blocks the event loop of episodes is told of: then no time limit of a call can end it.
+"""
 
 from __future__ import annotations
 
