@@ -27,8 +27,7 @@ from prefrl.losses.chunks import (
     slices_of,
 )
 from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
-from prefrl.losses.reduce import check_same_shape
-from prefrl.losses.scores import ScoreName, TokenScores, WantName
+from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
-from prefrl.losses.scores import TokenScores, WantName
+from prefrl.losses.per_token import TokenScores, WantName
 from prefrl.losses.truncation import TokenHistory, TokenTruncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates

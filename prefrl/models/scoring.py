@@ -26,7 +26,7 @@ from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
-from prefrl.losses.scores import ScoreName, TokenScores, WantName
+from prefrl.losses.per_token import ScoreName, TokenScores, WantName
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, padded_with

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.metrics import Metric
     from prefrl.rewards.base import RewardSource
     from prefrl.rewards.runner import RewardRunner

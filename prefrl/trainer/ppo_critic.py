@@ -14,8 +14,8 @@ from torch import nn
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.losses.per_token import token_weights
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.reduce import token_weights
 from prefrl.losses.supervised import value_loss
 from prefrl.metrics import ExplainedVariance, Metric
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model

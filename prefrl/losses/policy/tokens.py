@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefrl.losses.reduce import check_same_shape, row_sums, trainable_per_row
+from prefrl.losses.per_token import check_same_shape, row_sums, trainable_per_row
 from prefrl.options.policy import ImportanceLevel
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-    from prefrl.losses.scores import TokenScores
+    from prefrl.losses.per_token import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.options.reference import ReferenceOptions

@@ -15,9 +15,9 @@ from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRow
 from prefrl.losses.advantage.scored import Moments, moments, whitened
 from prefrl.losses.advantage.tokens import turn_advantages
 from prefrl.losses.kl import KL_ESTIMATORS
+from prefrl.losses.per_token import row_sums
 from prefrl.losses.policy.covariance import covariance, token_keys
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.reduce import row_sums
 from prefrl.metrics import Mean
 from prefrl.options.advantage import ScaleParams
 from prefrl.rollout.batches import turn_index, turn_rewards

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.metrics import Metric
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.online.config import OnlineConfig

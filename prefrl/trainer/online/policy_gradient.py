@@ -17,7 +17,7 @@ from prefrl.losses.advantage.estimators import (
     normalize_rows,
     row_totals,
 )
-from prefrl.losses.reduce import row_sums
+from prefrl.losses.per_token import row_sums
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.rollout.selection import row_counts
 from prefrl.trainer.online.credit import (

@@ -9,9 +9,9 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.per_token import row_items, row_sums, token_weights
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.tokens import PolicyTokens
-from prefrl.losses.reduce import row_items, row_sums, token_weights
 from prefrl.metrics import Max, Mean, Metric, Min, host
 from prefrl.trainer.online.policy_terms import (
     Adaptation,
@@ -33,7 +33,7 @@ from prefrl.types import LossOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
     from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import TokenBatch

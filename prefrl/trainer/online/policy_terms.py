@@ -26,8 +26,8 @@ from prefrl.types import ReadyBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prefrl.losses.per_token import TokenScores
     from prefrl.losses.policy.tokens import PolicyTokens
-    from prefrl.losses.scores import TokenScores
     from prefrl.trainer.online.config import PolicyGradientConfig
     from prefrl.types import SampledBatch, TokenBatch
 
