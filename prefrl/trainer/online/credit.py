@@ -16,8 +16,8 @@ from prefrl.losses.advantage.scored import Moments, moments, whitened
 from prefrl.losses.advantage.tokens import turn_advantages
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.per_token import row_sums
-from prefrl.losses.policy.covariance import covariance, token_keys
 from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.losses.policy.tokens import covariance, token_keys
 from prefrl.metrics import Mean
 from prefrl.options.advantage import ScaleParams
 from prefrl.rollout.batches import turn_index, turn_rewards
