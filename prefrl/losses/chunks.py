@@ -18,7 +18,6 @@ __all__ = [
     "chunks",
     "product_dtype_of",
     "score_dtype",
-    "slices_of",
 ]
 
 
@@ -30,11 +29,6 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-
-
-def slices_of(num_rows: int, chunk_size: int) -> list[slice]:
-    """Rows 0 .. num_rows-1 cut into slices of at most `chunk_size` rows."""
-    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
 
 
 def score_dtype(tensor: Tensor) -> torch.dtype:
@@ -90,8 +84,9 @@ def chunks(
     logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=plan.dtype)
     product = logits if plan.product_dtype == plan.dtype else torch.empty_like(logits, dtype=plan.product_dtype)
     scratch = torch.empty_like(logits) if with_scratch else logits
-    for rows in slices_of(hidden.shape[0], plan.chunk_size):
-        n = rows.stop - rows.start
+    for start in range(0, hidden.shape[0], plan.chunk_size):
+        rows = slice(start, min(start + plan.chunk_size, hidden.shape[0]))
+        n = rows.stop - start
         probs = None if kept is None else kept[rows]
         inputs = hidden[rows].to(plan.product_dtype)
         chunk = Chunk(rows, inputs, weight, product[:n], logits[:n], scratch[:n], probs)

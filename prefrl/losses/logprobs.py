@@ -24,7 +24,6 @@ from prefrl.losses.chunks import (
     chunks,
     product_dtype_of,
     score_dtype,
-    slices_of,
 )
 from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
@@ -58,7 +57,7 @@ def default_chunk_size(device: torch.device) -> int:
 
 def num_chunks_of(hidden: Tensor) -> int:
     """Number of times that `module_logprobs` calls the head for hidden states [M, h]."""
-    return max(len(slices_of(hidden.shape[0], default_chunk_size(hidden.device))), 1)
+    return max(-(-hidden.shape[0] // default_chunk_size(hidden.device)), 1)
 
 
 def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and how it is computed
@@ -195,7 +194,7 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
         return (scaled.gather(1, row_targets[:, None]) - log_normalizers).squeeze(1), columns
 
     # Empty chunks call the head too, so that its parameters get a gradient of zeros.
-    slices = slices_of(hidden.shape[0], chunk_size)
+    slices = [slice(start, start + chunk_size) for start in range(0, hidden.shape[0], chunk_size)]
     slices += [slice(0, 0)] * (min_chunks - len(slices))
     parts = [checkpoint(score, rows, use_reentrant=False) for rows in slices]
     columns = zip(*(found for _, found in parts), strict=True)

@@ -1,4 +1,4 @@
-"""What a forward pass computes for each token, and how token losses become one number: token weights, and the item count.
+"""What a forward pass computes for each token, and how the losses of tokens become one number.
 
     total = (token_weights * token_loss).sum()
     loss  = (sum of totals) / (sum of item_counts), both over all micro-batches and ranks of an optimizer step

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_text",
-    "collected_metrics",
     "log_collected",
     "log_completions",
     "messages_of_turn",
@@ -48,8 +47,8 @@ logger = logging.getLogger(__name__)
 _CELL_CHARACTERS, _CELL_LINES = 4000, 100
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Rewards and lengths under TRL's names; lengths are in tokens.
+def rollout_metrics(rollouts: Sequence[Rollout], *, logged: Mapping[str, float] | None = None) -> dict[str, Metric]:
+    """Rewards and lengths under TRL's names, and the means that reward functions logged; lengths are in tokens.
 
     `reward` is the mean total reward, `reward_std` the standard deviation (n-1) of all totals, `reward_group_std` the
     mean over groups of the group's, `frac_reward_zero_std` the share of groups whose totals are all equal,
@@ -82,14 +81,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
     metrics["frac_unscored"] = Mean(sum(rollout.reward != rollout.reward for rollout in played), len(played))
-    return metrics
-
-
-def collected_metrics(collected: Collected) -> dict[str, Metric]:
-    """`rollout_metrics`, and the means that reward functions logged."""
-    count = len(collected.rollouts)
-    logged = {name: Mean(value * count, count) for name, value in collected.logged_metrics.items()}
-    return {**rollout_metrics(collected.rollouts), **logged}
+    count = len(rollouts)
+    return metrics | {name: Mean(value * count, count) for name, value in (logged or {}).items()}
 
 
 def _of_episodes(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> dict[str, Metric]:

@@ -191,9 +191,10 @@ class LocalGenerator:
             f"generation of {num_rows} completions, {min(num_rows, self._max_rows)} at a time, of up to "
             f"{longest} + {most_tokens} tokens"
         )
-        if self._gathers:
-            usable: AbstractContextManager[object] = distributed.full_params(self._model)
-        else:
+        usable: AbstractContextManager[object] = nullcontext()
+        if is_sharded and self._gathers:
+            usable = distributed.full_params(self._model)
+        elif is_sharded:
             usable = distributed.in_company([(self._model, self._idle)], self._base.device)
         with (
             self._memory(lambda: work),

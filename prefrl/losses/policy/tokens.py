@@ -1,5 +1,6 @@
-"""Inputs and results of a policy loss: the importance ratio of tokens or of whole rows, masks, extra terms, and the tokens
-whose log-probs and advantages vary together most.
+"""Inputs and results of a policy loss, the importance ratio of tokens or of whole rows, masks and extra terms.
+
+Also the tokens that `clip_cov` and `kl_cov` treat differently: their log-probs and advantages vary together most.
 
 Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
 """

@@ -90,27 +90,26 @@ def check_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
         )
 
 
-def prompt_loader(args: PolicyGradientConfig, dataset: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
+def prompt_loader(args: PolicyGradientConfig, dataset: Any) -> DataLoader[Any]:
     """An item for each micro-batch: prompts of this rank, see `GenerationBatchSampler`; of a stream, nothing."""
     if isinstance(dataset, datasets.IterableDataset):
         return DataLoader(EmptyItems(), batch_size=None, generator=torch.Generator())
-    return EpochDataLoader(dataset, prompt_sampler(args, num_rows=len(dataset)), collate_fn=collate)
+    return EpochDataLoader(dataset, prompt_sampler(args, num_rows=len(dataset)), collate_fn=list)
 
 
-def evaluation_loader(dataset: Any, *, num_prompts: int, collate: Callable[..., Any]) -> DataLoader[Any]:
+def evaluation_loader(dataset: Any, *, num_prompts: int) -> DataLoader[Any]:
     """This rank's prompts of an evaluation dataset, in order.
 
     Args:
         dataset: Prepared.
         num_prompts: Prompts of an item.
-        collate: Makes an item of rows.
     """
     place: dict[str, Any] = {"rank": distributed.rank(), "world_size": distributed.world_size()}
     if isinstance(dataset, datasets.IterableDataset):
         cut: dict[str, Any] = {"micro_batch_size": num_prompts, "micro_batches_per_step": 1, "drop_last": False}
-        return StreamLoader(dataset, collate_fn=collate, **cut, **place)
+        return StreamLoader(dataset, collate_fn=list, **cut, **place)
     sampler = StepBatchSampler(len(dataset), micro_batch_size=num_prompts, **place)
-    return EpochDataLoader(dataset, sampler, collate_fn=collate)
+    return EpochDataLoader(dataset, sampler, collate_fn=list)
 
 
 def numbered_rows(args: PolicyGradientConfig, dataset: Any) -> tuple[Any, Callable[[int], list[int]]]:

@@ -22,7 +22,7 @@ from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.summary import SignalHealth, Tables, collected_metrics, log_collected
+from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
 from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
 from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.scorer import Scores
@@ -220,14 +220,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `prompt_loader`."""
         if self.train_dataset is None:
             raise ConfigError("train_dataset=None: training needs a dataset")
-        return prompt_loader(self.args, self.train_dataset, self.collate)
+        return prompt_loader(self.args, self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The prompts of an evaluation dataset, in order."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch, collate=self.collate)
+        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch)
 
     # One step.
 
@@ -439,7 +439,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         step = self.state.global_step
-        metrics = collected_metrics(collected) | self.health.check(collected.rollouts)
+        metrics = rollout_metrics(collected.rollouts, logged=collected.logged_metrics)
+        metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= server_metrics(collected.rollouts, self.generator, step=step)
         if self.prompts.prefetched is not None:
