@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.base import RewardSource
     from prefrl.rewards.runner import RewardRunner
     from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.episodes import OnlineArguments
+    from prefrl.trainer.online.sampling import OnlineArguments
     from prefrl.types import Rollout, SampledBatch
 
 __all__ = ["OnlineDPOTrainer"]

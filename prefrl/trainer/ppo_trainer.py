@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
+    from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
     from prefrl.trainer.steps import Step
 
 __all__ = ["PPOTrainer"]

@@ -42,7 +42,7 @@ from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.running_mean import RunningMean
 from prefrl.trainer.online.config import OnlineConfig
-from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.online.sampling import sync_method
 from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
@@ -468,7 +468,7 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 
 @reaches(
-    "trainer.online.generators:sync_method",
+    "trainer.online.sampling:sync_method",
     "generation.weights.sync:_transport",
     "options.server_rules:_writes_no_files",
     "options.server_rules:_lacks_nccl",

@@ -28,9 +28,7 @@ from prefrl.trainer.base.references import loaded_reference
 from prefrl.trainer.base.scorer import Scores
 from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
-from prefrl.trainer.online.episodes import Episodes
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
-from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -44,6 +42,7 @@ from prefrl.trainer.online.prompts import (
     prompts_per_generation,
     tokenized_prompts,
 )
+from prefrl.trainer.online.sampling import Episodes, make_generator, server_metrics
 from prefrl.trainer.progress.history import samples_of
 from prefrl.trainer.steps import LongBatch, Step, SyncStep
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
@@ -61,8 +60,8 @@ if TYPE_CHECKING:
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.config import PolicyGradientConfig
-    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
+    from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
 
 __all__ = ["OnlineTrainer"]
 

@@ -12,7 +12,7 @@ from prefrl.errors import ConfigError
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.rollout import RolloutOptions
 from prefrl.trainer.grpo_config import GRPOConfig
-from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.online.sampling import sync_method
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
 from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
