@@ -222,7 +222,7 @@ class TokenBatch(Forest):
     def to(self, device: torch.device | str) -> Self:
         """The batch with all tensors on `device`: itself, if they are there."""
         found = self.tensors()
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
         if all(moved[name] is tensor for name, tensor in found.items()):
             return self
         return dataclasses.replace(self, **moved)

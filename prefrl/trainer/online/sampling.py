@@ -1,4 +1,4 @@
-"""What an online trainer samples with: episodes, from its arguments `tools` and `environment_factory`; its generator."""
+"""What an online trainer samples with: its generator, and the episodes of `tools` and `environment_factory`."""
 
 from __future__ import annotations
 
