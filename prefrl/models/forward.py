@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -145,9 +146,7 @@ def scores_in_pieces(
         ConfigError: Hidden states are wanted, but cannot be read from this model.
     """
 
-    def score(piece: TokenBatch) -> TokenScores:
-        return token_logprobs(model, piece, **vars(scoring), want=want)
-
+    score = partial(token_logprobs, model, **vars(scoring), want=want)
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
     names = list(scores[0].wanted)
     logprobs = in_batch_order(batch, pieces, [each.logprobs for each in scores])
