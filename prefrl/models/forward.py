@@ -145,7 +145,6 @@ def scores_in_pieces(
     Raises:
         ConfigError: Hidden states are wanted, but cannot be read from this model.
     """
-
     score = partial(token_logprobs, model, **vars(scoring), want=want)
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
     names = list(scores[0].wanted)
