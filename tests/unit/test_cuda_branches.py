@@ -517,8 +517,8 @@ def test_commands_name_and_choose_gpus(
 @reaches("scripts.sampling.sampler:_Local.__init__")
 def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
-    monkeypatch.setattr("prefrl.models.merged.load_merged", lambda *_, **__: model)
-    monkeypatch.setattr("prefrl.models.merged.tokenizer_of_checkpoint", lambda *_: None)
+    monkeypatch.setattr("prefrl.models.export.load_merged", lambda *_, **__: model)
+    monkeypatch.setattr("prefrl.models.export.tokenizer_of_checkpoint", lambda *_: None)
     used: list[Any] = []
     monkeypatch.setattr("prefrl.generation.local.generator.LocalGenerator", lambda model, **_: used.append(model))
     monkeypatch.setattr(model, "to", lambda device: used.append(device))
