@@ -21,9 +21,8 @@ from transformers import DynamicCache
 from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
-from prefrl.generation.local.cache import keep_rows, rows_of_cache, sent
+from prefrl.generation.local.decoding import TokenSampler, keep_rows, rows_of_cache, sent, uniform_numbers
 from prefrl.generation.local.packed_linear import packed_linears
-from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.generation.base import Pending, SamplingParams, WeightSource
-    from prefrl.generation.local.sampling import Draw
+    from prefrl.generation.local.decoding import Draw
     from prefrl.types import FinishReason, Images
 
 __all__ = ["LocalGenerator", "end_token_ids"]
