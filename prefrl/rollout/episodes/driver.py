@@ -19,9 +19,8 @@ from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import EpisodeError
 from prefrl.generation.base import Home
 from prefrl.rewards.call import EventLoopThread
-from prefrl.rollout.episodes.environment import EnvironmentKind
+from prefrl.rollout.episodes.environment import EnvironmentKind, Seat, Seats
 from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
-from prefrl.rollout.episodes.seats import Seat, Seats
 from prefrl.rollout.episodes.threads import MainThread, watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
 

@@ -19,8 +19,7 @@ from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
 from prefrl.errors import DataError, EpisodeError
 from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 from prefrl.printable import reason_of
-from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Observation
-from prefrl.rollout.episodes.seats import CallTimeout, Seat
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, EnvironmentKind, Observation, Seat
 from prefrl.types import Episode, Turn
 
 if TYPE_CHECKING:
