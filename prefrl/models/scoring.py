@@ -59,6 +59,7 @@ __all__ = [
     "sequence_readout",
     "unpacked",
     "user_model",
+    "uses_prompt_learning",
 ]
 
 
@@ -147,6 +148,11 @@ class ScoringState:
     is_inside: bool = False  # whether a task is running inside the model's call
     is_compiled: bool = False  # whether passes that score run compiled layers
 
+    def fingerprint(self, model: nn.Module) -> tuple[object, ...]:
+        """What a verdict depends on: the kind of head, of PEFT, of attention and of kernels; `model` has wrappers."""
+        attention_name = self.model.config.get_text_config()._attn_implementation
+        return type(self.head), uses_prompt_learning(model), attention_name, self.liger_options
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
         model, forward = (copy.deepcopy(part, memo) for part in (self.model, self.original_forward))
@@ -171,6 +177,12 @@ def user_model(model: nn.Module) -> nn.Module:
             )
         inner = wrapped
     return inner
+
+
+def uses_prompt_learning(model: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens in front of each row."""
+    peft_config = getattr(user_model(model), "active_peft_config", None)
+    return bool(getattr(peft_config, "is_prompt_learning", False))
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
@@ -433,15 +445,10 @@ def _in_head(
         linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
         return packed(chunked_logprobs(rows, targets, linear, **options))
     # Modules inside the head gather their own weights, chunk by chunk.
-    num_chunks = most_chunks(rows) if is_sharded(head) else 1
+    num_chunks = int(max_over_ranks([num_chunks_of(rows)], rows.device)[0]) if is_sharded(head) else 1
     return packed(
         module_logprobs(rows, targets, partial(head_logits, model, forward), min_chunks=num_chunks, **options)
     )
-
-
-def most_chunks(rows: Tensor) -> int:
-    """The largest number of chunks on any rank. All ranks must call it."""
-    return int(max_over_ranks([num_chunks_of(rows)], rows.device)[0])
 
 
 def packed(scores: TokenScores, **more: Tensor) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from prefrl.models.scoring import (
     sequence_readout,
     unpacked,
     user_model,
+    uses_prompt_learning,
 )
 from prefrl.types import TokenBatch
 
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.models.plans import ForwardPlan, ModelInputs
-    from prefrl.models.scoring import Readout, ScoringRequest, ScoringState
+    from prefrl.models.scoring import Readout, ScoringRequest
 
-__all__ = ["check_plans", "fingerprint"]
+__all__ = ["check_plans"]
 
 _FLAT_PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed")
 
@@ -67,17 +68,6 @@ _NO_EXAMPLE = "the self-check had no row with images: see set_image_example"
 # The rows of the check are longer than windows up to this size. For longer windows we only check that attention
 # receives them.
 _LONGEST_TESTED_WINDOW = 128
-
-
-def fingerprint(model: nn.Module, state: ScoringState) -> tuple[object, ...]:
-    """The properties that a verdict depends on: the kind of head, of PEFT, of attention and of kernels.
-
-    Args:
-        model: Prepared.
-        state: What `prepare_for_scoring` has just returned for it.
-    """
-    attention_name = state.model.config.get_text_config()._attn_implementation
-    return type(state.head), _uses_prompt_learning(model), attention_name, state.liger_options
 
 
 def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> PlanVerdict:
@@ -122,7 +112,7 @@ def _checked_plans(model: nn.Module, image_example: TokenBatch | None) -> PlanVe
         if scores_rows and own_logits:
             _check_own_padding(bare, batch)
     image_reasons = failures[1] if len(failures) > 1 else dict.fromkeys(_FLAT_PLANS, _NO_EXAMPLE)
-    return PlanVerdict(failures[0], image_reasons, own_logits, fingerprint(model, state))
+    return PlanVerdict(failures[0], image_reasons, own_logits, state.fingerprint(model))
 
 
 def _compared(
@@ -182,7 +172,7 @@ def _known_limit(model: nn.Module) -> str | None:
         return "it has a recurrent state"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "it soft-caps attention scores (attn_logit_softcapping)"
-    if _uses_prompt_learning(model):
+    if uses_prompt_learning(model):
         return "PEFT prompt learning inserts virtual tokens at the start of each row"
     return None
 
@@ -196,11 +186,6 @@ def _foreign_parts(model: PreTrainedModel) -> str | None:
     if parts == {"score"}:
         return None
     return f"besides its base model, it has {', '.join(sorted(parts)) or 'no head'}"
-
-
-def _uses_prompt_learning(model: nn.Module) -> bool:
-    peft_config = getattr(user_model(model), "active_peft_config", None)
-    return bool(getattr(peft_config, "is_prompt_learning", False))
 
 
 def _sliding_window(model: PreTrainedModel) -> int | None:
