@@ -6,6 +6,7 @@ What is trained on is ids that were sent and ids that were sampled, and nothing 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +25,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.data.images import ImageReader
+    from prefrl.options.online import OnlineOptions
 
-__all__ = ["responses_of", "sampled_batch", "token_counts", "turn_index", "turn_rewards", "Minibatch", "RolloutBuffer"]
+__all__ = [
+    "responses_of",
+    "rows_of_parts",
+    "sampled_batch",
+    "token_counts",
+    "turn_index",
+    "turn_rewards",
+    "Minibatch",
+    "RolloutBuffer",
+]
 
 
 @dataclass(slots=True)
@@ -151,6 +162,29 @@ def turn_rewards(rollouts: Sequence[Rollout], totals: torch.Tensor) -> tuple[tor
         rewards += of_turns
     counts = torch.tensor([len(rollout.turns) for rollout in rollouts], dtype=torch.long)
     return torch.tensor(rewards, dtype=torch.float64), torch.arange(len(rollouts)).repeat_interleave(counts)
+
+
+def rows_of_parts(rollouts: Sequence[Rollout], args: OnlineOptions, *, num_parts: int) -> list[list[int]]:
+    """The rows of each optimizer step in a pass over a generation batch.
+
+    Each step learns from consecutive completions of all ranks, whatever the rank that has them.
+
+    Args:
+        rollouts: Whole groups, of one generation batch or several, see `joined`; the number of a group is the position
+            of its prompt in the batches of all ranks.
+        args: Options.
+        num_parts: Number of optimizer steps; with one, the numbers of groups do not matter.
+    """
+    if num_parts == 1:
+        return [list(range(len(rollouts)))]
+    rows: list[list[int]] = [[] for _ in range(num_parts)]
+    seen: Counter[int] = Counter()
+    for row, rollout in enumerate(rollouts):
+        position = rollout.group * args.num_generations + seen[rollout.group]
+        seen[rollout.group] += 1
+        position %= args.completions_of_generation  # in its own of several generation batches
+        rows[position * num_parts // args.completions_of_generation].append(row)
+    return rows
 
 
 Ready = TypeVar("Ready", bound=TokenBatch)

@@ -11,10 +11,11 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.trainer.base.arguments import check_arguments, named
 from prefrl.trainer.offline.preference import RowScores, half_pairs, make_pairs, preference_metrics
-from prefrl.trainer.online.learner import Learned, rows_of_parts
+from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.online_dpo_config import OnlineDPOConfig
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
