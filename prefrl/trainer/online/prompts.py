@@ -91,7 +91,7 @@ def check_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
 
 
 def prompt_loader(args: PolicyGradientConfig, dataset: Any) -> DataLoader[Any]:
-    """An item for each micro-batch: prompts of this rank, see `GenerationBatchSampler`; of a stream, nothing."""
+    """An empty item for each micro-batch, see `GenerationBatchSampler`; of a stream, for ever."""
     if isinstance(dataset, datasets.IterableDataset):
         return DataLoader(EmptyItems(), batch_size=None, generator=torch.Generator())
     return EpochDataLoader(dataset, prompt_sampler(args, num_rows=len(dataset)), collate_fn=list)
@@ -135,9 +135,6 @@ def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBa
         num_rows,
         prompts_per_window=prompts_per_generation(args),
         items_per_window=args.micro_batches_per_generation * args.num_iterations,
-        num_updates=args.updates_per_generation,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
         shuffle=args.shuffle_dataset,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
