@@ -50,7 +50,9 @@ OUTSIDE = {
         "scripts.replay.recompute:_pass": "a step is computed again, and its numbers are printed",
         "trainer.step_dump:_write": "a step that is not finite is written down",
     },
-    "kto": {"losses.per_token:<lambda>": "scores that are computed once before training, or for each rollout, are kept"},
+    "kto": {
+        "losses.per_token:<lambda>": "scores that are computed once before training, or for each rollout, are kept"
+    },
     "bco": {
         "trainer.offline.running_mean:load": "a checkpoint is read",
         "trainer.offline.running_mean:save": "a checkpoint is written",
