@@ -26,6 +26,7 @@ __all__ = [
     "host",
     "merge",
     "to_json",
+    "token_mean",
     "values_of",
 ]
 
@@ -49,6 +50,11 @@ class Mean:
         """As a host number."""
         count = float(self.count)
         return float(self.total) / count if count else self.empty
+
+
+def token_mean(values: Tensor, trainable: Tensor) -> Mean:
+    """Mean of [N] values over the tokens that are trainable, [N] bool."""
+    return Mean((values * trainable).sum(), trainable.sum())
 
 
 @dataclass(frozen=True, slots=True)

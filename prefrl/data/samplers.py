@@ -262,72 +262,42 @@ class StepBatchSampler(Sampler[list[int]]):
 
 
 class GenerationBatchSampler(Sampler[list[int]]):
-    """Prompts for the generation batches of one rank, one item for each micro-batch that learns from them.
+    """The prompts of generation batches, and an empty item for each micro-batch that learns from them.
 
-    In each window of `items_per_window` micro-batches, the first item has the rank's prompts and the others are empty.
-    HuggingFace's step count and its skipping of data on resume therefore stay correct, and no prompt is delivered
-    twice. Prompts that do not fill a last window are skipped in the epoch.
+    Prompts are read by the number of their generation batch, perhaps steps ahead. HuggingFace counts the items, so its
+    epochs and its skipping of data on resume are correct. Prompts that do not fill a last window of `items_per_window`
+    micro-batches are skipped in the epoch.
 
     Args:
         num_rows: Number of prompts in the dataset.
         prompts_per_window: Prompts of a generation batch over all ranks.
         items_per_window: Micro-batches that learn from a generation batch, including repeated iterations.
-        num_updates: Optimizer steps that a generation batch is cut into, see `positions_of_rank`.
-        rank: This process's number.
-        world_size: Number of processes.
         shuffle: A new order each epoch, or the dataset's own.
         seed: Seed of the order.
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        *,
-        prompts_per_window: int,
-        items_per_window: int,
-        num_updates: int,
-        rank: int,
-        world_size: int,
-        shuffle: bool,
-        seed: int,
+        self, num_rows: int, *, prompts_per_window: int, items_per_window: int, shuffle: bool, seed: int
     ) -> None:
         self.num_rows = num_rows
         self.prompts_per_window = prompts_per_window
+        self.num_windows = num_rows // prompts_per_window  # in an epoch
         self.items_per_window = items_per_window
-        self.positions = positions_of_rank(
-            prompts_per_window, num_updates=num_updates, rank=rank, world_size=world_size
-        )
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
-        self.epoch = epoch
+        """The items of all epochs are equal."""
 
     def __len__(self) -> int:
-        return self._num_windows * self.items_per_window
+        return self.num_windows * self.items_per_window
 
     def __iter__(self) -> Iterator[list[int]]:
-        for window in range(self._num_windows):
-            yield self._rows_of(self.epoch, window)
-            for _ in range(self.items_per_window - 1):
-                yield []
+        return iter([[] for _ in range(len(self))])
 
     def rows_of_generation(self, number: int) -> list[int]:
         """The prompts of all ranks in the generation batch with this number, counted from the start of training."""
-        epoch, window = divmod(number, self._num_windows)
-        return self._window(epoch, window)
-
-    @property
-    def _num_windows(self) -> int:
-        return self.num_rows // self.prompts_per_window
-
-    def _rows_of(self, epoch: int, window: int) -> list[int]:
-        rows = self._window(epoch, window)
-        return [rows[position] for position in self.positions]
-
-    def _window(self, epoch: int, window: int) -> list[int]:
+        epoch, window = divmod(number, self.num_windows)
         order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         return order[window * self.prompts_per_window :][: self.prompts_per_window]
 

@@ -54,8 +54,8 @@ def _zero3(tensor: torch.Tensor) -> Any:
 
 def _is_absent(tensor: torch.Tensor) -> bool:
     """Whether it is a ZeRO-3 parameter that is empty now. Persistent and not yet released parameters are whole."""
-    parameter = _zero3(tensor)
-    return parameter is not None and parameter.ds_status.name == "NOT_AVAILABLE"
+    status = getattr(tensor, "ds_status", None)
+    return status is not None and status.name == "NOT_AVAILABLE"
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.reduce import check_same_shape
+from prefrl.losses.per_token import check_same_shape
 from prefrl.options.policy import SequenceKLParams
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from prefrl.losses.per_token import check_same_shape
 from prefrl.losses.policy.tokens import TokenLoss
-from prefrl.losses.reduce import check_same_shape
 
 if TYPE_CHECKING:
     from torch import Tensor

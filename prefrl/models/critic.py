@@ -34,7 +34,7 @@ from prefrl.optional import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.scores import WantName
+    from prefrl.losses.per_token import WantName
     from prefrl.models.scoring import ScoringRequest
     from prefrl.types import TokenBatch
 

@@ -113,7 +113,7 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan, rules: ImageRules | None = Non
         return _flat(batch, [*prompts, *responses], [*batch.prompt_parent, *batch.prompt_index], batch.images, rules)
     numbers = range(batch.num_responses)
     contexts = [torch.cat([prompts[prompt] for prompt in batch.contexts[i]]) for i in numbers]
-    images = [batch.images_of(i) for i in numbers]
+    images = [batch.images_of(i) for i in numbers] if batch.has_images else []
     if plan == "padded":
         return _padded(batch, contexts, responses, images, rules)
     return _flat(batch, [*contexts, *responses], [*[-1] * len(contexts), *numbers], images, rules)

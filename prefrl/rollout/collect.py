@@ -285,6 +285,7 @@ class Collector:
         """Set rewards and totals of rollouts of the prompts from number `first` on."""
         started, rewards = self.clock(), self.rewards
         scored = [rollout for rollout in rollouts if not rollout.has_failed]
+        episodes = [rollout.episode for rollout in scored if rollout.episode is not None]
         for rollout in rollouts:
             rollout.rewards = dict.fromkeys(rewards.names)
         metrics: dict[str, float] = {}
@@ -297,7 +298,7 @@ class Collector:
                     [rollout.text for rollout in scored],
                     [rollout.sampled_ids for rollout in scored],
                     {name: [rollout.row[name] for rollout in scored] for name in names},
-                    episodes=[rollout.episode for rollout in scored if rollout.episode is not None] or None,
+                    episodes=episodes or None,
                     trainer_state=self.trainer_state(),
                     seed=request.seeds[first],
                 )
@@ -313,7 +314,8 @@ class Collector:
                 columns = {
                     name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()
                 }
-        self.sampler.release(rollouts)
+        if any(rollout.episode is not None for rollout in rollouts):
+            self.sampler.release(rollouts)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
 

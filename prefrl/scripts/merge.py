@@ -33,7 +33,7 @@ class MergeArguments:
 @command("merge", MergeArguments, about="Merge an adapter into its base model.", positional=("adapter", "output_dir"))
 def main(options: MergeArguments) -> int:
     """Merge and save."""
-    from prefrl.models.merged import is_adapter, load_merged, tokenizer_of_checkpoint
+    from prefrl.models.export import is_adapter, load_merged, tokenizer_of_checkpoint
 
     assert options.adapter is not None  # it is checked
     assert options.output_dir is not None

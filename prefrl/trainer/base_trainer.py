@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
-    from prefrl.losses.scores import TokenScores
+    from prefrl.losses.per_token import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.options.preference import ReferenceOptions

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.scores import TokenScores
+    from prefrl.losses.per_token import TokenScores
     from prefrl.models.forward import WantName
     from prefrl.trainer.configs import DPOConfig
 

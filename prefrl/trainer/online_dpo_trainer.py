@@ -11,11 +11,12 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.trainer.arguments import check_arguments, named
 from prefrl.trainer.configs import OnlineDPOConfig
 from prefrl.trainer.offline.preference import RowScores, half_pairs, make_pairs, preference_metrics
-from prefrl.trainer.online.learner import Learned, rows_of_parts
+from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.metrics import Metric
     from prefrl.rewards.base import RewardSource
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.online.arguments import OnlineArguments
+    from prefrl.trainer.online.sampling import OnlineArguments
     from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import Rollout, SampledBatch
 

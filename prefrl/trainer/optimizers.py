@@ -275,7 +275,7 @@ def check_optimizer_of_run(args: Any, given: torch.optim.Optimizer | None, accel
     """
     name = str(getattr(args.optim, "value", args.optim))
     if given is None:
-        distributed.check_optimizer(accelerator, name, works_under(name))
+        distributed.check_works_under(accelerator, name, works_under(name))
         saves_state = args.save_strategy != "no" and not args.save_only_model
         if name == "sgd" and saves_state and not optimizer_class(args)[1].get("momentum"):
             distributed.check_state_read(accelerator, name)

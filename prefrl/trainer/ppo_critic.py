@@ -14,15 +14,14 @@ from torch import nn
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.losses.per_token import token_weights
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.reduce import token_weights
 from prefrl.losses.supervised import value_loss
-from prefrl.metrics import ExplainedVariance, Metric
+from prefrl.metrics import ExplainedVariance, Metric, token_mean
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
 from prefrl.options.fields import mapping_of
-from prefrl.trainer.online.policy_terms import token_mean
 from prefrl.trainer.scheduler import Scheduler, refresh
 from prefrl.types import LossOutput
 
@@ -103,9 +102,9 @@ def critic_loss(args: PPOConfig, batch: CriticBatch, values: Tensor) -> LossOutp
     token = value_loss(values, batch.values, batch.returns, cliprange_value=args.cliprange_value)
     reduction = POLICY_LOSSES[args.loss_type].reduction
     weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction)
-    metrics: dict[str, Metric] = {name: token_mean(stat, batch) for name, stat in token.stats.items()}
-    metrics["loss/value"] = token_mean(token.loss.detach(), batch)
-    metrics["val/mean"] = token_mean(values.detach(), batch)
+    metrics: dict[str, Metric] = {name: token_mean(stat, batch.trainable) for name, stat in token.stats.items()}
+    metrics["loss/value"] = token_mean(token.loss.detach(), batch.trainable)
+    metrics["val/mean"] = token_mean(values.detach(), batch.trainable)
     metrics["val/explained_variance"] = ExplainedVariance.of(batch.returns, values, batch.trainable)
     return LossOutput(args.vf_coef * (weights * token.loss).sum(), metrics)
 

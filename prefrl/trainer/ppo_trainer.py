@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
+    from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
     from prefrl.trainer.steps import Step
 
 __all__ = ["PPOTrainer"]
@@ -132,7 +132,9 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         scores, values = self.scorer.scores_and_values(
             model, batch, self.critic, want=self.objective.want, ref_hidden=batch.ref_hidden
         )
-        output = self._policy_loss(batch, scores)
+        if self._keeps_logprobs:
+            self._fresh_logprobs.append(scores.logprobs.detach())
+        output = self.objective(batch, scores)
         value = critic_loss(self.args, batch, values)
         weight = 0.0 if self._is_warmup else 1.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)

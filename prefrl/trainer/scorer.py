@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord

@@ -11,7 +11,7 @@ from prefrl.data.formats import column_names, has_columns
 from prefrl.data.packing import pack_prepared
 from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.errors import ConfigError, DataError
-from prefrl.losses.reduce import row_items, token_weights
+from prefrl.losses.per_token import row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.data.images import ProcessingClass
-    from prefrl.losses.scores import WantName
+    from prefrl.losses.per_token import WantName
 
 __all__ = ["SFTTrainer", "tokenized_texts"]
 

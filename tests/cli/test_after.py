@@ -15,8 +15,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefrl.errors import ConfigError
-from prefrl.models import merged
-from prefrl.models.merged import load_merged
+from prefrl.models import export
+from prefrl.models.export import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
 from prefrl.scripts import merge
@@ -160,7 +160,7 @@ def test_a_model_without_a_chat_template_continues_texts(
     tiny_model("qwen2").save_pretrained("base")
     tiny_tokenizer(chat_template=None).save_pretrained("base")
     with monkeypatch.context() as patch:
-        patch.setattr(merged, "load_merged", None)  # refused before the weights are loaded
+        patch.setattr(export, "load_merged", None)  # refused before the weights are loaded
         for command, words in ((generate, ["base", "1+1", *SHORT]), (chat, ["base"])):
             with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
                 command.main(words)

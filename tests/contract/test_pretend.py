@@ -50,7 +50,9 @@ OUTSIDE = {
         "scripts.replay.recompute:_pass": "a step is computed again, and its numbers are printed",
         "trainer.steps:_write": "a step that is not finite is written down",
     },
-    "kto": {"losses.scores:<lambda>": "scores that are computed once before training, or for each rollout, are kept"},
+    "kto": {
+        "losses.per_token:<lambda>": "scores that are computed once before training, or for each rollout, are kept"
+    },
     "bco": {
         "trainer.offline.rows:load": "a checkpoint is read",
         "trainer.offline.rows:save": "a checkpoint is written",

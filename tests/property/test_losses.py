@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from prefrl.losses.kl import k3
 from prefrl.losses.logprobs import Head, chunked_logprobs
+from prefrl.losses.per_token import item_count, token_weights
 from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
-from prefrl.losses.reduce import item_count, token_weights
 from prefrl.options.policy import ClipParams
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)

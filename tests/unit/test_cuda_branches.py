@@ -42,7 +42,7 @@ from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.rows import RunningMean
-from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.online.sampling import sync_method
 from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
@@ -468,7 +468,7 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 
 @reaches(
-    "trainer.online.generators:sync_method",
+    "trainer.online.sampling:sync_method",
     "generation.weights.sync:_transport",
     "options.generation_rules:_writes_no_files",
     "options.generation_rules:_lacks_nccl",
@@ -517,8 +517,8 @@ def test_commands_name_and_choose_gpus(
 @reaches("scripts.sampling.sampler:_Local.__init__")
 def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
-    monkeypatch.setattr("prefrl.models.merged.load_merged", lambda *_, **__: model)
-    monkeypatch.setattr("prefrl.models.merged.tokenizer_of_checkpoint", lambda *_: None)
+    monkeypatch.setattr("prefrl.models.export.load_merged", lambda *_, **__: model)
+    monkeypatch.setattr("prefrl.models.export.tokenizer_of_checkpoint", lambda *_: None)
     used: list[Any] = []
     monkeypatch.setattr("prefrl.generation.local.generator.LocalGenerator", lambda model, **_: used.append(model))
     monkeypatch.setattr(model, "to", lambda device: used.append(device))

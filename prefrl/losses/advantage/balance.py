@@ -68,7 +68,7 @@ def squared_weights(lengths: Tensor, *, reduction: Reduction) -> Tensor:
 
     Args:
         lengths: [B] trainable tokens of each row.
-        reduction: The reduction of the policy loss, see `losses.reduce`.
+        reduction: The reduction of the policy loss, see `losses.per_token`.
 
     Returns:
         [B] float64: 1 / length for `sequence_mean`, else the length; 0 in rows without a trainable token.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prefrl.losses.reduce import check_same_shape
+from prefrl.losses.per_token import check_same_shape
 
 if TYPE_CHECKING:
     from torch import Tensor

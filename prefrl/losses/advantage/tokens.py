@@ -20,7 +20,7 @@ from prefrl.losses.advantage.scored import (
     group_sum,
     numbered,
 )
-from prefrl.losses.reduce import check_same_shape
+from prefrl.losses.per_token import check_same_shape
 from prefrl.options.policy_gradient import BaselineParams, DiscountParams, GaeParams
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from prefrl.losses.policy.covariance import select_clip_cov, select_kl_cov
-from prefrl.losses.policy.tokens import MAX_LOG_RATIO, PolicyTokens, TokenLoss
+from prefrl.losses.policy.tokens import MAX_LOG_RATIO, PolicyTokens, TokenLoss, select_clip_cov, select_kl_cov
 from prefrl.options.policy import (
     POLICY_LOSS_FACTS,
     AipoParams,

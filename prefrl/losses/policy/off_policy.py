@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from prefrl.losses.reduce import check_same_shape, row_sums, trainable_per_row
+from prefrl.losses.per_token import check_same_shape, row_sums, trainable_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor

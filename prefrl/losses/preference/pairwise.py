@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from prefrl.losses.reduce import check_same_shape
+from prefrl.losses.per_token import check_same_shape
 from prefrl.options.preference import (
     PAIR_LOSS_FACTS,
     DiscopopParams,

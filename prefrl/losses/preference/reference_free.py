@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import logsigmoid
 
+from prefrl.losses.per_token import check_same_shape
 from prefrl.losses.preference.pairwise import PairLoss, Pairs, box_cox, hinge, ipo, sigmoid, smoothed_logistic
-from prefrl.losses.reduce import check_same_shape
 from prefrl.options.preference import CPO_LOSS_FACTS, AlphaParams, SimpoParams
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import logsigmoid
 
-from prefrl.losses.reduce import check_same_shape, row_sums, trainable_per_row
+from prefrl.losses.per_token import check_same_shape, row_sums, trainable_per_row
 
 if TYPE_CHECKING:
     from torch import Tensor

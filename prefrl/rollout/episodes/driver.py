@@ -19,16 +19,14 @@ from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import EpisodeError
 from prefrl.generation.base import Home
 from prefrl.rewards.call import EventLoopThread
-from prefrl.rollout.episodes.environment import EnvironmentKind
+from prefrl.rollout.episodes.environment import EnvironmentKind, Seat, Seats
 from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
-from prefrl.rollout.episodes.seats import Seat, Seats
-from prefrl.rollout.episodes.threads import MainThread
-from prefrl.rollout.episodes.watchdog import watched_loop
+from prefrl.rollout.episodes.threads import MainThread, watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
     from prefrl.generation.base import Generator, SamplingParams, TurnSampler
-    from prefrl.rollout.episodes.options import EpisodeLimits
+    from prefrl.rollout.episodes.play import EpisodeLimits
 
 __all__ = ["EpisodeSampler", "EpisodesPending"]
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from prefrl.losses.reduce import row_sums
+from prefrl.losses.per_token import row_sums
 from prefrl.losses.truncation import TokenTruncation, Truncation
 
 if TYPE_CHECKING:

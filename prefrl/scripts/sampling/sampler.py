@@ -148,7 +148,7 @@ class _Local:
         import torch
 
         from prefrl.generation.local.generator import LocalGenerator
-        from prefrl.models.merged import load_merged, saved_tokenizer, tokenizer_of_checkpoint
+        from prefrl.models.export import load_merged, saved_tokenizer, tokenizer_of_checkpoint
 
         self._options = options
         if needs_template and (saved := saved_tokenizer(name)) is not None:

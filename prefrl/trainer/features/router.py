@@ -42,7 +42,7 @@ class RouterLoss(Part):
 
     The sum is divided by the items of the whole optimizer step, as every loss is. What is added to the step's loss is
     therefore coef * the mean over its rows, each with the weight that it has in the trainer's own loss. The loss of a
-    row with several responses is the mean over them; see `losses.router_balance`.
+    row with several responses is the mean over them; see `models.routers`.
     """
 
     def __init__(self, coef: float) -> None:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from prefrl import distributed
 from prefrl.data.rows import list_lengths
 from prefrl.errors import ConfigError, DataError
-from prefrl.models.fingerprint import combined, rows_fingerprint
+from prefrl.models.fingerprint import joint_digest, rows_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def precompute_reference(
     tokens = {column: list_lengths(dataset, column) for column in REFERENCE_COLUMNS if column in dataset.column_names}
     images = [name for name in ("images",) if name in dataset.column_names]
     rows = rows_fingerprint(dataset, ["prompt_ids", *tokens, *images])
-    fingerprint = combined([_FILE_VERSION, weights, rows, str(dtype), temperature])
+    fingerprint = joint_digest([_FILE_VERSION, weights, rows, str(dtype), temperature])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "prefrl_reference" if cache_dir is None else cache_dir
     path = folder / f"{fingerprint}.parquet"
     table = _read(path, fingerprint, tokens)

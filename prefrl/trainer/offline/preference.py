@@ -11,9 +11,9 @@ import torch
 from prefrl import distributed
 from prefrl.data.collate import preference_batch
 from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
+from prefrl.losses.per_token import row_sums, trainable_per_row
 from prefrl.losses.preference.pairwise import Pairs
 from prefrl.losses.preference.unpaired import length_desensitized
-from prefrl.losses.reduce import row_sums, trainable_per_row
 from prefrl.metrics import Difference, Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.data.images import ProcessingClass
-    from prefrl.losses.scores import TokenScores
+    from prefrl.losses.per_token import TokenScores
     from prefrl.trainer.configs import OfflineConfig
     from prefrl.types import LabeledBatch, TokenBatch
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 
     from prefrl.data.images import ProcessingClass
-    from prefrl.losses.scores import TokenScores
+    from prefrl.losses.per_token import TokenScores
     from prefrl.models.reference import Reference
     from prefrl.trainer.configs import OfflineConfig
     from prefrl.trainer.evaluation import ComputeMetrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,11 +16,10 @@ from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.models.load import arguments_for_reward
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.rows import sampled_batch, token_counts
-from prefrl.rollout.summary import Tables, collected_metrics, log_collected
+from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
 from prefrl.trainer.arguments import (
     check_arguments,
     check_has_data,
@@ -30,10 +30,7 @@ from prefrl.trainer.arguments import (
 )
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
-from prefrl.trainer.online.episodes import Episodes
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
-from prefrl.trainer.online.generators import make_generator, server_metrics
-from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -47,6 +44,7 @@ from prefrl.trainer.online.prompts import (
     prompts_per_generation,
     tokenized_prompts,
 )
+from prefrl.trainer.online.sampling import Episodes, make_generator, server_metrics
 from prefrl.trainer.progress.history import samples_of
 from prefrl.trainer.scorer import Scores
 from prefrl.trainer.steps import LongBatch, Step
@@ -62,12 +60,11 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.generation.base import Generator
-    from prefrl.losses.scores import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
+    from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
 
 __all__ = ["OnlineTrainer"]
 
@@ -173,8 +170,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
-        company = partial(distributed.in_company, device=args.device)
-        self._collector = Collector(self.rewards, sampler, state, clock, lambda: company(self.rewards.passes))
+        self._collector = Collector(self.rewards, sampler, state, clock)
+        if self.rewards.models:
+            company = partial(distributed.in_company, device=args.device)
+            self._collector = replace(self._collector, company=lambda: company(self.rewards.passes))
         self._evaluation = EvaluationRollouts(args, self._collector)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
@@ -192,23 +191,21 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
         self.health = SignalHealth(args)
+        self._keeps_logprobs = args.num_iterations > 1  # of a training pass, for the later visits of its batch
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
     def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """See the objective."""
         ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
-        return self._policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
+        scores = self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden)
+        if self._keeps_logprobs:
+            self._fresh_logprobs.append(scores.logprobs.detach())
+        return self.objective(batch, scores)
 
     def row_items(self, batch: Any) -> Tensor:
         """See the objective."""
         return self.objective.row_items(batch)
-
-    def _policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
-        """See the objective; keeps the log-probs for the later visits of the batch."""
-        if self.args.num_iterations > 1:
-            self._fresh_logprobs.append(scores.logprobs.detach())
-        return self.objective(batch, scores)
 
     # Datasets.
 
@@ -223,11 +220,11 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def training_loader(self) -> DataLoader[Any]:
         """See `prompt_loader`."""
-        return prompt_loader(self.args, self.train_dataset, self.collate)
+        return prompt_loader(self.args, self.train_dataset)
 
     def evaluation_loader(self, dataset: Any) -> DataLoader[Any]:
         """The prompts of an evaluation dataset, in order."""
-        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch, collate=self.collate)
+        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch)
 
     # One step.
 
@@ -246,7 +243,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
             generations = {number: self._collect(number) for number in self.plan.units}
-            rollouts = joined(list(generations.values()), num_prompts=prompts_per_generation(self.args))
+            rollouts = joined(list(generations.values()), num_prompts=self.prompts.num_prompts)
             learned = self._learned(rollouts, num_parts=self.args.updates_per_generation)
             merge(self.metrics["train"], learned.metrics)
             for number, collected in generations.items():
@@ -429,7 +426,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         step = self.state.global_step
-        metrics = collected_metrics(collected) | self.health.check(collected.rollouts)
+        metrics = rollout_metrics(collected.rollouts, logged=collected.logged_metrics)
+        metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= server_metrics(collected.rollouts, self.generator, step=step)
         if self.prompts.prefetched is not None:
@@ -444,7 +442,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `BaseTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
         return {
             **super().decisive(),
-            "prompts_per_generation": prompts_per_generation(self.args),
+            "prompts_per_generation": self.prompts.num_prompts,
             "steps_of_a_generation": self.args.steps_of_a_generation,
             "rewards": self.rewards.fingerprints,
             "episodes": self.episodes.fingerprints,

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from prefrl.generation.local.cache import keep_rows, rows_of_cache
+from prefrl.generation.local.decoding import keep_rows, rows_of_cache
 from tests.assets import tiny_model
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
+from prefrl.generation.local.decoding import TokenSampler, uniform_numbers
 
 LOGITS = torch.tensor([[-math.inf, math.log(0.5), -math.inf, math.log(0.3), math.log(0.2), -math.inf]])
 LARGEST = 1 - 2.0**-53

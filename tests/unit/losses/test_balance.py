@@ -12,7 +12,7 @@ from prefrl.losses.advantage.balance import (
     gram,
     squared_weights,
 )
-from prefrl.losses.reduce import token_weights
+from prefrl.losses.per_token import token_weights
 from prefrl.options.policy_gradient import FamoParams, GradnormParams, UncertaintyParams
 
 HYPERPARAMETERS = {

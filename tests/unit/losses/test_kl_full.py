@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs
-from prefrl.losses.scores import TokenScores
+from prefrl.losses.per_token import TokenScores
 
 HEADS = {
     "plain": {},

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prefrl.losses.reduce import item_count, row_items, token_weights, trainable_per_row
+from prefrl.losses.per_token import item_count, row_items, token_weights, trainable_per_row
 
 # Rows of 3, 1 and 2 tokens, not in order; row 2 has no trainable token.
 ROW_INDEX = torch.tensor([0, 1, 0, 2, 0, 2])

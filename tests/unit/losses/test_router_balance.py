@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prefrl.losses.router_balance import routed, sequence_balance
+from prefrl.models.routers import routed, sequence_balance
 
 # Probabilities of two experts: three tokens in one layer, of which two choose the first expert.
 PROBABILITIES = torch.tensor([[0.75, 0.25], [0.9, 0.1], [0.4, 0.6]])

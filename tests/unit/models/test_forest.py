@@ -251,3 +251,12 @@ def test_rows_that_share_any_prompt_stay_together_where_they_fit():
     assert batch.num_forward_tokens == 8
     assert [part.num_rows for part in batch.split(8)] == [2]
     assert [part.num_forward_tokens for part in batch.split(7)] == [5, 5]
+
+
+def test_a_batch_that_is_whole_and_in_its_place_is_not_copied():
+    batch = stripped_thinking().batch
+    assert batch.select(range(batch.num_rows)) is batch
+    assert batch.to("cpu") is batch
+    elsewhere = batch.to("meta")
+    assert {tensor.device.type for tensor in elsewhere.tensors().values()} == {"meta"}
+    assert elsewhere.device.type == "meta"

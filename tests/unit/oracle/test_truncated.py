@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from prefrl.losses.per_token import row_sums
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.reduce import row_sums
 from prefrl.losses.truncation import Truncation
 from prefrl.scripts.oracle.exact import agreement, estimate, every_batch, exact_gradient, make_problem
 from prefrl.scripts.oracle.recipe import Recipe, reinforce_loss, sampling_weights

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.batches import sampled_batch
 from prefrl.rollout.collect import Collector, Request
-from prefrl.rollout.rows import sampled_batch
 from prefrl.types import Completion, Episode, FinishReason, Rollout, Turn
 
 

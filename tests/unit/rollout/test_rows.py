@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from prefrl.rollout.rows import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
+from prefrl.rollout.batches import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from prefrl import GRPOConfig
 from prefrl.errors import RewardError
-from prefrl.trainer.online.health import SignalHealth
+from prefrl.rollout.summary import SignalHealth
 from prefrl.types import Completion, FinishReason, Rollout, Turn
 
 NAN = float("nan")

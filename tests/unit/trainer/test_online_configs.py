@@ -12,7 +12,7 @@ from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, Reinforc
 from prefrl.options.fields import about
 from prefrl.options.online import OnlineOptions
 from prefrl.options.presets import PRESETS
-from prefrl.trainer.online.episodes import Episodes
+from prefrl.trainer.online.sampling import Episodes
 
 RULES = [
     (

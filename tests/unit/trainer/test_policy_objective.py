@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from prefrl import GRPOConfig
+from prefrl.losses.per_token import TokenScores
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.scores import TokenScores
 from prefrl.trainer.online.policy_objective import PolicyObjective
 from prefrl.trainer.online.policy_terms import PolicyBatch
 

@@ -32,7 +32,7 @@ def seeds_of(folder: Path, number: int, **options: Any) -> Sequence[int]:
     asked = Asked()
     nothing: Any = None  # is collected
     collector = Collector(nothing, asked, nothing, nothing)
-    args = GRPOConfig(output_dir=str(folder), use_cpu=True, **options)
+    args = GRPOConfig(output_dir=str(folder), use_cpu=True, num_generations=4, **options)
     rows = [{"prompt_ids": [5]}, {"prompt_ids": [6]}]
     prompts = Prompts(args, dataset=rows, rows_of_generation=lambda _: [0, 1], collector=collector)
     prompts.request(number, last=9)

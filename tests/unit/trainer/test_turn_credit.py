@@ -10,7 +10,7 @@ import torch
 
 from prefrl import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.rows import sampled_batch
+from prefrl.rollout.batches import sampled_batch
 from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.scorer import Scores
 from prefrl.types import Completion, Episode, Rollout, Turn

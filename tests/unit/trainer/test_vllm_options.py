@@ -12,7 +12,7 @@ from prefrl.errors import ConfigError
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.rollout import RolloutOptions
 from prefrl.trainer.configs import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
-from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.online.sampling import sync_method
 
 UNCUT = {"use_vllm": True}
 SOFTMAX = {**UNCUT, "truncated_logprobs": "softmax"}

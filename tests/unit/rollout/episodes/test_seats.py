@@ -17,8 +17,7 @@ import pytest
 
 from prefrl import Environment
 from prefrl.rewards.call import EventLoopThread
-from prefrl.rollout.episodes.environment import environment_kinds
-from prefrl.rollout.episodes.seats import CallTimeout, Seat, Seats
+from prefrl.rollout.episodes.environment import CallTimeout, Seat, Seats, environment_kinds
 from prefrl.rollout.episodes.threads import MainThread
 from tests.patience import PATIENCE
 
@@ -95,7 +94,7 @@ HANGING = """
     import threading
     from types import SimpleNamespace
     from prefrl.rewards.call import EventLoopThread
-    from prefrl.rollout.episodes.seats import CallTimeout, Seat
+    from prefrl.rollout.episodes.environment import CallTimeout, Seat
     from prefrl.rollout.episodes.threads import MainThread
 
     loop, seat = EventLoopThread(), Seat(SimpleNamespace(make=None, unused=[], is_full=False), MainThread())

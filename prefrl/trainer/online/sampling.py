@@ -1,9 +1,13 @@
-"""What the trainer's arguments `tools` and `environment_factory` mean: kinds of environments, and their episodes."""
+"""What an online trainer samples with: its generator, and the episodes of `tools` and `environment_factory`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import datasets
 
@@ -13,22 +17,47 @@ from prefrl.data.formats import Format, column_names
 from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
+from prefrl.generation.local.generator import LocalGenerator, end_token_ids
+from prefrl.generation.server import KEY_VARIABLE, key_of_user
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.generation.vllm.handshake import Requirements
+from prefrl.generation.vllm.requests import Guided
+from prefrl.generation.weights.sync import WeightSync
+from prefrl.http import Http
+from prefrl.metrics import Max, Metric, Sum
+from prefrl.models.adapters import is_peft_model
+from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.runner import reward_fingerprint
 from prefrl.rollout.collect import CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
-from prefrl.rollout.episodes.options import EpisodeLimits
+from prefrl.rollout.episodes.play import EpisodeLimits
+from prefrl.rollout.summary import staleness
+from prefrl.trainer.base_trainer import Optimizers
 from prefrl.trainer.configs import PolicyGradientConfig
+from prefrl.trainer.memory import GENERATION, explained
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
     from prefrl.data.tools import Schema
-    from prefrl.generation.base import Generator
+    from prefrl.generation.base import Generator, WeightSource
+    from prefrl.generation.weights.sync import SyncMethod
     from prefrl.trainer.configs import OnlineConfig
+    from prefrl.types import Rollout
 
-__all__ = ["EnvironmentFactory", "Episodes", "Tools"]
+__all__ = [
+    "EnvironmentFactory",
+    "Episodes",
+    "Tools",
+    "OnlineArguments",
+    "make_generator",
+    "server_metrics",
+    "sync_method",
+]
 
 Tools = list[Callable[..., Any]]
 EnvironmentFactory = Callable[[], Any] | Mapping[str, Callable[[], Any]]
@@ -163,3 +192,133 @@ def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLi
         reasoning_in_history=args.reasoning_in_history,
         max_concurrent_environments=args.max_concurrent_environments,
     )
+
+
+class OnlineArguments(TypedDict, total=False):
+    """See `OnlineTrainer`."""
+
+    train_dataset: Dataset | IterableDataset | None
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None
+    processing_class: ProcessingClass | None
+    reward_processing_classes: ProcessingClass | list[ProcessingClass | None] | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: Optimizers
+    quantization_config: BitsAndBytesConfig | None
+    peft_config: PeftConfig | None
+    tools: Tools | None
+    environment_factory: EnvironmentFactory | None
+
+
+def make_generator(
+    args: OnlineConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    weights: WeightSource,
+    max_rows: int,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> LocalGenerator | VLLMGenerator:
+    """The generator that the options ask for.
+
+    Args:
+        args: Options.
+        model: The policy; it may be a PeftModel.
+        tokenizer: The policy's tokenizer.
+        weights: The policy's weights, to send to servers.
+        max_rows: Maximum number of completions that this process decodes together.
+        autocast: Context manager of training's mixed precision.
+
+    Raises:
+        ConfigError: `weight_sync` does not fit the model.
+    """
+    if not args.use_vllm:
+        return LocalGenerator(
+            model,
+            tokenizer=tokenizer,
+            max_rows=max_rows,
+            gathers=args.ds3_gather_for_generation,
+            offloads_cache=args.cache_implementation == "offloaded",
+            autocast=autocast,
+            memory=partial(explained, args=args, options=GENERATION),
+        )
+    has_adapter = weights.has_adapter
+    method = sync_method(args, has_adapter=has_adapter, reads_images=has_adapter and adapts_images(model))
+    if weights.is_quantized and method != "adapter":
+        raise ConfigError(
+            f"weight_sync={method!r}: the model is quantized, and only its adapter can be sent. Set "
+            "weight_sync='adapter', with sync_folder in vllm_kwargs if servers are on other hosts, and serve the "
+            "same base model."
+        )
+    base: Any = model.get_base_model() if is_peft_model(model) else model
+    # The file's key is for servers of this machine; another machine has another file.
+    http = Http(key=key_of_user(os.environ) if args.servers_are_local else os.environ.get(KEY_VARIABLE))
+    folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None
+    return VLLMGenerator(
+        args.server_urls,
+        http=http,
+        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
+        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
+        stop_ids=end_token_ids(base, tokenizer),
+        never=placeholder_ids(base),
+        server_timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_params.request_timeout,
+        guided=_guided(args),
+    )
+
+
+def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
+    """The effective value of `weight_sync`.
+
+    Args:
+        args: Options.
+        has_adapter: Whether there is an adapter and nothing else is trained.
+        reads_images: Whether the adapter is also in layers that read images; vLLM drops these parts of an adapter.
+
+    Raises:
+        ConfigError: `weight_sync` is "adapter", but the adapter is not all that is trained, or there is none, or vLLM
+            would drop a part of it.
+    """
+    if args.weight_sync == "adapter" and not has_adapter:
+        raise ConfigError(
+            "weight_sync='adapter': the model has no adapter, or more than the adapter is trained. Give peft_config "
+            "(use_peft on the command line), or leave weight_sync None."
+        )
+    if args.weight_sync == "adapter" and reads_images:
+        raise ConfigError(
+            "weight_sync='adapter': the adapter is also in the vision tower, where vLLM ignores it. Restrict "
+            "target_modules (lora_target_modules) to the language model, or leave weight_sync None: the adapter is "
+            "then merged into the weights that are sent."
+        )
+    if args.weight_sync is not None:
+        return args.weight_sync
+    if has_adapter and not reads_images and args.shared_folder is not None:
+        return "adapter"
+    device: Any = args  # a config is also TrainingArguments
+    return "nccl" if device.device.type == "cuda" else "gloo"
+
+
+def server_metrics(rollouts: Sequence[Rollout], generator: Generator, *, step: int) -> dict[str, Metric]:
+    """How old the weights were that sampled, and how servers did.
+
+    Args:
+        rollouts: The rollouts that are first learned from in this step.
+        generator: It sampled them.
+        step: The optimizer step.
+    """
+    metrics = staleness(rollouts, step=step)
+    if isinstance(generator, VLLMGenerator):
+        stats = generator.stats()
+        metrics |= {
+            "server/requests": Sum(stats.requests),
+            "server/retries": Sum(stats.retries),
+            "server/restarts": Sum(stats.restarts),
+            "server/wait_s": Max(stats.wait_s),
+        }
+    return metrics
+
+
+def _guided(args: OnlineConfig) -> Guided | None:
+    regex, params = args.vllm_guided_decoding_regex, args.vllm_params
+    if (regex, params.guided_json, params.guided_grammar) == (None, None, None):
+        return None
+    return Guided(regex=regex, json=params.guided_json, grammar=params.guided_grammar)
