@@ -7,7 +7,7 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
-from prefrl.scripts.migrate.foreign import cosmos_rl
+from prefrl.scripts.migrate.foreign.cosmos_rl import COSMOS_RL, DECAYS, DEFAULTS, GRPO_DEFAULTS, REWARDS
 from prefrl.scripts.migrate.values import ForeignRun, Values, of_toml
 
 __all__ = ["migrate_cosmos_rl"]
@@ -27,8 +27,8 @@ def migrate_cosmos_rl(text: str) -> Migrated:
         raise ConfigError("no options of cosmos-rl are in this file: it has no section train")
     idle = _without_effect(values)
     command = "sft" if values.get(f"{_POLICY}.type", (0, "grpo"))[1] == "sft" else "grpo"
-    own = cosmos_rl.GRPO_DEFAULTS if command == "grpo" else {}
-    run = ForeignRun(values, cosmos_rl.COSMOS_RL, cosmos_rl.DEFAULTS | own)
+    own = GRPO_DEFAULTS if command == "grpo" else {}
+    run = ForeignRun(values, COSMOS_RL, DEFAULTS | own)
     run.changes += idle
     names = ("dp_shard_size", "dp_replicate_size")
     shards, copies = (max(1, run.number(f"policy.parallelism.{name}", 1)) for name in names)
@@ -115,7 +115,7 @@ def _weights(run: ForeignRun, section: str) -> dict[str, float]:
 def _reward(run: ForeignRun, name: str) -> str | None:
     """An entry of `reward_funcs`; None: there is none."""
     if name != "overlong":
-        return cosmos_rl.REWARDS.get(name, (None, None))[0]
+        return REWARDS.get(name, (None, None))[0]
     longest, buffer = _longest(run), run.number(f"{_OVERLONG}.buffer_length", 4096)
     if buffer > longest:
         return None
@@ -124,7 +124,7 @@ def _reward(run: ForeignRun, name: str) -> str | None:
 
 def _answers(run: ForeignRun, rewards: list[str]) -> None:
     theirs = run.value(f"{_POLICY}.response_column_name", "")
-    read = {column for name in rewards if (column := cosmos_rl.REWARDS.get(name, (None, None))[1])} or {"answer"}
+    read = {column for name in rewards if (column := REWARDS.get(name, (None, None))[1])} or {"answer"}
     if theirs and len(read) > 1:
         text = f"the rewards read the columns {' and '.join(sorted(read))}: copy it, so that the dataset has both"
         run.leave_open(f"{_POLICY}.response_column_name", text)
@@ -161,12 +161,12 @@ def _schedule(run: ForeignRun) -> None:
     options, kind = run.options, run.value("train.optm_decay_type", "none")
     options.setdefault("warmup_steps", 20)
     fraction = run.value("train.optm_decay_ratio", 1.0)
-    if kind not in cosmos_rl.DECAYS or fraction == 0:
+    if kind not in DECAYS or fraction == 0:
         options["lr_scheduler_type"] = "constant_with_warmup"
         return
     options["lr_scheduler_type"] = "wsd"
     options["lr_scheduler_kwargs"] = {
-        "decay_type": cosmos_rl.DECAYS[kind],
+        "decay_type": DECAYS[kind],
         "decay_fraction": fraction,
         "min_lr_ratio": run.value("train.optm_min_lr_factor", 0.0),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
-from prefrl.scripts.migrate.foreign import ludwig
+from prefrl.scripts.migrate.foreign.ludwig import DEFAULTS, LUDWIG_KEYS
 from prefrl.scripts.migrate.values import ForeignRun, of_yaml
 
 __all__ = ["migrate_ludwig"]
@@ -31,8 +31,8 @@ def migrate_ludwig(text: str) -> Migrated:
     Raises:
         ConfigError: It trains no language model, or a value cannot be read.
     """
-    values = of_yaml(text, ludwig.LUDWIG_KEYS)
-    run = ForeignRun(values, ludwig.LUDWIG_KEYS, ludwig.DEFAULTS)
+    values = of_yaml(text, LUDWIG_KEYS)
+    run = ForeignRun(values, LUDWIG_KEYS, DEFAULTS)
     kind, model = run.value("trainer.type", "none"), run.value("model_type", "ecd")
     if model != "llm":
         raise ConfigError(f"model_type={model!r}: only language models, model_type: llm, can be migrated. {_GUIDE}")

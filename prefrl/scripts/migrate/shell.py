@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate import trl
 from prefrl.scripts.migrate.edits import Edit, Migrated, applied, every_option, option_names_of
+from prefrl.scripts.migrate.trl import NAMES, UNKNOWN, config_name_of, missing_defaults, say_written, steps_of
 
 __all__ = ["migrate_commands"]
 
@@ -134,8 +134,8 @@ class _Shell:
         if command.name is None:
             for match in self._flags(command.start, command.end):
                 name = _name(match)
-                if name in trl.NAMES and name not in every_option():
-                    said = f"--{name} {trl.NAMES[name].says}, if this script is migrated"
+                if name in NAMES and name not in every_option():
+                    said = f"--{name} {NAMES[name].says}, if this script is migrated"
                     self._say(match.start(), said, is_open=True)
         elif command.name == "vllm-serve":
             for match in self._flags(command.start, command.end):
@@ -143,7 +143,7 @@ class _Shell:
                     self._edit(match.start(), match.end(1), "--model-impl")
                     self._say(match.start(), f"{match[1]} is vLLM's --model-impl")
         elif command.name in REGISTRY:
-            config = trl.config_name_of(command.name)
+            config = config_name_of(command.name)
             values = self.change_flags(command.start, command.end, config, option_names_of(command.name), command.head)
             self._write_defaults(command, config, values)
 
@@ -161,7 +161,7 @@ class _Shell:
         """
         flags = {_name(match): match for match in self._flags(start, end)}
         values = {name: _value(match[2]) for name, match in flags.items()}
-        for step in trl.steps_of(config, {*known, "config"}, values):
+        for step in steps_of(config, {*known, "config"}, values):
             match = flags[step.name]
             is_kept = step.kind == "keep" or (step.kind == "comment" and head is None)
             if step.kind == "rename":
@@ -189,13 +189,13 @@ class _Shell:
             )
             self._say(command.head, said, is_open=True)
             return
-        missing = trl.missing_defaults(config, values)
+        missing = missing_defaults(config, values)
         if not missing:
             return
         line = re.search(r"\\\n([ \t]*)", words)
         between = " " if line is None else f" \\\n{line[1]}"
         self._edit(command.start, command.start, between + _words(missing))
-        self._say(command.head, trl.say_written(missing, values, _words(missing)))
+        self._say(command.head, say_written(missing, values, _words(missing)))
 
     def _comment(self, head: int, text: str) -> None:
         """A line above the first line of a command."""
@@ -224,7 +224,7 @@ def _value(text: str | None) -> Any:
     if text is None:
         return True
     if "$" in text or "`" in text:
-        return trl.UNKNOWN
+        return UNKNOWN
     plain = text.strip("\"'")
     try:
         return yaml.safe_load(plain)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
-from prefrl.scripts.migrate.foreign import verl, verl_sft
+from prefrl.scripts.migrate.foreign.verl import KL_ESTIMATORS, LOSSES, PPO_DEFAULTS, VERL
+from prefrl.scripts.migrate.foreign.verl_sft import SFT_DEFAULTS, VERL_SFT
 from prefrl.scripts.migrate.values import ForeignRun, Values, of_command, of_yaml
 
 __all__ = ["migrate_verl"]
 
-_ROWS = verl.VERL | verl_sft.VERL_SFT
+_ROWS = VERL | VERL_SFT
 _SECTIONS = frozenset(path.split(".")[0] for path in _ROWS)
 # Of the policy, in ppo_trainer.yaml and in sft_trainer.yaml.
 _OF_PPO, _OF_SFT = ("actor_rollout_ref.", "algorithm."), ("model.", "optim.")
@@ -45,7 +46,7 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
 def _of_ppo(values: Values) -> Migrated:
     if not values.get("reward_model.enable", (0, False))[1]:
         values = {path: found for path, found in values.items() if not path.startswith(_REWARD_MODEL)}
-    run = ForeignRun(values, verl.VERL, verl.DEFAULTS)
+    run = ForeignRun(values, VERL, PPO_DEFAULTS)
     estimator = run.value("algorithm.adv_estimator", "gae")
     command = {"gae": "ppo", "rloo": "rloo"}.get(estimator, "grpo")
     command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
@@ -82,7 +83,7 @@ def _of_sft(values: Values, script: str) -> Migrated:
     has_messages = "data.messages_key" in values or values.get("data.multiturn.enable", (0, False))[1]
     unread = ("data.prompt_", "data.response_") if has_messages else ("data.multiturn.",)
     values = {path: found for path, found in values.items() if not path.startswith(unread)}
-    run = ForeignRun(values, verl_sft.VERL_SFT, verl_sft.DEFAULTS)
+    run = ForeignRun(values, VERL_SFT, SFT_DEFAULTS)
     run.options |= {} if has_messages else {"conversational": True}
     _files(run)
     processes = _processes(run, of_a_node=1) * _torchrun(run, script)
@@ -146,7 +147,7 @@ def _kl(run: ForeignRun) -> None:
     estimate = "actor_rollout_ref.actor.kl_loss_type" if in_loss else "algorithm.kl_penalty"
     default = "low_var_kl" if in_loss else "kl"
     options["beta"] = run.value(weight, 0.001)
-    options["kl_estimator"] = verl.KL_ESTIMATORS.get(run.value(estimate, default), "k3")
+    options["kl_estimator"] = KL_ESTIMATORS.get(run.value(estimate, default), "k3")
     options["kl_in"] = "loss" if in_loss else "reward"
     if not in_loss and run.value("algorithm.kl_ctrl.type", "fixed") == "adaptive":
         options["kl_kwargs"] = {
@@ -169,7 +170,7 @@ def _loss(run: ForeignRun) -> None:
         options |= {"loss_type": options.get("loss_type", "dapo"), "importance_sampling_level": "token"}
     else:
         options.pop("delta", None)
-        options |= verl.LOSSES.get(mode, {})
+        options |= LOSSES.get(mode, {})
     if not run.value("algorithm.use_pf_ppo", False):
         options.pop("rollout_selection", None)
         options.pop("selection_kwargs", None)

@@ -23,7 +23,7 @@ from prefrl.scripts.migrate.foreign.row import (
     together,
 )
 
-__all__ = ["DEFAULTS", "KL_ESTIMATORS", "LAUNCH", "LOSSES", "VERL"]
+__all__ = ["PPO_DEFAULTS", "KL_ESTIMATORS", "LAUNCH", "LOSSES", "VERL"]
 
 # How many processes there are, and what each of them holds.
 LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
@@ -463,7 +463,7 @@ VERL: dict[str, Counterpart] = {
     "defaults": instead("migrate the whole config, which verl's command prints with --cfg job"),
 }
 # What ppo_trainer.yaml says if it is not changed, where that differs here.
-DEFAULTS: dict[str, Any] = {
+PPO_DEFAULTS: dict[str, Any] = {
     "bf16": True,
     "gradient_checkpointing": True,
     "temperature": 1.0,

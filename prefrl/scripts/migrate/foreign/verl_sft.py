@@ -17,7 +17,7 @@ from prefrl.scripts.migrate.foreign.row import (
 )
 from prefrl.scripts.migrate.foreign.verl import LAUNCH, VERL
 
-__all__ = ["DEFAULTS", "VERL_SFT"]
+__all__ = ["SFT_DEFAULTS", "VERL_SFT"]
 
 _NESTED = "make the nested texts columns of their own, and name these in columns"
 _PADDING = "batches are laid out without padding"
@@ -26,7 +26,7 @@ _ACTOR = "actor_rollout_ref.actor."
 _SHARED = {
     name.removeprefix(_ACTOR): row for name, row in VERL.items() if name.startswith((_ACTOR, "data.", "trainer."))
 }
-_DATA: dict[str, Counterpart] = {
+_SFT_DATA: dict[str, Counterpart] = {
     "train_batch_size": together("gradient_accumulation_steps, times processes and per_device_train_batch_size"),
     "micro_batch_size": together("per_device_train_batch_size, of one process", "per_device_train_batch_size"),
     "micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
@@ -47,7 +47,7 @@ _DATA: dict[str, Counterpart] = {
     "pad_mode": not_needed(_PADDING),
     "ignore_input_ids_mismatch": not_needed("conversations are tokenized as a whole"),
 }
-_MODEL: dict[str, Counterpart] = {
+_SFT_MODEL: dict[str, Counterpart] = {
     "partial_pretrain": renamed("model_name_or_path"),
     "path": renamed("model_name_or_path"),
     "fsdp_config.model_dtype": asked(
@@ -62,8 +62,8 @@ _MODEL: dict[str, Counterpart] = {
 }
 VERL_SFT: dict[str, Counterpart] = {
     **{name: row for name, row in _SHARED.items() if name.startswith(("data.", "optim", "checkpoint", "trainer."))},
-    **{f"data.{name}": row for name, row in _DATA.items()},
-    **{f"model.{name}": row for name, row in _MODEL.items()},
+    **{f"data.{name}": row for name, row in _SFT_DATA.items()},
+    **{f"model.{name}": row for name, row in _SFT_MODEL.items()},
     "optim.warmup_steps_ratio": VERL[f"{_ACTOR}optim.lr_warmup_steps_ratio"],
     "optim.lr_scheduler": asked("lr_scheduler_type", {"cosine": "cosine"}),
     "ulysses_sequence_parallel_size": instead("see sequence parallelism in docs/distributed.md"),
@@ -76,7 +76,7 @@ VERL_SFT: dict[str, Counterpart] = {
     "defaults": VERL["defaults"],
 }
 # What sft_trainer.yaml says if it is not changed, where that differs here.
-DEFAULTS: dict[str, Any] = {
+SFT_DEFAULTS: dict[str, Any] = {
     "bf16": True,
     "learning_rate": 1e-5,
     "adam_beta2": 0.95,
