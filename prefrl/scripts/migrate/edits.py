@@ -12,7 +12,7 @@ from typing import Any, AnyStr
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
-from prefrl.scripts.migrate.foreign import Counterpart
+from prefrl.scripts.migrate.rows import Counterpart
 from prefrl.scripts.schema.parser import options_of as schema_options
 
 __all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "option_names_of", "parsed_options", "switches"]

@@ -14,7 +14,7 @@ import yaml
 from prefrl.errors import ConfigError
 from prefrl.scripts.arguments.dataset_columns import SHAPING
 from prefrl.scripts.migrate.edits import Migrated, converted, every_option, option_names_of
-from prefrl.scripts.migrate.foreign import Counterpart, row_of
+from prefrl.scripts.migrate.rows import Counterpart, row_of
 
 __all__ = ["Values", "library_of", "of_command", "of_toml", "of_yaml", "ForeignRun"]
 
