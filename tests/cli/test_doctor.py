@@ -18,10 +18,9 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.checkup import doctor, resources
 from prefrl.scripts.checkup.checkup import checkup_of
-from prefrl.scripts.checkup.findings import Section
 from prefrl.scripts.checkup.parallel import footprint_of_process
 from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
-from prefrl.scripts.checkup.subject import Subject, plan_of
+from prefrl.scripts.checkup.subject import Section, Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl

@@ -28,10 +28,9 @@ from prefrl.scripts.checkup.dataset import (
     show_rows,
     try_rewards,
 )
-from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
 from prefrl.scripts.checkup.parallel import check_parallelism
 from prefrl.scripts.checkup.resources import check_memory, check_resources
-from prefrl.scripts.checkup.subject import Subject, plan_of
+from prefrl.scripts.checkup.subject import Checkup, Section, Subject, logged_into, plan_of
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from prefrl.options.size import num_ranks
 from prefrl.printable import printable
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import RewardRunner
-from prefrl.scripts.checkup.findings import Section, logged_into
+from prefrl.scripts.checkup.subject import Section, logged_into
 from prefrl.trainer.online.prompts import prompts_per_generation
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from prefrl.models.footprint import Footprint
     from prefrl.scripts.checkup.dataset import Batches
-    from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.subject import LaunchPlan, Subject
+    from prefrl.scripts.checkup.subject import LaunchPlan, Section, Subject
 
 __all__ = ["check_parallelism", "footprint_of_process"]
 

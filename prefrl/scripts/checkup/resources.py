@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     import datasets
 
     from prefrl.scripts.checkup.dataset import Batches
-    from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.subject import Subject
+    from prefrl.scripts.checkup.subject import Section, Subject
 
 __all__ = [
     "MicroBatch",

@@ -22,7 +22,7 @@ from prefrl.scripts.parsing.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from prefrl.scripts.oracle.checks import Check
-    from prefrl.scripts.oracle.measure import Measurement
+    from prefrl.scripts.oracle.recipe import Measurement
 
 __all__ = ["VerifyArguments", "main"]
 
@@ -201,7 +201,7 @@ def _value(text: str) -> Any:
 
 def _examine(function: Callable[..., Any], arguments: VerifyArguments) -> tuple[list[Check], list[Measurement]]:
     from prefrl.scripts.oracle import checks as oracle_checks
-    from prefrl.scripts.oracle import measure as oracle_measure
+    from prefrl.scripts.oracle import recipe as oracle_measure
 
     if arguments.kind == "policy":
         checks = oracle_checks.check_policy_loss(function, level=arguments.level)

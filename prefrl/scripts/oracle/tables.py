@@ -28,18 +28,21 @@ from prefrl.scripts.oracle.exact import (
     every_batch,
     exact_gradient,
 )
-from prefrl.scripts.oracle.measure import STEPS, one_prompt, silent, two_prompts
 from prefrl.scripts.oracle.recipe import (
+    STEPS,
     PerToken,
     Recipe,
     centered_turns,
     credit_of_turns,
+    one_prompt,
     reinforce_loss,
     row_advantages,
     row_total,
     sampling_weights,
     selection,
+    silent,
     token_advantages,
+    two_prompts,
     whiten,
 )
 
