@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.real.inputs import Inputs, pairs, split, worked_examples
 from prefrl.registry import REGISTRY
-from prefrl.scripts.demo import smollm2 as demo_smollm2
+from prefrl.scripts import demo as demo_smollm2
 
 __all__ = ["measure_demo", "measure_dpo", "measure_sft"]
 

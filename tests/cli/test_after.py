@@ -19,7 +19,7 @@ from prefrl.models import merged
 from prefrl.models.merged import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.scripts import merge
+from prefrl.scripts import commands
 from prefrl.scripts.main import OTHERS, main
 from prefrl.scripts.report import look
 from prefrl.scripts.sampling import chat, eval, generate
@@ -197,15 +197,16 @@ def test_a_merged_adapter_gives_the_outputs_of_base_and_adapter(workspace: Path,
             torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
     assert AutoTokenizer.from_pretrained("merged").eos_token == "<|end|>"
     with pytest.raises(ConfigError, match="already holds a model"):
-        merge.main(["adapter", "merged"])
+        commands.merge(["adapter", "merged"])
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
-        merge.main([str(model_folder), "other"])
+        commands.merge([str(model_folder), "other"])
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_the_commands_of_the_docs_parse(line: str) -> None:
     command, *words = shlex.split(line)
-    assert importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").main.parser().parse(words)
+    module, _, function = OTHERS[command].module.partition(":")
+    assert getattr(importlib.import_module(f"prefrl.scripts.{module}"), function or "main").parser().parse(words)
 
 
 def rollout(group: int, text: str, reward: float) -> Rollout:

@@ -29,7 +29,7 @@ from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
-from prefrl.scripts import env
+from prefrl.scripts import commands
 from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
@@ -504,7 +504,7 @@ def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert env.main([]) == 0
+    assert commands.env([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "- CUDA of torch: 13.0" in lines
     assert [line for line in lines if "GPU" in line] == [f"- GPU {i}: Pretend H{i}00, 80 GiB" for i in range(COUNT)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefrl.scripts.checkup import doctor
+from prefrl.scripts import commands
 from prefrl.scripts.sampling import eval, generate
 from tests.vllm.server import Server
 
@@ -48,9 +48,9 @@ def test_the_doctor_finds_the_server_and_its_model_and_notices_a_wrong_key(
     options = ["--dataset_name", str(prompts), "--reward_funcs", "numeric_reward", "--num_generations", "4"]
     options += ["--max_completion_length", "4", "--use_cpu", "--output_dir", str(tmp_path / "run"), "--use_vllm"]
     options += ["--vllm_server_base_url", server.url]
-    assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 0
+    assert commands.doctor(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 0
     found = " ".join(capsys.readouterr().out.split())
     assert f"{server.url} serves {server.model_dir}" in found
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
+    assert commands.doctor(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
     assert "refused the request" in " ".join(capsys.readouterr().out.split())
