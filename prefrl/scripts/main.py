@@ -46,11 +46,13 @@ OTHERS = {
     "init": Listed("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
     "doctor": Listed("commands:doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
     "launch": Listed("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
-    "resume": Listed("commands:resume", "continue a run from its last checkpoint, with the options that it was started with"),
+    "resume": Listed(
+        "commands:resume", "continue a run from its last checkpoint, with the options that it was started with"
+    ),
     "demo": Listed("commands:demo", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
-    "watch": Listed("report.watch", "show a run in the browser while it trains"),
-    "report": Listed("report.command", "write one HTML file about a run, or about two"),
-    "look": Listed("report.look", "show the best and the worst completions of a run"),
+    "watch": Listed("report:watch", "show a run in the browser while it trains"),
+    "report": Listed("report:report", "write one HTML file about a run, or about two"),
+    "look": Listed("report:look", "show the best and the worst completions of a run"),
     "chat": Listed("sampling.chat", "talk to a model in the terminal"),
     "generate": Listed("sampling.generate", "sample completions of a prompt or of a dataset"),
     "eval": Listed(

@@ -19,9 +19,8 @@ from prefrl.models import merged
 from prefrl.models.merged import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.scripts import commands
+from prefrl.scripts import commands, report
 from prefrl.scripts.main import OTHERS, main
-from prefrl.scripts.report import look
 from prefrl.scripts.sampling import chat, eval, generate
 from prefrl.types import Completion, Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
@@ -220,17 +219,17 @@ def test_the_worst_and_best_completions_of_a_run(workspace: Path, capsys: pytest
     rollouts = [rollout(i, text, reward) for i, (text, reward) in enumerate(texts.items())]
     write_entry(Entry("run", 0, 0, [Collected(rollouts[:1])]), Path("run/completions/completions_00000.parquet"))
     write_entry(Entry("run", 1, 8, [Collected(rollouts[1:])]), Path("run/completions/completions_00008.parquet"))
-    assert look.main(["run", "--worst", "1", "--best", "1"]) == 0
+    assert report.look(["run", "--worst", "1", "--best", "1"]) == 0
     shown = capsys.readouterr().out
     assert "step 9: 3 completions, reward -1 to 0.5, mean -0.25" in shown
     assert shown.index("bad") < shown.index("middling")
     assert "question 1" in shown
     assert "right -1 | 3 tokens, stop" in shown.replace("reward -1 | ", "")
-    assert look.main(["run", "--worst", "0", "--best", "1", "--all_steps"]) == 0
+    assert report.look(["run", "--worst", "0", "--best", "1", "--all_steps"]) == 0
     assert "good" in capsys.readouterr().out
-    assert look.main(["run", "--step", "8"]) == 0
+    assert report.look(["run", "--step", "8"]) == 0
     assert "good" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="Did you mean 'right'"):
-        look.main(["run", "--reward", "righ"])
+        report.look(["run", "--reward", "righ"])
     with pytest.raises(ValueError, match="has no completions"):
-        look.main(["elsewhere"])
+        report.look(["elsewhere"])

@@ -27,7 +27,7 @@ from prefrl.distributed.processes import form_teams
 from prefrl.errors import DataError
 from prefrl.rollout.buffer import Minibatch, RolloutBuffer
 from prefrl.rollout.journal import Journal
-from prefrl.scripts.report.page import _FILE
+from prefrl.scripts.report_page import _FILE
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.types import LabeledBatch
 from tests.unit.distributed.test_orders import labeled

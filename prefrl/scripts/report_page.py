@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from prefrl import __version__
 from prefrl.printable import printable
-from prefrl.scripts.report.record import Point, events_of, read_run, series_of, thinned
+from prefrl.scripts.report_record import Point, events_of, read_run, series_of, thinned
 
 __all__ = ["page", "histograms_of", "side_by_side"]
 
