@@ -53,10 +53,10 @@ OTHERS = {
     "watch": Listed("report:watch", "show a run in the browser while it trains"),
     "report": Listed("report:report", "write one HTML file about a run, or about two"),
     "look": Listed("report:look", "show the best and the worst completions of a run"),
-    "chat": Listed("sampling.chat", "talk to a model in the terminal"),
-    "generate": Listed("sampling.generate", "sample completions of a prompt or of a dataset"),
+    "chat": Listed("sampling:chat", "talk to a model in the terminal"),
+    "generate": Listed("sampling:generate", "sample completions of a prompt or of a dataset"),
     "eval": Listed(
-        "sampling.eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
+        "eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
     ),
     "merge": Listed("commands:merge", "merge an adapter into its base model"),
     "soup": Listed("soup", "average checkpoints"),

@@ -19,9 +19,8 @@ from prefrl.models import merged
 from prefrl.models.merged import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.scripts import commands, report
+from prefrl.scripts import commands, eval, report, sampling
 from prefrl.scripts.main import OTHERS, main
-from prefrl.scripts.sampling import chat, eval, generate
 from prefrl.types import Completion, Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
@@ -37,7 +36,7 @@ SHORT = ["--max_completion_length", "4"]
 def test_prompts_are_made_of_columns_as_in_training(workspace: Path, model_folder: Path) -> None:
     data = ["--dataset_name", "prompts.jsonl", "--prompt_template", "{prompt}!", "--columns", '{"gold": "answer"}']
     argv = [str(model_folder), *data, "--system_prompt", "Add.", *SHORT]
-    assert generate.main([*argv, "--output_file", "answered.jsonl"]) == 0
+    assert sampling.generate([*argv, "--output_file", "answered.jsonl"]) == 0
     rows = [json.loads(line) for line in Path("answered.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [[turn["content"] for turn in row["prompt"]] for row in rows] == [
         ["Add.", "1+1=!"],
@@ -48,14 +47,14 @@ def test_prompts_are_made_of_columns_as_in_training(workspace: Path, model_folde
     found = json.loads(Path("scores/metrics.json").read_text(encoding="utf-8"))["all"]
     assert found["reward"]["value"] == 12.5
     with pytest.raises(ConfigError, match=r"prompt_template='x\{y\}' has no effect because dataset_name is not set"):
-        generate.main([str(model_folder), "hi", "--prompt_template", "x{y}"])
+        sampling.generate([str(model_folder), "hi", "--prompt_template", "x{y}"])
 
 
 def test_prompts_of_a_file_get_responses_that_eval_can_score(
     workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [str(model_folder), "--dataset_name", "prompts.jsonl", "--num_generations", "3", *SHORT]
-    assert generate.main([*argv, "--output_file", "answered.parquet"]) == 0
+    assert sampling.generate([*argv, "--output_file", "answered.parquet"]) == 0
     rows = pq.read_table("answered.parquet").to_pylist()
     assert [row["answer"] for row in rows] == ["2", "23"]
     assert [len(row["responses"]) for row in rows] == [3, 3]
@@ -80,13 +79,13 @@ def test_a_file_is_scored_without_the_name_of_its_option(workspace: Path, capsys
 def test_a_place_that_cannot_be_written_to_is_refused_before_sampling(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (eval, generate):
+    for module in (eval, sampling):
         monkeypatch.setattr(module, "make_sampler", lambda *_, **__: pytest.fail("samples"))
     scoring = ["--reward_funcs", "my_rewards:short", "--output_dir", "prompts.jsonl"]
     with pytest.raises(ConfigError, match=r"output_dir='prompts\.jsonl' cannot be written to"):
         eval.main(["m", "prompts.jsonl", *scoring])
     with pytest.raises(ConfigError, match=r"folder of output_file='prompts\.jsonl' cannot be written to"):
-        generate.main(["m", "--dataset_name", "prompts.jsonl", "--output_file", "prompts.jsonl/a.jsonl"])
+        sampling.generate(["m", "--dataset_name", "prompts.jsonl", "--output_file", "prompts.jsonl/a.jsonl"])
 
 
 def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are(workspace: Path) -> None:
@@ -144,7 +143,7 @@ def test_eval_refuses_what_cannot_work(workspace: Path, options: list[str], mess
 def test_a_server_is_asked_with_the_conversation(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     endpoint = Endpoint(lambda text: f"{text}?")
     try:
-        assert generate.main(["name", "why", "--server", endpoint.url, "--system", "be brief"]) == 0
+        assert sampling.generate(["name", "why", "--server", endpoint.url, "--system", "be brief"]) == 0
     finally:
         endpoint.close()
     assert capsys.readouterr().out.strip() == "why?"
@@ -160,10 +159,10 @@ def test_a_model_without_a_chat_template_continues_texts(
     tiny_tokenizer(chat_template=None).save_pretrained("base")
     with monkeypatch.context() as patch:
         patch.setattr(merged, "load_merged", None)  # refused before the weights are loaded
-        for command, words in ((generate, ["base", "1+1", *SHORT]), (chat, ["base"])):
+        for command, words in ((sampling.generate, ["base", "1+1", *SHORT]), (sampling.chat, ["base"])):
             with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
-                command.main(words)
-    assert generate.main(["base", "1+1", "--raw", *SHORT]) == 0
+                command(words)
+    assert sampling.generate(["base", "1+1", "--raw", *SHORT]) == 0
     assert "Tokenizing" not in capsys.readouterr().err
 
 
@@ -173,7 +172,7 @@ def test_a_chat_remembers_and_forgets(
     endpoint = Endpoint(lambda text: f"{text}!")
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/undo\nthree\n/clear\nfour\n"))
     try:
-        assert chat.main(["name", "--server", endpoint.url]) == 0
+        assert sampling.chat(["name", "--server", endpoint.url]) == 0
     finally:
         endpoint.close()
     told = [[message["content"] for message in body["messages"]] for body in endpoint.bodies]

@@ -29,11 +29,10 @@ from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
-from prefrl.scripts import commands
+from prefrl.scripts import commands, sampling
 from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
-from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
 from prefrl.trainer.base.options.precision import check_precision
 from prefrl.trainer.features.guard import EarlyRead
@@ -523,5 +522,5 @@ def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("prefrl.generation.local.generator.LocalGenerator", lambda model, **_: used.append(model))
     monkeypatch.setattr(model, "to", lambda device: used.append(device))
     asked: Any = SimpleNamespace(dtype="auto", batch_size=2)
-    sampler._Local(asked, "model", needs_template=False)
+    sampling._Local(asked, "model", needs_template=False)
     assert used == [torch.device("cuda"), model]
