@@ -20,10 +20,17 @@ import torch
 from torch import nn
 
 from prefrl.errors import ConfigError, DataError, RewardError
-from prefrl.rewards.adapted import ComputeScore, is_compute_score
-from prefrl.rewards.base import Grader
-from prefrl.rewards.call import Call, EventLoopThread, Outcome, call_all, is_async, result_of
-from prefrl.rewards.check import RewardLog, checked_values, excerpt
+from prefrl.rewards.base import Grader, RewardLog, checked_values, excerpt
+from prefrl.rewards.call import (
+    Call,
+    ComputeScore,
+    EventLoopThread,
+    Outcome,
+    call_all,
+    is_async,
+    is_compute_score,
+    result_of,
+)
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rewards.model import ModelReward
 

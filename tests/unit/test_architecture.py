@@ -52,7 +52,7 @@ OPTIONAL = {
     "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
-    "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
+    "reasoning_gym": ("prefrl/rewards/named.py",),
     "PIL": ("prefrl/data/image_example.py",),
     "matplotlib": ("prefrl/scripts/",),
 }

@@ -13,7 +13,7 @@ from prefrl.optional import require
 from prefrl.options.suggest import nearest
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.call import is_async
-from prefrl.rewards.graders.template import Template, check_column, fill_rows, joined_prompt
+from prefrl.rewards.graders.endpoint import Template, check_column, fill_rows, joined_prompt
 
 __all__ = ["StringCheck", "TextSimilarity", "PythonGrader"]
 
