@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 
 from prefrl.data.chat import special_tokens
 from prefrl.data.formats import AnyDataset
-from prefrl.data.packing import is_packed
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import is_packed, list_lengths
 from prefrl.distributed import is_main
 from prefrl.errors import DataError
 

@@ -35,7 +35,7 @@ from prefrl.pictures import has_images, images_of, with_placeholders
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prefrl.data.rows import EncodeRow
+    from prefrl.data.packing import EncodeRow
 
 __all__ = [
     "EncodedPair",

@@ -18,7 +18,7 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.printable import masked
-from prefrl.run.seal import write_synced
+from prefrl.run.checkpoints import write_synced
 
 __all__ = [
     "IDENTITY",

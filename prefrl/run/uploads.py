@@ -23,8 +23,18 @@ import fsspec
 
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.printable import reason_of, without_secrets
-from prefrl.run.checkpoints import link_files, move_in_place, own_checkpoints, staging_folder, step_of
-from prefrl.run.seal import MANIFEST, Manifest, manifest_of, parsed, problem_of
+from prefrl.run.checkpoints import (
+    MANIFEST,
+    Manifest,
+    link_files,
+    manifest_of,
+    move_in_place,
+    own_checkpoints,
+    parsed,
+    problem_of,
+    staging_folder,
+    step_of,
+)
 
 __all__ = ["Place", "check_place", "fetch", "is_url", "Uploads"]
 

@@ -22,8 +22,8 @@ from transformers.trainer_utils import IntervalStrategy
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.load import load_renamed
+from prefrl.run.folder import StopRequest
 from prefrl.run.records import Identity
-from prefrl.run.stop import StopRequest
 from prefrl.trainer import checkpointing
 from prefrl.trainer.evaluation import Evaluation, check_best_metric
 from prefrl.trainer.features import Hub, parts_of

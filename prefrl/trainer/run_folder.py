@@ -21,6 +21,7 @@ from prefrl.options.checkpoint import UploadParams
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
     WORDS_TO_RESUME,
+    FileSeal,
     FoundCheckpoint,
     check_whole,
     checkpoint_name,
@@ -29,6 +30,8 @@ from prefrl.run.checkpoints import (
     own_checkpoints,
     publish,
     rotate,
+    seals_of,
+    sizes_in,
     staging_folder,
 )
 from prefrl.run.folder import only_writer, weights_in, writer_token
@@ -41,7 +44,6 @@ from prefrl.run.records import (
     record_start,
     write_identity,
 )
-from prefrl.run.seal import FileSeal, seals_of, sizes_in
 from prefrl.run.uploads import Place, Uploads, fetch, is_url
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from transformers import HfArgumentParser
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.run.checkpoints import WRITER
-from prefrl.run.seal import seal
+from prefrl.run.checkpoints import WRITER, seal
 from prefrl.scripts.arguments.given import Given
 from prefrl.scripts.arguments.reward_entry import reward_entries
 from prefrl.scripts.inputs import check_files, read

@@ -26,7 +26,7 @@ from prefrl.data.checks import (
     warn_of_unknown_end,
 )
 from prefrl.data.formats import column_names
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.plans import position_limit

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prefrl import distributed
 from prefrl.data import samplers as dealing_module
-from prefrl.data.rows import map_rows
+from prefrl.data.packing import map_rows
 from prefrl.data.samplers import Dealing, GenerationBatchSampler, StepBatchSampler, deal, positions_of_rank
 from prefrl.distributed import shards
 from prefrl.distributed.processes import form_teams
