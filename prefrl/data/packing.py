@@ -374,12 +374,8 @@ def map_rows(
 
 
 def drop_rows(rows: datasets.Dataset, problems: Mapping[int, str], *, remedy: str) -> datasets.Dataset:
-    """Drop some rows, with a single warning.
+    """Drop the rows that have problems, by row number, with a single warning that says what keeps them.
 
-    Args:
-        rows: Map-style.
-        problems: The reason for each row, by row number.
-        remedy: What the user can do to keep them.
     Raises:
         DataError: No row is left.
     """

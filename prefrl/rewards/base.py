@@ -207,11 +207,6 @@ def checked_values(
     Lists, tuples, other sequences, and one-dimensional arrays and tensors are accepted. Values may be any real
     numbers, including those of NumPy, and zero-dimensional tensors. True is 1 and False is 0.
 
-    Args:
-        name: Name of the reward, for messages.
-        result: What it returned.
-        prompts: B prompts, for messages.
-        completions: B completions, for messages.
     Raises:
         RewardError: The result has another type or length, or a value is NaN, infinite or not a number.
     """

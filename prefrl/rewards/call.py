@@ -167,11 +167,6 @@ def call_all(
 def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: str) -> object:
     """The unchecked result of a function.
 
-    Args:
-        call: The call.
-        outcome: What became of it.
-        timeout: Seconds that it had, for the message.
-        batch: What it was called with, for the message.
     Raises:
         RewardError: It raised or took too long. Errors of prefrl are raised as they are.
         DeadlineError: It has no limit of its own, but the reward that it is a part of took too long.

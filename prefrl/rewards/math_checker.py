@@ -59,10 +59,8 @@ class MathChecker:
         self._lock = threading.Lock()
 
     def check(self, questions: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Whether the answer in each text equals its gold answer.
+        """Whether the answer in each pair of text and gold answer equals the gold answer.
 
-        Args:
-            questions: Pairs of text and gold answer.
         Raises:
             RewardError: A worker does not start.
             ImportError: math-verify is not installed.

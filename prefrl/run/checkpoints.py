@@ -300,13 +300,7 @@ class FoundCheckpoint:
 
 
 def find_last(run_folder: Path, *, run: str | None, before: int | None = None) -> FoundCheckpoint:
-    """The last whole checkpoint of a run.
-
-    Args:
-        run_folder: The run's folder.
-        run: Id of the run; None: of any run.
-        before: Only checkpoints of earlier steps; None: all.
-    """
+    """The last whole checkpoint of a run, or of any, and only of steps before `before` if that is given."""
     unusable: list[str] = []
     foreign: list[str] = []
     for step, folder in sorted(_checkpoints_in(run_folder).items(), reverse=True):

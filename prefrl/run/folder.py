@@ -124,15 +124,7 @@ def _read(descriptor: int) -> dict[str, object]:
 
 
 def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
-    """Check that files can be written to a folder, which is created if it does not exist.
-
-    Args:
-        run_folder: The folder.
-        option: The option that names it, for the message.
-
-    Raises:
-        ConfigError: They cannot.
-    """
+    """Raise ConfigError unless files can be written to a folder, the value of an option. It is created if need be."""
     try:
         run_folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_folder):

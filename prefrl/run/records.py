@@ -123,12 +123,7 @@ class Start:
 
 
 def record_start(folder: Path, run: str) -> None:
-    """Add a line to `starts.jsonl`.
-
-    Args:
-        folder: `output_dir`.
-        run: Id of the run.
-    """
+    """Add a line to `starts.jsonl`."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     start = Start(run, now, command_of(sys.orig_argv), _versions(), f"{platform.system()} {platform.machine()}")
     with (folder / STARTS).open("a", encoding="utf-8") as file:

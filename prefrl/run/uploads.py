@@ -52,10 +52,6 @@ def is_url(text: object) -> bool:
 def check_place(option: str, url: str) -> None:
     """Check that fsspec knows a place; it is not contacted.
 
-    Args:
-        option: Its option, for the error.
-        url: The place.
-
     Raises:
         ConfigError: fsspec does not know it, the package that it needs is missing, or it is on the Hub.
     """
@@ -314,10 +310,7 @@ class Uploads:
                 threading.Thread(target=self._work, name="prefrl-upload", daemon=True).start()
 
     def finish(self, seconds: float) -> dict[str, str]:
-        """Wait for all uploads; those that failed are tried once more.
-
-        Args:
-            seconds: The longest wait.
+        """Wait for all uploads, but no longer than some seconds; those that failed are tried once more.
 
         Returns:
             What is not uploaded: the names of checkpoints with the reasons.

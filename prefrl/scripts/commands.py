@@ -141,9 +141,6 @@ def resume(options: ResumeArguments) -> int:
 def command_to_resume(folder: Path) -> list[str]:
     """The algorithm and the options that resume a run.
 
-    Args:
-        folder: `output_dir` of the run.
-
     Raises:
         ConfigError: There is nothing to resume, or the run was not started by the command.
     """

@@ -108,15 +108,7 @@ class EvalArguments(SamplingArguments, ColumnArguments):
             self.check_sizes(self.num_generations, "Raise num_generations.")
 
     def check_sizes(self, most: int, remedy: str = "Lower it.") -> None:
-        """Refuse a k for which no prompt has the responses.
-
-        Args:
-            most: The most responses that a prompt has.
-            remedy: What to do.
-
-        Raises:
-            ConfigError: See above.
-        """
+        """Raise ConfigError for a k for which no prompt has the responses; `most` of them has one."""
         if max(self.k or (0,)) > most:
             raise ConfigError(f"k={self.k}: a prompt has at most {most} responses. {remedy}")
 

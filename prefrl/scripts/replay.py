@@ -126,10 +126,6 @@ def replay_dump(folder: Path, identity: Identity) -> None:
 
     Dropout is off. What a loss reads besides its micro-batch (running means, adaptive coefficients, the KL estimate of
     KTO) is as it is at the start of a run.
-
-    Args:
-        folder: A folder nan-step-N.
-        identity: The run.
     """
     console = Console()
     with tempfile.TemporaryDirectory() as scratch:

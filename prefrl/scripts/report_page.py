@@ -207,10 +207,6 @@ def side_by_side(folders: Sequence[Path], names: Sequence[str]) -> list[SideBySi
     One run: the first and the last evaluation, and the best and the worst completion of prompts of the last batch. Two
     runs: the completions of prompts that both have had, in the last evaluations or else in the last batches; the first
     ones of their groups, which are random ones. If no prompt is shared: the best and the worst of each run.
-
-    Args:
-        folders: `output_dir` of each run.
-        names: What the runs are called.
     """
     if len(folders) == 1:
         first, last = _evaluations(folders[0], 0), _evaluations(folders[0], -1)

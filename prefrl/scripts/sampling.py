@@ -132,10 +132,6 @@ def has_messages(prompts: Sequence[TextOrMessages]) -> bool:
 def make_sampler(options: SamplingArguments, *, needs_template: bool) -> Sampler:
     """The model, or the connection to the server, that the options name.
 
-    Args:
-        options: The options.
-        needs_template: Whether prompts will be messages.
-
     Raises:
         ConfigError: There is no such model, the server has none, or the model has no chat template and needs one.
         GenerationError: The server cannot be reached.

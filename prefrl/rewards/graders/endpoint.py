@@ -321,14 +321,7 @@ def _check_field(field: str, has_form: bool, where: str, fields: Sequence[str] |
 
 
 def check_column(field: str, shown: str) -> None:
-    """Check that a name of one row's value is not that of another argument of rewards.
-
-    Args:
-        field: The name.
-        shown: How it was written and where, for the message.
-    Raises:
-        ConfigError: It is one.
-    """
+    """Raise ConfigError if a name of one row's value, written as `shown`, is that of another argument of rewards."""
     if field in _NO_FIELDS:
         meant = _NO_FIELDS[field]
         remedy = f"Did you mean {meant!r}?" if meant else "It is an argument of rewards that a grader cannot read"

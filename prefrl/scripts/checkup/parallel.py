@@ -90,13 +90,6 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
 def check_parallelism(section: Section, subject: Subject, plan: LaunchPlan, batches: Batches, evaluated: Any) -> None:
     """Say what each process holds and does.
 
-    Args:
-        section: Gets the findings.
-        subject: The run.
-        plan: How it is started.
-        batches: The sizes of its steps.
-        evaluated: The datasets to evaluate on; None: there are none.
-
     Raises:
         ConfigError: Teams cannot divide the attention heads.
     """

@@ -269,11 +269,6 @@ def least_seconds(subject: Subject, batch: MicroBatch, speed: float) -> dict[str
     """Seconds that the matrix products of a step take, which is the least for each phase.
 
     Sampling in this process is left out on a GPU, where it waits for weights and Python instead of products.
-
-    Args:
-        subject: The run.
-        batch: A micro-batch.
-        speed: FLOP/s of products.
     """
     config, model = subject.config, subject.model
     embedding = model.get_input_embeddings().weight.numel()

@@ -315,11 +315,7 @@ class Subject:
         return list(self.script.reward_funcs or []) if isinstance(self.script, RewardArguments) else []
 
     def tokenized(self, dataset: Any, **changes: Any) -> Any:
-        """The dataset with token ids, as the trainer prepares it before it packs rows.
-
-        Args:
-            dataset: Raw rows.
-            changes: Other values of options.
+        """The dataset with token ids, as the trainer prepares it before it packs rows, with some other options.
 
         Raises:
             ConfigError: An option does not fit the dataset.

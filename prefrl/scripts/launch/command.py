@@ -127,11 +127,6 @@ def _plan(
 def with_gpus(options: LaunchArguments, run: Mapping[str, Any], visible: Sequence[str]) -> LaunchArguments:
     """The options, with a place for the server instead of "auto".
 
-    Args:
-        options: How the run is started.
-        run: The algorithm's options by name.
-        visible: GPUs of this machine.
-
     Raises:
         ConfigError: There is a single GPU, which cannot train and serve.
     """
@@ -148,11 +143,7 @@ def with_gpus(options: LaunchArguments, run: Mapping[str, Any], visible: Sequenc
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """For each GPU that this process sees, the value that selects it in CUDA_VISIBLE_DEVICES.
-
-    Args:
-        environment: Environment variables of this process.
-    """
+    """For each GPU that this process sees, the value that selects it in CUDA_VISIBLE_DEVICES."""
     import torch  # not needed for --help
 
     listed = environment.get("CUDA_VISIBLE_DEVICES")
@@ -164,12 +155,6 @@ def plan_training(
     options: LaunchArguments, words: Sequence[str], run: Mapping[str, Any], visible: Sequence[str]
 ) -> Program:
     """The program that starts the training processes of this machine.
-
-    Args:
-        options: How many processes, and where.
-        words: The algorithm and its options, as on the command line.
-        run: The algorithm's options by name.
-        visible: GPUs of this machine.
 
     Raises:
         ConfigError: There are too few GPUs, or options contradict each other.

@@ -196,12 +196,6 @@ def plan_server(
 ) -> ServerProgram:
     """The program that starts the vLLM server.
 
-    Args:
-        options: Where the server runs, and with which Python.
-        run: The algorithm's options by name.
-        visible: GPUs of this machine.
-        environment: Environment variables of this process.
-
     Raises:
         ConfigError: The options of the server cannot work.
     """
@@ -238,15 +232,7 @@ def check_start(server: ServerProgram) -> None:
 
 
 def choose_port(port: int, *, is_given: bool) -> int:
-    """The port of the server: that of the option, or a free one if another program uses the default.
-
-    Args:
-        port: `vllm_server_port`.
-        is_given: Whether it is more than the default.
-
-    Raises:
-        ConfigError: Another program uses a port that was given.
-    """
+    """`vllm_server_port`, or a free one if another program uses the default; ConfigError if it uses a port that was given."""
     try:
         check_port(_HOST, port)
     except ConfigError as error:

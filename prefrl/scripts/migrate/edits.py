@@ -43,13 +43,7 @@ class Edit:
 
 
 def applied(text: AnyStr, edits: Collection[Edit], as_text: Callable[[str], AnyStr]) -> AnyStr:
-    """The text with all edits, which do not overlap.
-
-    Args:
-        text: As characters or as bytes.
-        edits: Their places count those.
-        as_text: Turns what is new into characters or bytes.
-    """
+    """The text, as characters or as bytes, with all edits, which do not overlap."""
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
         text = text[: edit.start] + as_text(edit.text) + text[edit.end :]
     return text

@@ -194,12 +194,7 @@ def aside(why: str) -> Counterpart:
 
 
 def row_of(rows: Mapping[str, Counterpart], name: str) -> Counterpart | None:
-    """The row of a name: its own, or that of a section that contains it.
-
-    Args:
-        rows: The names of a library.
-        name: An option or a path of keys.
-    """
+    """The row of an option or a path of keys: its own, or that of a section that contains it."""
     parts = name.split(".")
     paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((rows[path] for path in paths if path in rows), None)

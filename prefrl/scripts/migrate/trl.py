@@ -81,12 +81,7 @@ def steps_of(config: str | None, known: Collection[str], values: Mapping[str, An
 
 
 def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What TRL takes for options that are not given, where the default differs.
-
-    Args:
-        config: The name of the config.
-        values: The options that are given.
-    """
+    """What TRL takes for options that are not given, where the default differs."""
     off = {name for name, needs in switches().items() if any(values.get(switch) is not True for switch in needs)}
     missing = {
         name: value for name, value in DEFAULTS.get(config, {}).items() if name not in values and name not in off

@@ -77,11 +77,7 @@ def of_yaml(text: str, known: Collection[str]) -> Values:
 
 
 def of_toml(text: str, *whole: str) -> Values:
-    """The values of a TOML file.
-
-    Args:
-        text: The file.
-        whole: Names of mappings that are values.
+    """The values of a TOML file; mappings with the names in `whole` are values, too.
 
     Raises:
         ConfigError: It is not TOML.
@@ -97,12 +93,7 @@ def of_toml(text: str, *whole: str) -> Values:
 
 
 def of_command(text: str, sections: Collection[str]) -> Values:
-    """The words `path.of.keys=value` of a shell script, with the variables that it sets itself.
-
-    Args:
-        text: The script.
-        sections: The first keys of such paths.
-    """
+    """The words `path.of.keys=value` of a shell script, for some first keys, with the variables that it sets."""
     values: Values = {}
     variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -268,16 +259,7 @@ class ForeignRun:
         raise ConfigError(f"{path}={value!r}: must be {_CALLED[type(default)]}")
 
     def number(self, path: str, default: int, *, least: int | None = None) -> int:
-        """The integer at a path of keys; see `value`.
-
-        Args:
-            path: The keys.
-            default: The number if none is given.
-            least: The smallest one that is allowed.
-
-        Raises:
-            ConfigError: It is no integer, or too small.
-        """
+        """The integer at a path of keys, see `value`; ConfigError if it is none, or too small."""
         value = int(self.value(path, default))
         if least is not None and value < least:
             raise ConfigError(f"{path}={value!r}: must be at least {least}")

@@ -299,9 +299,6 @@ def _is_finite_without_spread(function: AdvantageFunction, level: AdvantageLevel
 def check_kl(function: KLFunction) -> list[Check]:
     """Check the properties of a KL estimator.
 
-    Args:
-        function: `function(logprobs, ref_logprobs) -> [N]`.
-
     Raises:
         TypeError: It does not return a tensor.
         ValueError: The result is not [N] in the dtype of the log-probs, or has no gradient.

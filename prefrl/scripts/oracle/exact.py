@@ -76,13 +76,7 @@ class Tree:
 
     @classmethod
     def grow(cls, *, num_prompts: int, num_tokens: int, length: int) -> Self:
-        """Enumerate all completions.
-
-        Args:
-            num_prompts: P.
-            num_tokens: V, including the end token.
-            length: Maximum number of tokens of a completion.
-        """
+        """Enumerate all completions of up to `length` of V tokens, one of which ends them, for P prompts."""
         numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         rows: list[tuple[int, tuple[int, ...]]] = []
         open_prefixes: list[tuple[int, tuple[int, ...]]] = [(prompt, ()) for prompt in range(num_prompts)]
