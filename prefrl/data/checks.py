@@ -327,7 +327,7 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
 
 
 def num_duplicates(dataset: datasets.Dataset, *, columns: Sequence[str]) -> int:
-    """How many rows of a prepared dataset have the tokens, in those of the columns it has, and images of an earlier one."""
+    """How many rows of a prepared dataset have the tokens and images of an earlier one; it may lack columns."""
     hashes = [tokens for _, tokens in _sequences(dataset, columns)]
     return len(hashes) - len(set(hashes))
 

@@ -232,7 +232,7 @@ def check_start(server: ServerProgram) -> None:
 
 
 def choose_port(port: int, *, is_given: bool) -> int:
-    """`vllm_server_port`, or a free one if another program uses the default; ConfigError if it uses a port that was given."""
+    """`vllm_server_port`, or a free one if another program uses the default; ConfigError if it uses one that is given."""
     try:
         check_port(_HOST, port)
     except ConfigError as error:
