@@ -63,9 +63,6 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     The time is O(n log n), with a bisection over the distinct amounts of free room, of which there are at most
     `capacity`.
 
-    Args:
-        lengths: Tokens of each sequence, each >= 1.
-        capacity: Tokens of a bin.
     Returns:
         Bins of sequence numbers, in the order in which they were opened and filled.
     Raises:

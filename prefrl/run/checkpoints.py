@@ -245,17 +245,7 @@ def staging_folder(run_folder: Path) -> Path:
 def publish(
     run_folder: Path, *, run: str, step: int, resumable: bool, known: Mapping[str, FileSeal] = MappingProxyType({})
 ) -> Path:
-    """Seal the checkpoint that was written aside, and move it to its place.
-
-    Args:
-        run_folder: The run's folder.
-        run: Id of the run.
-        step: Optimizer steps that were done.
-        resumable: Whether it holds the state of training besides the model.
-        known: Seals of some of its files.
-
-    Returns:
-        Its folder.
+    """Seal the checkpoint that was written aside, see `seal`, and move it to its place, which is returned.
 
     Raises:
         OSError: It cannot be written, for example because the disk is full.
@@ -320,10 +310,6 @@ def find_last(run_folder: Path, *, run: str | None, before: int | None = None) -
 def check_whole(folder: Path, *, reads_files: bool = True) -> None:
     """Refuse a folder of `resume_from_checkpoint` that is no whole checkpoint.
 
-    Args:
-        folder: The folder.
-        reads_files: Whether the bytes of files are compared, too; see `problem_of`.
-
     Raises:
         ConfigError: It is missing, holds the model only, or is damaged.
     """
@@ -351,15 +337,9 @@ def check_has_state(folder: Path) -> None:
 
 
 def rotate(run_folder: Path, *, run: str, limit: int | None, best: str | None) -> None:
-    """Delete all but the last `limit` checkpoints of a run.
+    """Delete all but the last `limit` checkpoints of a run; None: keep all. Those of other runs are left alone.
 
     The last one and the best one are never deleted. Checkpoints are ordered by step, never by time.
-
-    Args:
-        run_folder: The run's folder.
-        run: Id of the run; checkpoints of other runs are left alone.
-        limit: How many to keep; None: all.
-        best: Path of the best one.
     """
     if limit is None or limit <= 0:
         return

@@ -136,15 +136,7 @@ def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
 
 
 def check_space(run_folder: Path, *, needed: int) -> None:
-    """Check that a checkpoint fits on the disk.
-
-    Args:
-        run_folder: The run's folder.
-        needed: Bytes of a checkpoint.
-
-    Raises:
-        ConfigError: It does not: names both numbers.
-    """
+    """Raise ConfigError, which names both numbers, unless a checkpoint of `needed` bytes fits on the disk."""
     free = shutil.disk_usage(run_folder).free
     if free < needed:
         raise ConfigError(

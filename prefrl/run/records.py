@@ -75,12 +75,6 @@ def read_identity(folder: Path) -> Identity | None:
 def check_same_run(saved: Identity, now: Identity, *, where: str, allowed: Collection[str]) -> list[str]:
     """Check that what decides the updates is what it was when a checkpoint was written.
 
-    Args:
-        saved: What was written.
-        now: This run.
-        where: The checkpoint, for the error.
-        allowed: Names whose values may differ.
-
     Returns:
         The names that are allowed to differ and do.
 

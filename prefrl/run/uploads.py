@@ -89,10 +89,6 @@ class Place:
     def upload(self, folder: Path, name: str) -> None:
         """Write a sealed checkpoint, which replaces another one of its name. What a killed upload has written is kept.
 
-        Args:
-            folder: The checkpoint.
-            name: Its name at this place.
-
         Raises:
             Exception: Whatever fsspec raises; calling this once more goes on with the file that failed.
         """

@@ -349,10 +349,6 @@ def summaries(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[st
 
     `prompts` and `responses` are counts of what has a reward; `reward` is the mean over prompts of their mean reward,
     so a prompt with more responses counts no more. Without sources, there is only `all`.
-
-    Args:
-        prompts: The responses of each prompt that have a reward.
-        sizes: The numbers k of pass@k, maj@k and best@k.
     """
     sources = sorted({prompt.source for prompt in prompts if prompt.source})
     found = {ALL: _summary(prompts, sizes)}

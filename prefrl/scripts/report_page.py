@@ -38,11 +38,7 @@ _TOTALS = ("train_runtime", "train_samples_per_second", "train_steps_per_second"
 
 
 def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
-    """The page.
-
-    Args:
-        folders: `output_dir` of one run, or of two that are compared.
-        is_live: The page asks its server every second for what is new.
+    """The page about one run, or two that are compared; a live one asks its server every second for what is new.
 
     Raises:
         ConfigError: A folder is not that of a run.

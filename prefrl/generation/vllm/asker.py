@@ -175,13 +175,7 @@ class ServerAsker:
     def submit(
         self, prompts: Sequence[PromptRequest], report: Callable[[Outcome], None], *, checks: bool = True
     ) -> Future[None]:
-        """Request the completions of prompts on the request thread; each outcome is reported there, exactly once.
-
-        Args:
-            prompts: The prompts.
-            report: Gets the outcomes.
-            checks: Whether to ask the servers for their weights first, so that none with others is asked at all.
-        """
+        """Request the completions of prompts on the request thread; each outcome is reported there once. See `Requester.submit`."""
         return self._http.submit(self._ask_all(prompts, report, self._fleet.version if checks else None))
 
     @property

@@ -73,12 +73,6 @@ def main(argv: Sequence[str]) -> int:
 def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_run: bool = False) -> int:
     """Start the processes, watch them, and end all of them together.
 
-    Args:
-        words: The algorithm and its options, as on the command line.
-        given: These options.
-        options: Those of them that say how the run is started.
-        dry_run: Print the commands without running them.
-
     Returns:
         The exit code: 0 if training ended well, else that of the part that failed, or 128 + the signal.
 

@@ -232,7 +232,7 @@ def check_start(server: ServerProgram) -> None:
 
 
 def choose_port(port: int, *, is_given: bool) -> int:
-    """`vllm_server_port`, or a free one if another program uses the default; ConfigError if it uses one that is given."""
+    """`vllm_server_port`, or a free one if that is a default in use; ConfigError if it is given and in use."""
     try:
         check_port(_HOST, port)
     except ConfigError as error:

@@ -117,12 +117,7 @@ class Parsed:
 
 
 def parsed_options(tree: ast.AST, name_of: Callable[[ast.expr], str | None]) -> Parsed | None:
-    """What a script parses; None if it calls no parser.
-
-    Args:
-        tree: The script.
-        name_of: The public name of TRL that an expression stands for.
-    """
+    """What a script parses; None if it calls no parser."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     call = next((call for call in calls if _last_name(call.func) in _PARSERS and call.args), None)
     if call is None:

@@ -175,11 +175,7 @@ def server(text: str) -> Counterpart:
 
 
 def instead(what: str) -> Counterpart:
-    """Something else does this, which the user has to choose.
-
-    Args:
-        what: What to do, such as "set a=True".
-    """
+    """Something else does this, which the user has to choose."""
     return Counterpart("instead", what)
 
 

@@ -351,15 +351,7 @@ class _Shell:
     def change_flags(
         self, start: int, end: int, config: str | None, known: Collection[str], head: int | None = None
     ) -> Mapping[str, Any]:
-        """The options in a part of the text as they are afterwards.
-
-        Args:
-            start: Where the part begins.
-            end: Where it ends.
-            config: See `prefrl.scripts.migrate.trl.steps_of`.
-            known: The options that there are.
-            head: Where the command begins, if comments may stand above it.
-        """
+        """The options in a part of the text as they are afterwards."""
         flags = {_name(match): match for match in self._flags(start, end)}
         values = {name: _value(match[2]) for name, match in flags.items()}
         for step in steps_of(config, {*known, "config"}, values):

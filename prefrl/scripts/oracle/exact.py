@@ -444,12 +444,7 @@ class Agreement:
 
 
 def agreement(found: Estimate, target: Tensor) -> Agreement:
-    """Compare an estimate with the gradient that it should have.
-
-    Args:
-        found: The estimate of a loss's gradient.
-        target: [D] the true gradient of the minimized objective.
-    """
+    """Compare an estimate with the gradient that it should have."""
     size, length = float(target.norm()), float(found.mean.norm())
     scale = float(found.mean @ target) / size**2
     # Rounding turns a gradient of 0 into about 1e-17, whose direction is meaningless.

@@ -366,11 +366,6 @@ def measure_advantages(
     """Compare the gradient of -A log pi with the gradient of -E[R], in batches of two prompts.
 
     Off-policy, each row is weighted by the exact ratio of its probabilities.
-
-    Args:
-        function: `function(scored) -> Advantages`, with its hyperparameters bound.
-        level: Whether it takes `ScoredRows` or `ScoredTokens`.
-        group_size: Completions of each prompt.
     """
     advantages = row_advantages(function) if level == "row" else token_advantages(function)
     recipe = Recipe(policy=reinforce_loss, advantages=advantages, weights=sampling_weights("sequence_truncate"))
@@ -389,11 +384,6 @@ def measure_kl(
     As a loss, it is compared with the divergence of each token's distributions given the prefix. As a part of the
     reward, it is compared with the divergence of whole completions. Off-policy, rewards are weighted by the exact
     ratio of each row; a loss gets no correction.
-
-    Args:
-        function: `function(logprobs, ref_logprobs) -> [N]`.
-        placement: See above.
-        reduction: How token losses are reduced to one number; not `constant`.
     """
 
     def value(samples: Samples) -> Tensor:
