@@ -115,13 +115,7 @@ class VLLMGenerator:
         seeds: Sequence[int],
         images: Sequence[Images | None] | None = None,
     ) -> VLLMPending:
-        """Request the completions of all prompts without waiting for them.
-
-        Args:
-            prompts: [P] token ids.
-            sampling: Sampling parameters.
-            seeds: [P], one for each prompt; sample g of a prompt uses the seed `seed + g`.
-            images: [P] the images of each prompt; None: there are none.
+        """See `Generator`; sample g of a prompt uses the seed `seed + g`.
 
         Raises:
             ValueError: The numbers of prompts and seeds differ.
