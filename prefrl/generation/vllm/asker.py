@@ -175,7 +175,7 @@ class ServerAsker:
     def submit(
         self, prompts: Sequence[PromptRequest], report: Callable[[Outcome], None], *, checks: bool = True
     ) -> Future[None]:
-        """Request the completions of prompts on the request thread; see `pending.Asker`. Each outcome is reported there once."""
+        """Request the completions of prompts on the request thread, where each outcome is reported once; see `pending.Asker`."""
         return self._http.submit(self._ask_all(prompts, report, self._fleet.version if checks else None))
 
     @property
