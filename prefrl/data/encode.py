@@ -136,7 +136,7 @@ class RowEncoder:
         return ChatTemplate(
             self.tokenizer,
             self.special_tokens,
-            tools=self._tools(row),
+            tools=read_tools(row) if self.tools is None else of_environment(row, self.tools),
             kwargs=kwargs,
             reader=self.reader,
             images=self.images(row),
@@ -168,9 +168,6 @@ class RowEncoder:
     def image_features(self) -> Mapping[str, Any]:
         """The column of images in prepared datasets."""
         return {} if self.reader is None else IMAGE_FEATURES
-
-    def _tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        return read_tools(row) if self.tools is None else of_environment(row, self.tools)
 
     def check_end_of_text(self) -> None:
         """Refuse plain text for a tokenizer without EOS.

@@ -149,7 +149,9 @@ class RewardRunner:
         self._failures: Counter[str] = Counter()  # batches one after another in which a reward failed
         self._warned: set[str] = set()  # of errors of these rewards
         self.weights = _weights(weights, len(sources)) + [1.0] * len(self._environments)
-        tokenizers = _tokenizers(processing_classes, [_is_model(source) for source in sources])
+        tokenizers = _tokenizers(
+            processing_classes, [isinstance(source, str | os.PathLike | nn.Module) for source in sources]
+        )
         reward_of_model = functools.partial(ModelReward, device=device)
         reward_of_name = functools.partial(reward_of_model, model_init_kwargs=model_init_kwargs)
         functions = [
@@ -320,10 +322,6 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
     if not all(math.isfinite(weight) for weight in weights):
         raise ConfigError(f"reward_weights={list(weights)}: weights need to be finite numbers")
     return [float(weight) for weight in weights]
-
-
-def _is_model(source: RewardSource) -> bool:
-    return isinstance(source, str | os.PathLike | nn.Module)
 
 
 def _tokenizers(

@@ -36,7 +36,7 @@ from prefrl.scripts.startup import uncollected
 if TYPE_CHECKING:
     from prefrl.registry import Algorithm
 
-__all__ = ["doctor", "command_to_resume", "resume", "replay", "env", "merge"]
+__all__ = ["doctor", "command_to_resume", "resume", "replay", "env", "merge", "demo"]
 
 _REPLAY = "`prefrl replay`: compute a past step of a run again, from what the run has left on the disk."
 _USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"

@@ -135,7 +135,7 @@ class _Scored:
 )
 def main(options: EvalArguments) -> int:
     """Sample if asked to, score, and report."""
-    needed = _needed_column(options)
+    needed = options.prompt_column if options.samples else options.response_column
     rows = load_rows(str(options.dataset_name), options.dataset_split, column=needed, options=options)
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)
@@ -152,10 +152,6 @@ def main(options: EvalArguments) -> int:
     scored = _scored(rewards, rows, responses, columns, options)
     _report(options, rows, responses, scored)
     return 0
-
-
-def _needed_column(options: EvalArguments) -> str:
-    return options.prompt_column if options.samples else options.response_column
 
 
 def _rewards(options: EvalArguments) -> RewardRunner:

@@ -345,10 +345,7 @@ class Subject:
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
     """A copy of a config with other values, which is not validated again."""
+    known = {field.name for field in dataclasses.fields(config)}
     changed = object.__new__(type(config))
-    vars(changed).update(vars(config) | {name: v for name, v in changes.items() if name in _names(config)})
+    vars(changed).update(vars(config) | {name: v for name, v in changes.items() if name in known})
     return changed
-
-
-def _names(config: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(config)}

@@ -129,15 +129,12 @@ def parsed_options(tree: ast.AST, name_of: Callable[[ast.expr], str | None]) -> 
     classes = {name: node for name, node in zip(names, given, strict=True) if name is not None}
     found = Parsed(call.func, statement, classes)
     for node in assigned:
-        if isinstance(node.targets[0], ast.Tuple) and _parses(node.value):
+        is_parsed = isinstance(node.value, ast.Call) and _last_name(node.value.func) in _METHODS
+        if is_parsed and isinstance(node.targets[0], ast.Tuple):
             for variable, name in zip(node.targets[0].elts, names, strict=False):
                 if isinstance(variable, ast.Name) and name is not None:
                     found.variables[variable.id] = name
     return found
-
-
-def _parses(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and _last_name(node.func) in _METHODS
 
 
 def _last_name(node: ast.expr) -> str | None:

@@ -70,7 +70,7 @@ def of_yaml(text: str, known: Collection[str]) -> Values:
             for key, value in node.value:
                 yield from leaves(value, f"{path}.{key.value}".lstrip("."), key.start_mark.line + 1)
         else:
-            yield path, (line, _number(_constructed(node, path)))
+            yield path, (line, _number(_loaded(yaml.serialize(node), path)))
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     return _resolved(dict(leaves(root, "", 1))) if isinstance(root, yaml.MappingNode) else {}
@@ -109,10 +109,6 @@ def of_command(text: str, sections: Collection[str]) -> Values:
             elif name.isidentifier():
                 variables[name] = value
     return values
-
-
-def _constructed(node: yaml.Node, path: str) -> Any:
-    return _loaded(yaml.serialize(node), path)
 
 
 def _loaded(text: str, path: str) -> Any:

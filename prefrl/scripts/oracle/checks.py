@@ -222,7 +222,7 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
     ]
     if level == "row":
         return checks
-    mask = _trainable()
+    mask = _policy_tokens("token").trainable
     poisoned = [_advantages(function, _poisoned_scores(scored, value)) for value in _POISON]
     is_ignored = all(_is_close(other[mask], whole[mask]) for other in poisoned)
     return [*checks, Check("tokens that are not trainable are not read", is_ignored, True)]
@@ -230,10 +230,6 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
 
 def _token_rows() -> Tensor:
     return _policy_tokens("token").row_index
-
-
-def _trainable() -> Tensor:
-    return _policy_tokens("token").trainable
 
 
 def _scored(level: AdvantageLevel, rewards: Tensor, rows: Tensor = _ROWS) -> ScoredRows | ScoredTokens:
