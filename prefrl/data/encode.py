@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from prefrl.data.chat import (
     ChatTemplate,
@@ -28,14 +30,10 @@ from prefrl.data.images import (
     tokenizer_of,
     with_stored_images,
 )
+from prefrl.data.packing import EncodeRow
 from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
 from prefrl.pictures import has_images, images_of, with_placeholders
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from prefrl.data.packing import EncodeRow
 
 __all__ = [
     "EncodedPair",

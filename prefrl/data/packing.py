@@ -13,19 +13,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from prefrl.data.formats import AnyDataset
 from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = [
     "is_packed",

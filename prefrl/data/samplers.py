@@ -16,20 +16,17 @@ from functools import lru_cache, partial, reduce
 from itertools import count, islice, repeat
 from math import fsum
 from operator import add
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from prefrl.data.formats import AnyDataset
 from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from prefrl.data.formats import AnyDataset
 
 __all__ = [
     "Dealing",

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
+from transformers import PreTrainedTokenizerBase
 
 from prefrl.data.chat import (
     ChatTemplate,
@@ -40,9 +41,6 @@ from prefrl.data.formats import (
 from prefrl.data.images import ProcessingClass, image_column, tokenizer_of
 from prefrl.data.packing import EncodeRow, InvalidRows, drop_rows, map_rows
 from prefrl.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["SFT_COLUMNS", "TruncationSide", "completion_text", "prepare_prompt_dataset", "prepare_sft_dataset"]
 

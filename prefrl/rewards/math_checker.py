@@ -8,18 +8,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefrl.errors import RewardError
 from prefrl.optional import require
 from prefrl.rewards.base import answer_all
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["MathChecker", "Verdict"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from prefrl.errors import ConfigError, DataError, RewardError
-from prefrl.rewards.base import Grader, RewardLog, checked_values, excerpt
+from prefrl.rewards.base import Grader, RewardFunction, RewardLog, RewardSource, checked_values, excerpt
 from prefrl.rewards.call import (
     Call,
     ComputeScore,
@@ -33,11 +33,10 @@ from prefrl.rewards.call import (
 )
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rewards.model import ModelReward
+from prefrl.types import Episode
 
 if TYPE_CHECKING:
-    from prefrl.rewards.base import RewardFunction, RewardSource
     from prefrl.rewards.model import ProcessingClass
-    from prefrl.types import Episode
 
 __all__ = ["reward_fingerprint", "RewardRunner", "RewardScores"]
 

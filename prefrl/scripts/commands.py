@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
@@ -24,7 +24,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.suggest import nearest
 from prefrl.printable import MASK
-from prefrl.registry import REGISTRY
+from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
 from prefrl.run.records import STARTS, read_identity, read_starts
 from prefrl.scripts.arguments.model_config import DType
@@ -32,9 +32,6 @@ from prefrl.scripts.declaration import command
 from prefrl.scripts.inputs import read
 from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.startup import uncollected
-
-if TYPE_CHECKING:
-    from prefrl.registry import Algorithm
 
 __all__ = ["doctor", "command_to_resume", "resume", "replay", "env", "merge", "demo"]
 

@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from datasets import Dataset
@@ -33,9 +33,7 @@ from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
 from prefrl.trainer.online.config import OnlineConfig
 from prefrl.trainer.step_dump import DumpedBatch, read_dump
-
-if TYPE_CHECKING:
-    from prefrl.types import TokenBatch
+from prefrl.types import TokenBatch
 
 __all__ = ["config_of_run", "replay_dump", "Replay"]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any
 
+import pyarrow.parquet as pq
 from annotated_types import Ge, Lt
 from rich.console import Console
 from rich.panel import Panel
@@ -296,8 +297,6 @@ def _chosen(files: Mapping[int, Any], options: LookArguments) -> list[int]:
 
 def _last_turns(paths: Iterable[Path], reward: str) -> list[dict[str, Any]]:
     """The rows of the files; of an episode, that of its last turn, which has the whole conversation."""
-    import pyarrow.parquet as pq
-
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in paths:
         table = pq.read_table(path)
@@ -314,8 +313,6 @@ def _last_turns(paths: Iterable[Path], reward: str) -> list[dict[str, Any]]:
 
 
 def _reward_names(paths: Sequence[Path]) -> list[str]:
-    import pyarrow.parquet as pq
-
     about = json.loads(pq.read_schema(paths[0]).metadata[_METADATA])
     return list(dict.fromkeys(name for part in about["parts"] for name in part["rewards"]))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 import psutil
 import torch
@@ -22,15 +23,10 @@ from prefrl.models.footprint import (
     weights_of,
 )
 from prefrl.options.reference import ReferenceOptions
-from prefrl.scripts.checkup.dataset import row_lengths
+from prefrl.scripts.checkup.dataset import Batches, row_lengths
 from prefrl.scripts.checkup.parallel import footprint_of_process
+from prefrl.scripts.checkup.subject import Section, Subject
 from prefrl.scripts.inputs import lora_of
-
-if TYPE_CHECKING:
-    import datasets
-
-    from prefrl.scripts.checkup.dataset import Batches
-    from prefrl.scripts.checkup.subject import Section, Subject
 
 __all__ = [
     "MicroBatch",

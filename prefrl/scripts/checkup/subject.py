@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import datasets
 import torch
+from rich.console import Console, RenderableType
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from prefrl.data.images import tokenizer_of, with_named_images
+from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
 from prefrl.distributed import Partition, partition_of
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.models.adapters import add_adapter
@@ -26,7 +28,8 @@ from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
 from prefrl.printable import printable
-from prefrl.scripts.arguments.command import RewardArguments
+from prefrl.registry import Algorithm
+from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
@@ -39,14 +42,6 @@ from prefrl.trainer.reward_config import RewardConfig
 from prefrl.trainer.reward_trainer import tokenized_pairs
 from prefrl.trainer.sft_config import SFTConfig
 from prefrl.trainer.sft_trainer import tokenized_texts
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.registry import Algorithm
-    from prefrl.scripts.arguments.command import CommandArguments
 
 __all__ = ["Checkup", "Section", "logged_into", "LaunchPlan", "plan_of", "Subject"]
 

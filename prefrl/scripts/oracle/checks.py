@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.advantage.scored import Advantages, ScoredRows, ScoredTokens
 from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
 from prefrl.options.policy import ImportanceLevel
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["AdvantageLevel", "Check", "check_advantages", "check_kl", "check_policy_loss"]
 

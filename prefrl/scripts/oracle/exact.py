@@ -19,15 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.reduce import row_sums
 from prefrl.losses.truncation import TokenTruncation, Truncation
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "END",

@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.advantage.estimators import Advantages, ScoredRows, ScoredTokens
 from prefrl.losses.advantage.scored import centered, group_count, moments, numbered, whitened
@@ -27,17 +28,13 @@ from prefrl.scripts.oracle.exact import (
     Agreement,
     ObjectiveName,
     Problem,
+    Samples,
     agreement,
     estimate,
     every_batch,
     exact_gradient,
     make_problem,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.scripts.oracle.exact import Samples
 
 __all__ = [
     "PerToken",

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
 from prefrl.losses.advantage.tokens import turn_advantages
@@ -18,11 +20,12 @@ from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss, PolicyTokens,
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
-from prefrl.options.policy import LossType, SequenceKLParams
+from prefrl.options.policy import LossType, Reduction, SequenceKLParams
 from prefrl.scripts.oracle.exact import (
     Agreement,
     ObjectiveName,
     Problem,
+    Samples,
     agreement,
     estimate,
     every_batch,
@@ -45,12 +48,6 @@ from prefrl.scripts.oracle.recipe import (
     two_prompts,
     whiten,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.options.policy import Reduction
-    from prefrl.scripts.oracle.exact import Samples
 
 __all__ = ["EPSILON_HIGH", "HYPERPARAMETERS", "TABLES", "Line", "TableOfLines", "params_of"]
 
