@@ -497,7 +497,7 @@ def test_the_group_of_gpus_is_not_joined_at_the_end(gpus: Gpus, monkeypatch: pyt
 
 
 @reaches(
-    "scripts.env:main", "scripts.arguments.model_config:get_kbit_device_map", "scripts.launch.command:visible_gpus"
+    "scripts.commands:env", "scripts.arguments.model_config:get_kbit_device_map", "scripts.launch.command:visible_gpus"
 )
 def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -513,7 +513,7 @@ def test_commands_name_and_choose_gpus(
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-a", "GPU-b"]
 
 
-@reaches("scripts.sampling.sampler:_Local.__init__")
+@reaches("scripts.sampling:_Local.__init__")
 def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
     monkeypatch.setattr("prefrl.models.merged.load_merged", lambda *_, **__: model)
