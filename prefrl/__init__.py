@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.data.chat_templates import maybe_convert_to_chatml as maybe_convert_to_chatml
     from prefrl.data.chat_templates import prepare_multimodal_messages as prepare_multimodal_messages
     from prefrl.data.chat_templates import supports_tool_calling as supports_tool_calling
-    from prefrl.data.convert import extract_prompt as extract_prompt
-    from prefrl.data.convert import maybe_extract_prompt as maybe_extract_prompt
-    from prefrl.data.convert import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
-    from prefrl.data.convert import unpair_preference_dataset as unpair_preference_dataset
     from prefrl.data.packing import pack_dataset as pack_dataset
+    from prefrl.data.sources import extract_prompt as extract_prompt
+    from prefrl.data.sources import maybe_extract_prompt as maybe_extract_prompt
+    from prefrl.data.sources import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
     from prefrl.data.sources import mix_datasets as mix_datasets
+    from prefrl.data.sources import unpair_preference_dataset as unpair_preference_dataset
     from prefrl.errors import CheckpointError as CheckpointError
     from prefrl.errors import ConfigError as ConfigError
     from prefrl.errors import DataError as DataError
@@ -97,7 +97,7 @@ _PATHS |= {
     "apply_chat_template": "prefrl.data.chat_templates:apply_chat_template",
     "clone_chat_template": "prefrl.data.chat_templates:clone_chat_template",
     "create_reference_model": "prefrl.models.reference:create_reference_model",
-    "extract_prompt": "prefrl.data.convert:extract_prompt",
+    "extract_prompt": "prefrl.data.sources:extract_prompt",
     "get_dataset": "prefrl.scripts.arguments.datasets:get_dataset",
     "get_kbit_device_map": "prefrl.scripts.arguments.command:get_kbit_device_map",
     "get_peft_config": "prefrl.scripts.arguments.command:get_peft_config",
@@ -108,13 +108,13 @@ _PATHS |= {
     "is_conversational_from_value": "prefrl.data.chat_templates:is_conversational_from_value",
     "maybe_apply_chat_template": "prefrl.data.chat_templates:maybe_apply_chat_template",
     "maybe_convert_to_chatml": "prefrl.data.chat_templates:maybe_convert_to_chatml",
-    "maybe_extract_prompt": "prefrl.data.convert:maybe_extract_prompt",
-    "maybe_unpair_preference_dataset": "prefrl.data.convert:maybe_unpair_preference_dataset",
+    "maybe_extract_prompt": "prefrl.data.sources:maybe_extract_prompt",
+    "maybe_unpair_preference_dataset": "prefrl.data.sources:maybe_unpair_preference_dataset",
     "mix_datasets": "prefrl.data.sources:mix_datasets",
     "pack_dataset": "prefrl.data.packing:pack_dataset",
     "prepare_multimodal_messages": "prefrl.data.chat_templates:prepare_multimodal_messages",
     "supports_tool_calling": "prefrl.data.chat_templates:supports_tool_calling",
-    "unpair_preference_dataset": "prefrl.data.convert:unpair_preference_dataset",
+    "unpair_preference_dataset": "prefrl.data.sources:unpair_preference_dataset",
 }
 _PATHS |= {name: f"prefrl.errors:{name}" for name in errors.__all__}
 

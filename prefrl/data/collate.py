@@ -473,14 +473,7 @@ def parts_of_batch(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], d
 
 
 def batch_of(stage: type[Stage], host: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Stage:
-    """The batch that `parts_of_batch` took apart.
-
-    Args:
-        stage: Its class.
-        host: Its fields that are tuples.
-        tensors: Those with other prefixes are ignored.
-        prefix: Of its tensors.
-    """
+    """The batch that `parts_of_batch` took apart; tensors with other prefixes are ignored."""
     values: dict[str, Any] = {name: tuple(value) for name, value in host.items()}
     own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     values |= {name: tensor for name, tensor in own.items() if not name.startswith(_IMAGES)}

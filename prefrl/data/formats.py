@@ -186,12 +186,7 @@ def check_not_reserved(dataset: AnyDataset, reserved: Sequence[str]) -> None:
 
 
 def convert_from_value(dataset: AnyDataset, dataset_format: Format) -> AnyDataset:
-    """Turn `{"from": "human", "value": ...}` messages into `{"role": "user", "content": ...}`, if there are any.
-
-    Args:
-        dataset: A dataset of the format.
-        dataset_format: As `detect_format` found it.
-    """
+    """Turn `{"from": "human", "value": ...}` messages into `{"role": "user", "content": ...}`, if there are any."""
     if not dataset_format.from_value:
         return dataset
     about = {} if isinstance(dataset, datasets.IterableDataset) else {"desc": "Converting from/value messages"}

@@ -293,10 +293,6 @@ def _accepted(template: ChatTemplate, messages: Sequence[Message], known: int) -
 
     A form is the messages as they are, with the arguments of calls as JSON text, or with contents as lists of parts.
 
-    Args:
-        template: Of the conversation.
-        messages: All of it.
-        known: How many of them are not new.
     Raises:
         DataError: The template refuses a message, or drops the content of a new one.
     """

@@ -89,11 +89,6 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
 def call_problem(name: str, arguments: Mapping[str, Any], schemas: Mapping[str, Schema]) -> str | None:
     """What is wrong with a call, in words that can be told to the model; None if the tool can be run.
 
-    Args:
-        name: The tool that the model called.
-        arguments: What the model gave.
-        schemas: All tools by name.
-
     Returns:
         The first of: no such tool, unknown arguments, missing arguments, an argument that does not agree with its
         schema (`type`, `enum`, `items`, `prefixItems`, `properties`, `additionalProperties`, `required`, `anyOf`,

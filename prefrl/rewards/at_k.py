@@ -126,9 +126,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
     It has no width if all values are equal.
 
-    Args:
-        values: [P] values, of any size.
-
     Source: Efron 1979
     """
     drawn = np.random.default_rng(0).integers(len(values), size=(_NUM_RESAMPLES, len(values)))
@@ -142,10 +139,6 @@ def at_k_metrics(prompts: Iterable[PromptSamples], sizes: Sequence[int]) -> dict
 
     The names are `pass@4`, `pass@4_low` and `pass@4_high`, and `pass@4/<source>` and so on for a source. Prompts with
     fewer than k samples are left out. The order of prompts and of samples changes nothing.
-
-    Args:
-        prompts: The samples of each prompt.
-        sizes: The numbers k.
     """
     ordered = sorted(map(_ordered, prompts))
     sources = dict.fromkeys(prompt.source for prompt in ordered if prompt.source)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.rewards.base import answer_all, completion_text
-from prefrl.rewards.check import excerpt
+from prefrl.rewards.base import answer_all, completion_text, excerpt
 from prefrl.rewards.maths import final_part
 from prefrl.sandbox import LANGUAGES, AssertionTest, InputOutputTest, LocalSandbox, Sandbox, Verdict
 

@@ -109,12 +109,7 @@ def end_process_after(timeout: float) -> None:
 
 
 def leave_if_forked(owner: int, name: str) -> None:
-    """End this process if a reward forked it: it would go on as a second trainer.
-
-    Args:
-        owner: Id of the process that called the reward.
-        name: Name of the reward.
-    """
+    """End this process if a reward forked it: it would go on as a second trainer."""
     if os.getpid() != owner:
         text = f"reward {name!r} forked process {os.getpid()}, which returned from it and is ended: leave a child "
         os.write(_STDERR, f"{text}with os._exit\n".encode())

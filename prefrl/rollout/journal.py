@@ -25,7 +25,7 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import from_json, to_json
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.summary import as_text, messages_of_turn
-from prefrl.run.seal import sync_folder
+from prefrl.run.checkpoints import sync_folder
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:

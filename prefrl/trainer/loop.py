@@ -21,7 +21,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, merge
 from prefrl.models.load import load_renamed
-from prefrl.run.stop import StopRequest
+from prefrl.run.folder import StopRequest
 from prefrl.trainer import checkpointing
 from prefrl.trainer.evaluation import Evaluation, check_best_metric, drained
 from prefrl.trainer.features import Hub, parts_of

@@ -20,6 +20,7 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
     WORDS_TO_RESUME,
+    FileSeal,
     FoundCheckpoint,
     check_whole,
     checkpoint_name,
@@ -27,6 +28,8 @@ from prefrl.run.checkpoints import (
     find_last,
     publish,
     rotate,
+    seals_of,
+    sizes_in,
     staging_folder,
 )
 from prefrl.run.folder import only_writer, weights_in, writer_token
@@ -39,7 +42,6 @@ from prefrl.run.records import (
     record_start,
     write_identity,
 )
-from prefrl.run.seal import FileSeal, seals_of, sizes_in
 from prefrl.run.uploads import fetch, is_url
 
 if TYPE_CHECKING:

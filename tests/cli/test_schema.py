@@ -11,8 +11,7 @@ from transformers import HfArgumentParser
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.run.checkpoints import WRITER
-from prefrl.run.seal import seal
+from prefrl.run.checkpoints import WRITER, seal
 from prefrl.scripts.arguments.command import Given, reward_entries
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.parsing.argument_parser import ArgumentParser

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import learning
-from prefrl.scripts.demo import tiny as demo_tiny
+from prefrl.scripts import demo as demo_tiny
 from tests.contract.cases import make_trainer
 
 SEED = 1

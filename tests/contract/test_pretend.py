@@ -47,7 +47,7 @@ OUTSIDE = {
     "dpo": {
         "models.fingerprint:<genexpr>": "an adapter is looked at once, when the trainer is made",
         "models.fingerprint:_of": "weights are hashed when a reference or a checkpoint has to be recognized",
-        "scripts.replay.recompute:_pass": "a step is computed again, and its numbers are printed",
+        "scripts.replay:_pass": "a step is computed again, and its numbers are printed",
         "trainer.steps:_write": "a step that is not finite is written down",
     },
     "kto": {

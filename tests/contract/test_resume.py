@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 from prefrl.errors import CheckpointError, ConfigError
-from prefrl.run.seal import manifest_of, seal
+from prefrl.run.checkpoints import manifest_of, seal
 from tests.assets import tiny_model
 from tests.contract.cases import make_trainer, model_of, ragged_reward, weights_of
 

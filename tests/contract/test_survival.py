@@ -19,8 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import CheckpointError, ConfigError, RewardError
-from prefrl.run.checkpoints import find_last
-from prefrl.run.seal import problem_of
+from prefrl.run.checkpoints import find_last, problem_of
 from tests.contract.cases import dataset_of, make_trainer, ragged_reward, weights_of
 from tests.contract.survival_worker import forked
 from tests.launch import run_module

@@ -50,7 +50,7 @@ OPTIONAL = {
     "sklearn": ("prefrl/trainer/bco_trainer.py",),
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
-    "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
+    "reasoning_gym": ("prefrl/rewards/named.py",),
     "PIL": ("prefrl/data/image_example.py",),
     "matplotlib": ("prefrl/scripts/",),
 }

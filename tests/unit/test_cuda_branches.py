@@ -29,11 +29,10 @@ from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
-from prefrl.scripts import env
+from prefrl.scripts import commands, sampling
 from prefrl.scripts.arguments.command import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
-from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
 from prefrl.trainer.base_config import check_precision
 from prefrl.trainer.configs import OnlineConfig
@@ -498,13 +497,13 @@ def test_the_group_of_gpus_is_not_joined_at_the_end(gpus: Gpus, monkeypatch: pyt
 
 
 @reaches(
-    "scripts.env:main", "scripts.arguments.model_config:get_kbit_device_map", "scripts.launch.command:visible_gpus"
+    "scripts.commands:env", "scripts.arguments.model_config:get_kbit_device_map", "scripts.launch.command:visible_gpus"
 )
 def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert env.main([]) == 0
+    assert commands.env([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "- CUDA of torch: 13.0" in lines
     assert [line for line in lines if "GPU" in line] == [f"- GPU {i}: Pretend H{i}00, 80 GiB" for i in range(COUNT)]
@@ -514,7 +513,7 @@ def test_commands_name_and_choose_gpus(
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-a", "GPU-b"]
 
 
-@reaches("scripts.sampling.sampler:_Local.__init__")
+@reaches("scripts.sampling:_Local.__init__")
 def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
     monkeypatch.setattr("prefrl.models.export.load_merged", lambda *_, **__: model)
@@ -523,5 +522,5 @@ def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("prefrl.generation.local.generator.LocalGenerator", lambda model, **_: used.append(model))
     monkeypatch.setattr(model, "to", lambda device: used.append(device))
     asked: Any = SimpleNamespace(dtype="auto", batch_size=2)
-    sampler._Local(asked, "model", needs_template=False)
+    sampling._Local(asked, "model", needs_template=False)
     assert used == [torch.device("cuda"), model]

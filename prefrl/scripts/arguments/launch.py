@@ -135,14 +135,7 @@ class LaunchArguments(ProcessArguments):
             )
 
     def server_python(self, environment: Mapping[str, str]) -> str:
-        """The Python that runs the server.
-
-        Args:
-            environment: Environment variables of this process.
-
-        Raises:
-            ConfigError: It is not a program.
-        """
+        """The Python that runs the server; ConfigError if it is no program."""
         python = self.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
         if not os.access(python, os.X_OK):
             raise ConfigError(

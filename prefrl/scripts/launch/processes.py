@@ -151,9 +151,6 @@ class Supervisor:
     def run(self, *, when_ready: str) -> signal.Signals:
         """Run until a signal ends it.
 
-        Args:
-            when_ready: What to print when it answers for the first time.
-
         Returns:
             The signal.
 

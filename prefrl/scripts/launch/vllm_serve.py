@@ -167,10 +167,6 @@ def main(argv: Sequence[str]) -> int:
 def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> list[str]:
     """The command line of vLLM's server.
 
-    Args:
-        options: What to serve.
-        forwarded: More options, as vLLM names them.
-
     Raises:
         ConfigError: One of `forwarded` would break what trainers rely on.
     """
@@ -193,10 +189,6 @@ def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> lis
 
 def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of the server in addition to `environment`.
-
-    Args:
-        options: What to serve.
-        environment: Environment variables of this process.
 
     Raises:
         ConfigError: The server would not be safe: there is no key where others need one, it is too short, a front end

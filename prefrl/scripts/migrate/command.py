@@ -19,8 +19,7 @@ from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.ludwig import migrate_ludwig
 from prefrl.scripts.migrate.python import migrate_script
-from prefrl.scripts.migrate.shell import migrate_commands
-from prefrl.scripts.migrate.trl import migrate_trl_yaml
+from prefrl.scripts.migrate.trl import migrate_commands, migrate_trl_yaml
 from prefrl.scripts.migrate.values import library_of
 from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.parsing.option_parser import BOOLEANS

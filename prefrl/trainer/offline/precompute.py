@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from prefrl import distributed
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import list_lengths
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.fingerprint import joint_digest, rows_fingerprint
 

@@ -13,8 +13,7 @@ from transformers import GenerationConfig
 
 from prefrl import distributed
 from prefrl.data.checks import warn_of_unknown_end
-from prefrl.data.samplers import Dealing, EpochDataLoader, StepBatchSampler, dealing_of
-from prefrl.data.stream import StreamLoader
+from prefrl.data.samplers import Dealing, EpochDataLoader, StepBatchSampler, StreamLoader, dealing_of
 from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric

@@ -12,7 +12,7 @@ import datasets
 import torch
 
 from prefrl import distributed
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import list_lengths
 from prefrl.data.samplers import cost_of_segments, deal
 from prefrl.errors import ConfigError
 from prefrl.rollout.batches import Minibatch

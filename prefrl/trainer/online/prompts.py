@@ -13,8 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from prefrl import distributed
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
-from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
+from prefrl.data.samplers import (
+    EmptyItems,
+    EpochDataLoader,
+    GenerationBatchSampler,
+    StepBatchSampler,
+    StreamLoader,
+    StreamRows,
+    positions_of_rank,
+)
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.types import TRUNCATION_SIDES

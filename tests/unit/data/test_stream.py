@@ -12,8 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from prefrl.data.samplers import StepBatchSampler
-from prefrl.data.stream import StreamLoader, StreamRows
+from prefrl.data.samplers import StepBatchSampler, StreamLoader, StreamRows
 from prefrl.errors import DataError
 
 

@@ -20,14 +20,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prefrl import distributed
 from prefrl.data import samplers as dealing_module
-from prefrl.data.rows import map_rows
+from prefrl.data.packing import map_rows
 from prefrl.data.samplers import Dealing, StepBatchSampler, deal, positions_of_rank
 from prefrl.distributed import shards
 from prefrl.distributed.processes import form_teams
 from prefrl.errors import DataError
 from prefrl.rollout.batches import Minibatch, RolloutBuffer
 from prefrl.rollout.journal import Journal
-from prefrl.scripts.report.page import _FILE
+from prefrl.scripts.report_page import _FILE
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.types import LabeledBatch
 from tests.unit.distributed.test_orders import labeled

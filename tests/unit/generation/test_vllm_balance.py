@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from prefrl.generation.vllm.asker import Balance, Server
+from prefrl.generation.vllm.client import Balance, Server
 from tests.patience import PATIENCE
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import ReasoningGym, RewardRunner, reasoning_gym_dataset
-from prefrl.rewards.named import reward_by_name
-from prefrl.rewards.reasoning_gym import _RUNS_ANSWERS
+from prefrl.rewards.named import _RUNS_ANSWERS, reward_by_name
 
 
 def test_the_reward_of_a_name_is_the_score_of_the_task() -> None:

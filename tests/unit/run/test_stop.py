@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefrl.run.stop import Stopped, StopRequest
+from prefrl.run.folder import Stopped, StopRequest
 
 
 @pytest.fixture(autouse=True)

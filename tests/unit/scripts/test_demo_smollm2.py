@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from prefrl.scripts.demo.smollm2 import gives_number, is_right, make_chat_questions
+from prefrl.scripts.demo import gives_number, is_right, make_chat_questions
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.run.checkpoints import publish, staging_folder
 from prefrl.run.records import STARTS, Identity, Start, write_identity
-from prefrl.scripts import resume
+from prefrl.scripts import commands
 
 OPTIONS = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "run"]
 
@@ -42,27 +42,27 @@ def started(folder: Path, *words: str) -> None:
 def test_the_last_command_goes_on_from_its_checkpoint(folder: Path, program: list[str]) -> None:
     started(folder, "prefrl", "dpo")
     started(folder, *program, *OPTIONS)
-    assert resume.command_to_resume(Path("run")) == [*OPTIONS, "--resume_from_checkpoint", "true"]
+    assert commands.command_to_resume(Path("run")) == [*OPTIONS, "--resume_from_checkpoint", "true"]
     started(folder, *program, *OPTIONS, "--resume_from_checkpoint", "true")
-    assert resume.command_to_resume(folder) == [*OPTIONS, "--resume_from_checkpoint", "true"]
+    assert commands.command_to_resume(folder) == [*OPTIONS, "--resume_from_checkpoint", "true"]
 
 
 def test_it_runs_in_place_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(folder, "prefrl", *OPTIONS)
     calls: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(resume.os, "execv", lambda program, argv: calls.append((program, argv)))
-    resume.main(["run"])
+    monkeypatch.setattr(commands.os, "execv", lambda program, argv: calls.append((program, argv)))
+    commands.resume(["run"])
     words = ["-m", "prefrl.scripts.main", *OPTIONS, "--resume_from_checkpoint", "true"]
     assert calls == [(sys.executable, [sys.executable, *words])]
 
 
 def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing to resume: no run has written its command there \(starts.jsonl\)"):
-        resume.command_to_resume(tmp_path / "missing")
+        commands.command_to_resume(tmp_path / "missing")
     started(folder, "prefrl", *OPTIONS)
     (folder / "checkpoint-3/weights").write_text("damaged")
     with pytest.raises(ConfigError, match=r"the run has no complete checkpoint \(checkpoint-3: .*\). Start it again"):
-        resume.command_to_resume(folder)
+        commands.command_to_resume(folder)
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,4 @@ def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, 
 def test_a_command_that_cannot_be_given_again_is_told(folder: Path, words: list[str], message: str) -> None:
     started(folder, *words)
     with pytest.raises(ConfigError, match=message):
-        resume.command_to_resume(folder)
+        commands.command_to_resume(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefrl.scripts.migrate.foreign.row import Counterpart, aside, becomes, not_needed, not_there, renamed, server
+from prefrl.scripts.migrate.rows import Counterpart, aside, becomes, flag, not_needed, not_there, renamed, server
 
 __all__ = [
     "DEFAULTS",
@@ -187,7 +187,7 @@ TRANSFORMERS: dict[str, Counterpart] = {
     "no_cuda": renamed("use_cpu"),
     "push_to_hub_model_id": renamed("hub_model_id"),
     "push_to_hub_token": renamed("hub_token"),
-    "adafactor": becomes("optim='adafactor'", lambda value: {"optim": "adafactor"} if value else {}, "optim"),
+    "adafactor": flag("optim", "adafactor"),
     "group_by_length": not_needed("nothing is padded; max_tokens_per_micro_batch balances tokens"),
     "overwrite_output_dir": not_needed("training starts anew unless resume_from_checkpoint is set"),
     "save_safetensors": not_needed("weights are always saved as safetensors"),

@@ -1,19 +1,22 @@
-"""What names of other libraries are here: for messages, guides and `prefrl migrate`."""
+"""What names of other libraries are here: for messages, guides and `prefrl migrate`.
+
+`python -m prefrl.scripts.migrate.foreign` writes `foreign.json`, which messages about unknown options read.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 
-from prefrl.scripts.migrate.foreign.cosmos_rl import COSMOS_RL
-from prefrl.scripts.migrate.foreign.ludwig import LUDWIG
-from prefrl.scripts.migrate.foreign.others import AXOLOTL, OTHERS
-from prefrl.scripts.migrate.foreign.row import Counterpart
-from prefrl.scripts.migrate.foreign.trl import TRANSFORMERS, TRL
-from prefrl.scripts.migrate.foreign.verl import VERL
-from prefrl.scripts.migrate.foreign.verl_sft import VERL_SFT
+from prefrl.options.names import FOREIGN_FILE
+from prefrl.scripts.migrate.cosmos_rl import COSMOS_RL
+from prefrl.scripts.migrate.ludwig import LUDWIG
+from prefrl.scripts.migrate.rows import AXOLOTL, OTHERS, Counterpart
+from prefrl.scripts.migrate.trl_names import TRANSFORMERS, TRL
+from prefrl.scripts.migrate.verl import VERL_SFT
+from prefrl.scripts.migrate.verl_keys import VERL
 
-__all__ = ["LIBRARIES", "Counterpart", "foreign_text", "row_of"]
+__all__ = ["LIBRARIES", "foreign_text"]
 
 # Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
 LIBRARIES: dict[str, Mapping[str, Counterpart]] = {
@@ -21,18 +24,6 @@ LIBRARIES: dict[str, Mapping[str, Counterpart]] = {
     **{"verl's SFT trainer": VERL_SFT, "Ludwig": LUDWIG, "axolotl": AXOLOTL},
     **{"transformers": TRANSFORMERS, "others": OTHERS},
 }
-
-
-def row_of(rows: Mapping[str, Counterpart], name: str) -> Counterpart | None:
-    """The row of a name: its own, or that of a section that contains it.
-
-    Args:
-        rows: The names of a library.
-        name: An option or a path of keys.
-    """
-    parts = name.split(".")
-    paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((rows[path] for path in paths if path in rows), None)
 
 
 def foreign_text() -> str:
@@ -49,3 +40,7 @@ def _told(row: Counterpart) -> str:
 
 def _object(items: Iterable[tuple[str, str]]) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in items) + "\n}"
+
+
+if __name__ == "__main__":
+    FOREIGN_FILE.write_text(foreign_text(), encoding="utf-8")

@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from datasets import Dataset
@@ -34,9 +34,7 @@ from prefrl.run.records import Identity
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.run_folder import StartingPoint
 from prefrl.trainer.steps import DumpedBatch, read_dump
-
-if TYPE_CHECKING:
-    from prefrl.types import TokenBatch
+from prefrl.types import TokenBatch
 
 __all__ = ["config_of_run", "replay_dump", "Replay"]
 
@@ -127,10 +125,6 @@ def replay_dump(folder: Path, identity: Identity) -> None:
 
     Dropout is off. What a loss reads besides its micro-batch (running means, adaptive coefficients, the KL estimate of
     KTO) is as it is at the start of a run.
-
-    Args:
-        folder: A folder nan-step-N.
-        identity: The run.
     """
     console = Console()
     with tempfile.TemporaryDirectory() as scratch:

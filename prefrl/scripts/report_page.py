@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from prefrl import __version__
 from prefrl.printable import printable
-from prefrl.scripts.report.record import Point, events_of, read_run, series_of, thinned
+from prefrl.scripts.report_record import Point, events_of, read_run, series_of, thinned
 
 __all__ = ["page", "histograms_of", "side_by_side"]
 
@@ -38,11 +38,7 @@ _TOTALS = ("train_runtime", "train_samples_per_second", "train_steps_per_second"
 
 
 def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
-    """The page.
-
-    Args:
-        folders: `output_dir` of one run, or of two that are compared.
-        is_live: The page asks its server every second for what is new.
+    """The page about one run, or two that are compared; a live one asks its server every second for what is new.
 
     Raises:
         ConfigError: A folder is not that of a run.
@@ -207,10 +203,6 @@ def side_by_side(folders: Sequence[Path], names: Sequence[str]) -> list[SideBySi
     One run: the first and the last evaluation, and the best and the worst completion of prompts of the last batch. Two
     runs: the completions of prompts that both have had, in the last evaluations or else in the last batches; the first
     ones of their groups, which are random ones. If no prompt is shared: the best and the worst of each run.
-
-    Args:
-        folders: `output_dir` of each run.
-        names: What the runs are called.
     """
     if len(folders) == 1:
         first, last = _evaluations(folders[0], 0), _evaluations(folders[0], -1)

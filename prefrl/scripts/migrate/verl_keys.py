@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefrl.scripts.migrate.foreign.row import (
+from prefrl.scripts.migrate.rows import (
+    LAUNCH,
     Counterpart,
     asked,
     becomes,
+    betas,
     column,
+    flag,
     if_set,
     if_set_key,
+    if_true,
     instead,
     layers,
     loggers,
@@ -21,12 +25,11 @@ from prefrl.scripts.migrate.foreign.row import (
     sampled_top_k,
     server,
     together,
+    unless,
 )
 
-__all__ = ["DEFAULTS", "KL_ESTIMATORS", "LAUNCH", "LOSSES", "VERL"]
+__all__ = ["PPO_DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
 
-# How many processes there are, and what each of them holds.
-LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.
@@ -208,15 +211,9 @@ _ACTOR: dict[str, Counterpart] = {
     "entropy_checkpointing": not_needed("the logits of all tokens are never in memory"),
     "optim.lr": renamed("learning_rate"),
     "optim.lr_warmup_steps": if_set("warmup_steps"),
-    "optim.lr_warmup_steps_ratio": becomes(
-        "warmup_steps, a share of all steps if it is below 1",
-        lambda value: {"warmup_steps": value} if value else {},
-        "warmup_steps",
-    ),
+    "optim.lr_warmup_steps_ratio": if_true("warmup_steps", "warmup_steps, a share of all steps if it is below 1"),
     "optim.weight_decay": renamed("weight_decay"),
-    "optim.betas": becomes(
-        "adam_beta1 and adam_beta2", lambda value: {"adam_beta1": value[0], "adam_beta2": value[1]}, "adam_beta1"
-    ),
+    "optim.betas": betas(),
     "optim.warmup_style": asked("lr_scheduler_type", {"constant": "constant_with_warmup", "cosine": "cosine"}),
     "optim.lr_scheduler_type": asked("lr_scheduler_type", {"constant": "constant_with_warmup", "cosine": "cosine"}),
     "optim.min_lr_ratio": instead(
@@ -238,11 +235,7 @@ _ACTOR: dict[str, Counterpart] = {
         "use lr_scheduler_type='wsd' and lr_scheduler_kwargs={'decay_fraction': ...}, a share of all steps"
     ),
     "optim.min_lr": instead("use lr_scheduler_type='cosine_with_min_lr' and lr_scheduler_kwargs={'min_lr': ...}"),
-    "optim.weight_decay_incr_style": becomes(
-        "weight_decay_schedule",
-        lambda value: {} if value == "constant" else {"weight_decay_schedule": value},
-        "weight_decay_schedule",
-    ),
+    "optim.weight_decay_incr_style": unless("constant", "weight_decay_schedule"),
     "optim.use_checkpoint_opt_param_scheduler": not_needed(
         "a resumed run continues its schedule; allow_resume_changes names options that may differ"
     ),
@@ -406,9 +399,7 @@ _TRAINER: dict[str, Counterpart] = {
     "default_hdfs_dir": if_set("upload_to"),
     "max_actor_ckpt_to_keep": if_set("save_total_limit"),
     "max_critic_ckpt_to_keep": not_needed("a checkpoint holds policy and critic; save_total_limit counts it"),
-    "remove_previous_ckpt_in_save": becomes(
-        "save_total_limit=1", lambda value: {"save_total_limit": 1} if value else {}, "save_total_limit"
-    ),
+    "remove_previous_ckpt_in_save": flag("save_total_limit", 1),
     "del_local_ckpt_after_load": instead("set save_total_limit"),
     "resume_mode": becomes(
         "resume_from_checkpoint: 'auto' resumes if there is a checkpoint, 'disable' never does; else it is the path",
@@ -463,7 +454,7 @@ VERL: dict[str, Counterpart] = {
     "defaults": instead("migrate the whole config, which verl's command prints with --cfg job"),
 }
 # What ppo_trainer.yaml says if it is not changed, where that differs here.
-DEFAULTS: dict[str, Any] = {
+PPO_DEFAULTS: dict[str, Any] = {
     "bf16": True,
     "gradient_checkpointing": True,
     "temperature": 1.0,

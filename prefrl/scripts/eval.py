@@ -1,4 +1,7 @@
-"""`prefrl eval`: rewards of a model's responses to prompts, or of responses that a file holds."""
+"""`prefrl eval`: rewards of a model's responses to prompts, or of responses that a file holds.
+
+What rewards say about the responses of each prompt: means, pass@k, maj@k and best@k, for each source of prompts.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_unset, opt
+from prefrl.printable import printable
 from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.command import RewardEntry, reward_entries
 from prefrl.scripts.arguments.datasets import FILES, ColumnArguments
 from prefrl.scripts.declaration import command
-from prefrl.scripts.sampling.sampler import (
+from prefrl.scripts.sampling import (
     RESPONSES,
     SampledText,
     SamplingArguments,
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.at_k import PromptSamples
     from prefrl.rewards.runner import RewardRunner
 
-__all__ = ["EvalArguments", "main"]
+__all__ = ["main", "MeanWithInterval", "default_sizes", "evaluation_table", "summaries"]
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingArguments) if field.name != "seed"]
 # Under these names, rewards look for what is right.
@@ -101,15 +107,7 @@ class EvalArguments(SamplingArguments, ColumnArguments):
             self.check_sizes(self.num_generations, "Raise num_generations.")
 
     def check_sizes(self, most: int, remedy: str = "Lower it.") -> None:
-        """Refuse a k for which no prompt has the responses.
-
-        Args:
-            most: The most responses that a prompt has.
-            remedy: What to do.
-
-        Raises:
-            ConfigError: See above.
-        """
+        """Raise ConfigError for a k for which no prompt has the responses; `most` of them has one."""
         if max(self.k or (0,)) > most:
             raise ConfigError(f"k={self.k}: a prompt has at most {most} responses. {remedy}")
 
@@ -136,7 +134,7 @@ class _Scored:
 )
 def main(options: EvalArguments) -> int:
     """Sample if asked to, score, and report."""
-    needed = _needed_column(options)
+    needed = options.prompt_column if options.samples else options.response_column
     rows = load_rows(str(options.dataset_name), options.dataset_split, column=needed, options=options)
     rewards = _rewards(options)  # before the model: it may be wrong, and the model is slow to load
     columns = _columns(rows, options)
@@ -153,10 +151,6 @@ def main(options: EvalArguments) -> int:
     scored = _scored(rewards, rows, responses, columns, options)
     _report(options, rows, responses, scored)
     return 0
-
-
-def _needed_column(options: EvalArguments) -> str:
-    return options.prompt_column if options.samples else options.response_column
 
 
 def _rewards(options: EvalArguments) -> RewardRunner:
@@ -273,7 +267,6 @@ def _report(
     responses: Sequence[Sequence[SampledText]],
     scored: _Scored,
 ) -> None:
-    from prefrl.scripts.sampling.at_k import ALL, default_sizes, evaluation_table, summaries
 
     prompts = _samples(options, rows, scored)
     found = summaries(prompts, options.k or default_sizes(prompts))
@@ -325,3 +318,73 @@ def _samples(options: EvalArguments, rows: Sequence[Mapping[str, Any]], scored: 
             )
         )
     return prompts
+
+
+ALL = "all"  # the name of the summary over all sources
+_INTERVAL = ("_low", "_high")
+
+
+@dataclass(frozen=True, slots=True)
+class MeanWithInterval:
+    """A mean over prompts with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def default_sizes(prompts: Sequence[PromptSamples]) -> list[int]:
+    """1, 2, 4, ... up to the most responses that a prompt has."""
+    most = max((len(prompt.rewards) for prompt in prompts), default=1)
+    return [2**i for i in range(max(most, 1).bit_length())]
+
+
+def summaries(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[str, dict[str, int | MeanWithInterval]]:
+    """Source -> name -> a count or an estimate; first those over all sources, under the name `all`.
+
+    `prompts` and `responses` are counts of what has a reward; `reward` is the mean over prompts of their mean reward,
+    so a prompt with more responses counts no more. Without sources, there is only `all`.
+    """
+    sources = sorted({prompt.source for prompt in prompts if prompt.source})
+    found = {ALL: _summary(prompts, sizes)}
+    for source in sources:
+        found[source] = _summary([prompt for prompt in prompts if prompt.source == source], sizes)
+    return found
+
+
+def _summary(prompts: Sequence[PromptSamples], sizes: Sequence[int]) -> dict[str, int | MeanWithInterval]:
+    from prefrl.rewards.at_k import at_k_metrics, mean_interval, share_interval
+
+    scored = [replace(prompt, source="") for prompt in prompts if prompt.rewards]
+    num_responses = sum(len(prompt.rewards) for prompt in scored)
+    summary: dict[str, int | MeanWithInterval] = {"prompts": len(scored), "responses": num_responses}
+    if not scored:
+        return summary
+    means = [math.fsum(prompt.rewards) / len(prompt.rewards) for prompt in scored]
+    is_share = all(0 <= reward <= 1 for prompt in scored for reward in prompt.rewards)
+    interval = share_interval(means, most_trials=num_responses) if is_share else mean_interval(means)
+    summary["reward"] = MeanWithInterval(math.fsum(means) / len(means), *interval)
+    values = at_k_metrics(scored, sizes)
+    for name in values:
+        if not name.endswith(_INTERVAL):
+            summary[name] = MeanWithInterval(values[name], *(values[f"{name}{end}"] for end in _INTERVAL))
+    return summary
+
+
+def evaluation_table(found: dict[str, dict[str, int | MeanWithInterval]]) -> Table:
+    """A row for each quantity and a column for each source."""
+    table = Table(title="means over prompts, 95% intervals", min_width=36)
+    table.add_column("")
+    for source in found:
+        table.add_column(Text(printable(source)), justify="right")
+    for name in found[ALL]:
+        table.add_row(name, *(_cell(summary.get(name)) for summary in found.values()))
+    return table
+
+
+def _cell(value: int | MeanWithInterval | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value.value:.3f}\n\\[{value.low:.3f}, {value.high:.3f}]"

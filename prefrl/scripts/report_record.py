@@ -64,9 +64,6 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read a run's folder. A run that is under way can be read, too.
 
-    Args:
-        folder: `output_dir`.
-
     Raises:
         ConfigError: It is not the folder of a run.
     """

@@ -1,4 +1,4 @@
-"""Completions for `prefrl generate`, `chat` and `eval`: of a model in this process, of a server, or of a file.
+"""`prefrl generate` and `chat`, and what `eval` samples with, too: of a model in this process, of a server, of a file.
 
 `prefrl generate` writes files of rows with responses, which `prefrl eval` reads.
 """
@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
+from rich.console import Console
+from rich.markup import escape
 
 from prefrl.errors import ConfigError, DataError, GenerationError
 from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
+from prefrl.printable import printable
+from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.command import DType
-from prefrl.scripts.arguments.datasets import SHAPING, ColumnArguments, DatasetConfig, load_part
+from prefrl.scripts.arguments.datasets import FILES, SHAPING, ColumnArguments, DatasetConfig, load_part
+from prefrl.scripts.declaration import command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,14 +36,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SampledText",
-    "Sampler",
     "SamplingArguments",
     "has_messages",
     "make_sampler",
     "RESPONSES",
-    "check_output_file",
     "load_rows",
     "write_rows",
+    "generate",
+    "chat",
 ]
 
 TextOrMessages = str | list[dict[str, Any]]
@@ -125,10 +130,6 @@ def has_messages(prompts: Sequence[TextOrMessages]) -> bool:
 
 def make_sampler(options: SamplingArguments, *, needs_template: bool) -> Sampler:
     """The model, or the connection to the server, that the options name.
-
-    Args:
-        options: The options.
-        needs_template: Whether prompts will be messages.
 
     Raises:
         ConfigError: There is no such model, the server has none, or the model has no chat template and needs one.
@@ -349,3 +350,138 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+@dataclass
+class GenerateArguments(SamplingArguments, ColumnArguments):
+    """The prompts, and where the completions go."""
+
+    prompt: str | None = opt(None, "The prompt. Set this or dataset_name.")
+    system: str | None = opt(None, "System prompt to use with prompt.")
+    raw: bool = opt(False, "Continue the text of prompt directly, without the chat template.")
+    dataset_name: str | None = opt(None, f"Prompts: a dataset on the Hub, a folder, or {FILES}.")
+    dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
+    prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
+    output_file: str | None = opt(
+        None, f"A .jsonl or .parquet file to which the rows are written, with a column {RESPONSES}."
+    )
+
+    def __post_init__(self) -> None:
+        for part in (SamplingArguments, ColumnArguments):
+            part.__post_init__(self)
+        if (self.prompt is None) == (self.dataset_name is None):
+            given = "both are given" if self.prompt is not None else "not given"
+            raise ConfigError(f'prompt, dataset_name: {given}. Write prefrl generate MODEL "..." or set dataset_name.')
+        if self.dataset_name is None:
+            names = ("dataset_split", "prompt_column", "output_file", *SHAPING)
+            check_unset(self, *names, because="dataset_name is not set", remedy="Set dataset_name.")
+            if self.raw:
+                check_unset(self, "system", because="raw=True", remedy="Write it in the prompt.")
+            return
+        remedy = "system_prompt and conversational are the options for datasets."
+        check_unset(self, "system", "raw", because="dataset_name is set", remedy=remedy)
+        if self.output_file is None:
+            raise ConfigError("output_file: not given. Set it to a .jsonl or .parquet file for the completions.")
+        check_output_file("output_file", self.output_file)
+
+    def messages(self) -> TextOrMessages:
+        """The prompt as a conversation, or as text."""
+        assert self.prompt is not None
+        if self.raw:
+            return self.prompt
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+@command(
+    "generate",
+    GenerateArguments,
+    about="Sample completions of a prompt, or of all prompts of a dataset.",
+    positional=("model_name_or_path", "prompt"),
+)
+def generate(options: GenerateArguments) -> int:
+    """Sample, and print or write the completions."""
+    if options.dataset_name is None:
+        return _print(options)
+    output, column = Path(str(options.output_file)), options.prompt_column
+    rows = load_rows(options.dataset_name, options.dataset_split, column=column, options=options)
+    check_writable(output.parent, option="folder of output_file")
+    prompts = [row[options.prompt_column] for row in rows]
+    samples = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
+    answered = [{**row, RESPONSES: [one.text for one in group]} for row, group in zip(rows, samples, strict=True)]
+    write_rows(output, answered)
+    print(f"{len(rows)} prompts with {options.num_generations} completions each are in {options.output_file}.")
+    print(f"To score them: prefrl eval --dataset_name {options.output_file} --reward_funcs NAME")
+    return 0
+
+
+def _print(options: GenerateArguments) -> int:
+    prompts = [options.messages()]
+    (samples,) = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
+    console = Console(highlight=False)
+    for number, sample in enumerate(samples):
+        if len(samples) > 1:
+            console.rule(f"{number + 1} of {len(samples)}")
+        console.print(escape(printable(sample.text)), soft_wrap=True)
+        if sample.finish_reason == "length":
+            console.print(f"[dim](cut off after max_completion_length={options.max_completion_length} tokens)[/dim]")
+    return 0
+
+
+_COMMANDS = "/clear forgets the conversation, /undo its last turn; /exit or Ctrl-D ends."
+
+
+@dataclass
+class ChatArguments(SamplingArguments):
+    """The model, and what it is told first."""
+
+    system: str | None = opt(None, "A system prompt.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_unset(
+            self, "num_generations", because="a chat has only one answer to each question", remedy="Remove it."
+        )
+
+
+@command("chat", ChatArguments, about="Talk to a model in the terminal.", positional=("model_name_or_path",))
+def chat(options: ChatArguments) -> int:
+    """Talk until the input ends."""
+    console = Console(highlight=False)
+    with console.status("Loading the model"):
+        sampler = make_sampler(options, needs_template=True)
+    console.print(f"[dim]{_COMMANDS}[/dim]")
+    _talk(sampler, options, console)
+    return 0
+
+
+def _talk(sampler: Sampler, options: ChatArguments, console: Console) -> None:
+    opening: list[dict[str, Any]] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = list(opening)
+    for text in _lines(console):
+        if text == "/clear":
+            messages = list(opening)
+            continue
+        if text == "/undo":
+            messages = messages[: max(len(opening), len(messages) - 2)]
+            continue
+        asked = [*messages, {"role": "user", "content": text}]
+        with console.status("..."):
+            ((answer,),) = sampler.sample([asked])
+        console.print(f"[bold green]model>[/bold green] {escape(printable(answer.text))}", soft_wrap=True)
+        if answer.finish_reason == "length":
+            console.print(f"[dim](cut off after max_completion_length={options.max_completion_length} tokens)[/dim]")
+        messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """What the user types, until the end."""
+    while True:
+        try:
+            text = console.input("[bold blue]you>[/bold blue] ").strip()
+        except EOFError:
+            return
+        if text == "/exit":
+            return
+        if text:
+            yield text
