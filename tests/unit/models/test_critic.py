@@ -31,7 +31,6 @@ from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 
 peft = pytest.importorskip("peft")
 # peft 0.21 asks transformers 5.23 by the old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 PLANS = ["shared_prefix", "packed", "padded"]
 ARCHITECTURES = [

@@ -20,11 +20,7 @@ from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 
 peft = pytest.importorskip("peft")
-# peft 0.21 asks transformers 5.23 by the old name.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 
 TEMPERATURE = 0.7
 PLANS = ["shared_prefix", "packed", "padded"]
