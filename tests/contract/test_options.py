@@ -201,7 +201,7 @@ NEUTRAL = {
     "ds3_gather_for_generation",  # tests/distributed
     "cache_implementation",  # test_gpu
     "log_completions",  # test_summary
-    "log_val_generations",  # test_evaluation_options
+    "log_val_generations",  # test_evaluation
     "num_completions_to_print",  # test_summary
     "log_unique_prompts",  # test_summary
     "journal_keep",  # test_survival

@@ -1,7 +1,8 @@
-"""From the rewards of turns to the advantages of their tokens."""
+"""Requests, batches and credit of an online step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,16 @@ import pytest
 import torch
 
 from prefrl import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
+from prefrl.generation.base import OnDemand
 from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.collect import Collector
 from prefrl.rollout.rows import sampled_batch
 from prefrl.trainer.base.scorer import Scores
+from prefrl.trainer.offline.trainer import numbered_apart
 from prefrl.trainer.online.policy_gradient import PolicyGradient
+from prefrl.trainer.online.prompts import Prompts
 from prefrl.types import Completion, Episode, Rollout, Turn
+from tests.assets import ragged_batch
 
 
 def rollout(turn_rewards: list[float], rest: float) -> Rollout:
@@ -80,3 +86,43 @@ def test_with_advantages_of_tokens_each_reward_stands_at_the_end_of_its_turn(tmp
     check(advantages(args, old_logprobs=[0.0] * 12), [[6.0, 6, 5, 5], [3.0, 3], [2.0, 2, 0, 0]])
     of_episodes = ReinforcePlusPlusConfig(**options(tmp_path, normalize_advantages=False, turn_credit="episode"))
     check(advantages(of_episodes, old_logprobs=[0.0] * 12), [[6.0] * 4, [3.0] * 2, [2.0] * 4])
+
+
+class Asked:
+    """A sampler that notes the seeds of prompts."""
+
+    def __init__(self) -> None:
+        self.seeds: Sequence[int] = []
+
+    def start(self, rows: Any, groups: Any, sampling: Any, seeds: Sequence[int]) -> Any:
+        self.seeds = seeds
+        return OnDemand(lambda: [])
+
+    def release(self, rollouts: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def seeds_of(folder: Path, number: int, **options: Any) -> Sequence[int]:
+    """The seeds of the two prompts of a generation batch."""
+    asked = Asked()
+    nothing: Any = None  # is collected
+    collector = Collector(nothing, asked, nothing, nothing)
+    args = GRPOConfig(output_dir=str(folder), use_cpu=True, **options)
+    rows = [{"prompt_ids": [5]}, {"prompt_ids": [6]}]
+    prompts = Prompts(args, dataset=rows, rows_of_generation=lambda _: [0, 1], collector=collector)
+    prompts.request(number, last=9)
+    return asked.seeds
+
+
+def test_every_prompt_of_every_generation_and_run_has_samples_of_its_own(tmp_path: Path) -> None:
+    first = seeds_of(tmp_path, 0)
+    assert seeds_of(tmp_path, 0) == first
+    assert len({*first, *seeds_of(tmp_path, 1), *seeds_of(tmp_path, 0, seed=7)}) == 6
+
+
+def test_the_batches_of_a_step_share_no_group() -> None:
+    batch = ragged_batch()
+    assert batch.group_index == (1, 0, 1, 2, 0)
+    numbered = numbered_apart([batch, batch.select([3]), batch])
+    assert [each.group_index for each in numbered] == [(0, 1, 0, 2, 1), (3,), (4, 5, 4, 6, 5)]

@@ -1,4 +1,4 @@
-"""Steps that take more than one planned step's data: positions, generation batches, and the end of training."""
+"""Optional parts: the average of the weights, steps that grow, and Muon."""
 
 from __future__ import annotations
 
@@ -7,11 +7,92 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from prefrl.errors import ConfigError
 from prefrl.options.autopilot import GrowthParams
+from prefrl.trainer.features.averages import AveragedWeights, MovingAverage
 from prefrl.trainer.features.growth import GrowingPlan, GrowthPlateau
+from prefrl.trainer.optimizers import MuonWithAdamW, regroup
 from prefrl.trainer.steps import StepPlan
+
+
+def one_weight(value: float = 0.0, *, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def run_of(model: nn.Module) -> Any:
+    return SimpleNamespace(policy=model, args=SimpleNamespace(should_save=True))
+
+
+def begin(average: MovingAverage, model: nn.Module) -> None:
+    run: Any = SimpleNamespace(state=SimpleNamespace(global_step=0), policy=model)
+    average.begin(run)
+
+
+def step(average: MovingAverage, model: nn.Linear, value: float, *, skipped: bool = False) -> None:
+    nn.init.constant_(model.weight, value)
+    run: Any = SimpleNamespace(optimizer=SimpleNamespace(step_was_skipped=skipped))
+    average.after_step(run)
+
+
+def value_of(average: MovingAverage, model: nn.Linear) -> float:
+    assert average.average is not None
+    with average.average.in_place():
+        return model.weight.item()
+
+
+def test_the_average_follows_its_formula_and_steps_that_are_left_out_do_not_count() -> None:
+    model, average = one_weight(1.0), MovingAverage(decay=0.2)
+    begin(average, model)
+    step(average, model, 3.0)  # (1 + 1) / (10 + 1) = 2 / 11 < 0.2
+    assert value_of(average, model) == pytest.approx(2 / 11 * 1 + 9 / 11 * 3)
+    step(average, model, 99.0, skipped=True)
+    step(average, model, 5.0)  # 3 / 12 > 0.2
+    assert value_of(average, model) == pytest.approx(0.2 * (2 / 11 * 1 + 9 / 11 * 3) + 0.8 * 5)
+    assert model.weight.item() == 5.0
+
+
+def test_the_average_of_weights_in_bfloat16_is_kept_in_float32() -> None:
+    model = one_weight(1.0, dtype=torch.bfloat16)
+    average = AveragedWeights(model)
+    nn.init.constant_(model.weight, 2.0)
+    for _ in range(10):
+        average.mix(0.001)  # too little to change 1 in bfloat16
+    assert average.state(keep=True)["weight"].item() == pytest.approx(2 - 0.999**10, abs=1e-6)
+    average.put()
+    assert model.weight.dtype == torch.bfloat16
+    assert model.weight.item() == torch.tensor(2 - 0.999**10).bfloat16().item()
+
+
+def test_frozen_weights_are_left_out() -> None:
+    model = nn.Linear(1, 1)
+    model.bias.requires_grad_(False)
+    assert AveragedWeights(model).state(keep=True).keys() == {"weight"}
+
+
+def test_a_resumed_average_goes_on_where_it_was(tmp_path: Path) -> None:
+    model, average = one_weight(1.0), MovingAverage(decay=0.9)
+    begin(average, model)
+    step(average, model, 3.0)
+    average.save(run_of(model), tmp_path)
+    step(average, model, 4.0)
+    expected = value_of(average, model)
+    resumed = MovingAverage(decay=0.9)
+    other = one_weight(3.0)
+    resumed.load(run_of(other), tmp_path)
+    step(resumed, other, 4.0)
+    assert value_of(resumed, other) == expected
+
+
+def test_a_resumed_run_may_begin_to_average(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, average = one_weight(7.0), MovingAverage(decay=0.9)
+    average.load(run_of(model), tmp_path)
+    assert value_of(average, model) == 7.0
+    assert "the average of the weights starts with its weights" in caplog.text
 
 
 def plan_of(*, factor: int, unit: int, total: int, per_epoch: int) -> GrowingPlan:
@@ -113,3 +194,25 @@ def test_a_metric_that_is_not_there_is_an_error() -> None:
     assert not plateau.is_reached({"eval_runtime": 1.0})
     with pytest.raises(ConfigError, match=r"eval_metric='rewards' with eval_split='training'.*loss, reward"):
         plateau.is_reached({"loss": 1.0, "reward": 2.0})
+
+
+def gradient(parameter: torch.nn.Parameter, step: int) -> torch.Tensor:
+    return torch.sin(torch.arange(parameter.numel()).reshape(parameter.shape) * (step + 1.0))
+
+
+def test_each_weight_moves_as_with_its_own_optimizer() -> None:
+    matrix, vector = (torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(shape)) for shape in ((3, 4), (12,)))
+    both = MuonWithAdamW([matrix, vector], lr=0.1, adamw_lr=0.01, weight_decay=0.2, betas=(0.8, 0.9), momentum=0.7)
+    regroup(both, lambda parameter: both.muon_settings if parameter is matrix else {})
+    other_matrix, other_vector = (torch.nn.Parameter(parameter.detach().clone()) for parameter in (matrix, vector))
+    apart = [
+        torch.optim.Muon([other_matrix], lr=0.1, weight_decay=0.2, momentum=0.7, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([other_vector], lr=0.01, weight_decay=0.2, betas=(0.8, 0.9)),
+    ]
+    for step in range(3):
+        for parameter in (matrix, vector, other_matrix, other_vector):
+            parameter.grad = gradient(parameter, step)
+        for optimizer in (both, *apart):
+            optimizer.step()
+    assert torch.equal(matrix, other_matrix)
+    assert torch.equal(vector, other_vector)

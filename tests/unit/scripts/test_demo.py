@@ -1,14 +1,33 @@
-"""SmolLM2 is fetched once, and a failure leaves nothing and says what to do."""
+"""The demo with SmolLM2: its files, its questions and its reward."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.demo import smollm2
-from prefrl.scripts.demo.smollm2 import cached_smollm2
+from prefrl.scripts.demo.smollm2 import cached_smollm2, gives_number, is_right, make_chat_questions
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("31", 1.0), (" 31\n", 1.0), ("14 + 17 = 31.", 0.3), ("31 is 14 + 17", 0.0), ("131", 0.0), ("no number", 0.0)],
+)
+def test_the_reward_is_highest_for_the_number_alone(text: str, expected: float) -> None:
+    assert gives_number([[{"role": "assistant", "content": text}]], ["31"]) == [expected]
+    assert is_right(text, "31") is (expected > 0)
+
+
+def test_held_out_questions_are_never_trained_on() -> None:
+    train, held_out = make_chat_questions(0)
+    asked = [{row["prompt"][0]["content"] for row in rows} for rows in (train, held_out)]
+    assert not asked[0] & asked[1]
+    assert list(map(len, asked)) == [28 * 28 - 48, 48]
+    a, b = re.findall(r"\d+", held_out[0]["prompt"][0]["content"])
+    assert held_out[0]["answer"] == str(int(a) + int(b))
 
 
 def test_a_model_in_the_cache_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
