@@ -30,7 +30,6 @@ from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 
 peft = pytest.importorskip("peft")
-# peft 0.21 asks transformers 5.23 by the old name.
 
 PLANS = ["shared_prefix", "packed", "padded"]
 ARCHITECTURES = [
