@@ -91,14 +91,11 @@ def num_predicted(evaluated: EvalPrediction) -> dict[str, float]:
 
 
 CASES: dict[str, Case] = {
-    # Every algorithm; KTO is below. What is the same for several of them is tried with one.
-    "sft": Case("sft"),
+    # Every algorithm; SFT, rewards, GRPO and KTO are below. What is the same for several of them is tried with one.
     "dpo": Case("dpo", model=TIED),
     "orpo": Case("orpo", model=LLAMA_TIED),
     "cpo": Case("cpo", {"forward_plan": "packed"}),
     "bco": Case("bco", model=TIED),
-    "reward": Case("reward"),
-    "grpo": Case("grpo", {"beta": 0.04}, model=TIED),
     "rloo": Case("rloo", EVAL, reward_model=True, eval_rows=5),
     "reinforce_plus_plus": Case("reinforce_plus_plus", ADAM, model=TIED),
     "ppo": Case(
@@ -115,15 +112,12 @@ CASES: dict[str, Case] = {
     # The head, the forward pass, and how the work is cut.
     "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),
     "sft_token_budget": Case("sft", {"max_tokens_per_micro_batch": 25}),
-    "sft_chunks": Case("sft", chunk=8),
     "sft_padded": Case("sft", {"forward_plan": "padded"}, model=TIED),
-    "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED),
+    "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED, chunk=8),
     "dpo_compiled": Case("dpo", COMPILED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
-    "sft_lora_head": Case("sft", lora=("q_proj", "lm_head")),
     "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),
     "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),
-    "sft_by_name": Case("sft", model=TIED, by_name=True),
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
     "sft_adam": Case("sft", ADAM),
     # Rates by name, with an optimizer that needs whole weights, penalties and clipped numbers, or without them.
@@ -157,9 +151,8 @@ CASES: dict[str, Case] = {
     "grpo_mixture_one_signal": Case("grpo", {"beta": 0.0, **BUDGET}, model=MIXTURE, reward=good_at_subtraction),
     # References.
     "dpo_lora": Case("dpo", lora=ATTENTION),
-    "dpo_moving": Case("dpo", {**MOVING, **EVAL}, eval_rows=7),
+    "dpo_moving": Case("dpo", {**MOVING, **EVAL}, model=TIED, by_name=True, eval_rows=7),
     "dpo_lora_moving": Case("dpo", MOVING, lora=ATTENTION),
-    "dpo_by_name_moving": Case("dpo", MOVING, model=TIED, by_name=True),
     "dpo_by_name_precomputed": Case("dpo", {"precompute_ref_log_probs": True}, model=TIED, by_name=True),
     # Ranks with different numbers of micro-batches and of passes of references, or without a row.
     "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL}, eval_rows=3),
@@ -171,7 +164,7 @@ CASES: dict[str, Case] = {
     ),
     "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
     # Rollouts.
-    "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}),
+    "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}, model=TIED),
     "grpo_not_gathered": Case(
         "grpo",
         {
@@ -236,11 +229,9 @@ CASES: dict[str, Case] = {
         {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2, **BUDGET},
     ),
     # Critics.
-    "ppo_model": Case("ppo", {"critic": "model"}, by_name=True),
-    "ppo_model_warmup": Case("ppo", {"critic": "model", "critic_warmup": 1, "max_steps": 3}),
+    "ppo_model": Case("ppo", {"critic": "model", "critic_warmup": 1, "max_steps": 3}, by_name=True),
     "ppo_micro_batches": Case(
-        "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, rows_per_micro_batch=2
+        "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, lora=ATTENTION, rows_per_micro_batch=2
     ),
-    "ppo_lora": Case("ppo", lora=ATTENTION),
     "ppo_clipped": Case("ppo", {"critic": "model", "vf_coef": 1.0, "max_grad_norm": 1.0}),
 }

@@ -26,7 +26,7 @@ NAMES = (
     "sft_mixture",
     "dpo",
     "orpo",
-    "reward",
+    "reward_lora",
 )
 
 

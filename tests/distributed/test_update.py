@@ -36,7 +36,7 @@ SELECTED = {
     "zero2": STEPS,
     # DeepSpeed clips a critic with the policy; ZeRO refuses LARS, and ZeRO-3 compiled layers.
     "zero3": tuple(name for name in CASES if name not in ("ppo_clipped", "sft_lars", "dpo_compiled")),
-    "zero3_offload": ("sft_adam", "grpo", "ppo_model"),
+    "zero3_offload": ("sft_adam", "grpo_reuse", "ppo_model"),
     "fsdp2": tuple(CASES),
 }
 # What a rank keeps of the weights between passes.
