@@ -20,7 +20,6 @@ from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 
 peft = pytest.importorskip("peft")
-# peft 0.21 asks transformers 5.23 by the old name.
 
 
 BATCH = ragged_batch()
@@ -141,12 +140,16 @@ def test_no_kl_needs_no_reference() -> None:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_the_reference_scores_with_the_weights_of_construction(model: PreTrainedModel, moves: bool) -> None:
-    before = scores(model)
+def test_the_reference_scores_with_the_weights_of_construction_and_has_their_fingerprint(
+    model: PreTrainedModel, moves: bool
+) -> None:
+    before, name = scores(model), weights_fingerprint(model)
     reference = made(model, moves=moves)
     train(model.train())
     after = scores(model)
     assert float((after - before).abs().max()) > 0.01
+    assert weights_fingerprint(model) != name
+    assert reference.fingerprint() == name
     torch.testing.assert_close(reference.logprobs(BATCH, Scoring(0.7)), before, atol=1e-5, rtol=0)
     torch.testing.assert_close(scores(model), after, atol=0, rtol=0)
 
@@ -357,16 +360,6 @@ def test_a_given_model_that_cannot_be_the_reference_is_refused() -> None:
 
 
 # Fingerprints.
-
-
-@pytest.mark.parametrize("moves", [False, True])
-def test_the_fingerprint_is_that_of_the_weights_of_construction(model: PreTrainedModel, moves: bool) -> None:
-    before = weights_fingerprint(model)
-    reference = made(model, moves=moves)
-    train(model)
-    assert weights_fingerprint(model) != before
-    assert reference.fingerprint() == before
-    assert weights_fingerprint(model) != before
 
 
 def test_a_fresh_adapter_and_a_given_model_have_the_fingerprint_of_their_base_model() -> None:
