@@ -49,6 +49,9 @@ ADAM = {
 }
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
+# Weights that are gathered for each token and layer: few tokens, and one evaluation.
+UNGATHERED = {"ds3_gather_for_generation": False, "max_completion_length": 6}
+EVAL_AT_END = {**EVAL, "eval_steps": 2}
 # Layers as wide as bitsandbytes' blocks, in four bits, which FSDP2 shares out in floating-point storage alone.
 WIDE = {"architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 SCHEDULE: dict[str, Any] = {
@@ -168,11 +171,11 @@ CASES: dict[str, Case] = {
     "grpo_not_gathered": Case(
         "grpo",
         {
-            "ds3_gather_for_generation": False,
             "eval_dataset": from_two_sources(5),
             "pass_at_k_kwargs": {"k": [1, 2, 4], "answer": "answer"},
             "log_val_generations": 3,
-            **EVAL,
+            **UNGATHERED,
+            **EVAL_AT_END,
         },
         reward=answering,
         eval_rows=5,
@@ -180,7 +183,9 @@ CASES: dict[str, Case] = {
     "grpo_full_kl_by_name": Case("grpo", {"beta": 0.1, "kl_estimator": "full"}, by_name=True),
     # Ranks whose episodes have different numbers of turns sample together.
     "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return"}),
-    "grpo_episodes_not_gathered": Case("grpo", {"talks": "faithful", "ds3_gather_for_generation": False}),
+    "grpo_episodes_not_gathered": Case(
+        "grpo", {**UNGATHERED, "talks": "faithful", "max_turns": 3, "max_completion_length": 20}
+    ),
     # One group, which one rank samples and scores, and both train on.
     "grpo_one_group": Case(
         "grpo",
@@ -189,8 +194,8 @@ CASES: dict[str, Case] = {
             "beta": 0.04,
             "kl_in": "reward",
             "advantage_estimator": "remax",
-            "ds3_gather_for_generation": False,
-            **EVAL,
+            **UNGATHERED,
+            **EVAL_AT_END,
         },
         reward_model=True,
         eval_rows=3,
@@ -212,7 +217,7 @@ CASES: dict[str, Case] = {
             "reward_shaping_kwargs": {"normalize": True},
             "dynamic_sampling": True,
             "curriculum": "variance",
-            "ds3_gather_for_generation": False,
+            **UNGATHERED,
         },
     ),
     "grpo_lora_moving": Case("grpo", {"beta": 0.04, **MOVING}, lora=ATTENTION),
