@@ -19,7 +19,14 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import read_entry
 from prefrl.trainer.online.learner import state_of
 from prefrl.types import Rollout
-from tests.contract.cases import ONLINE, dataset_of, make_trainer, ragged_reward, stopping_model, weights_of
+from tests.contract.cases import (
+    ONLINE,
+    assert_same_weights,
+    dataset_of,
+    make_trainer,
+    ragged_reward,
+    stopping_model,
+)
 
 PROGRESS = ("runtime", "per_second", "time/", "epoch", "num_tokens")
 
@@ -329,8 +336,7 @@ def test_a_run_that_is_resumed_between_two_evaluations_is_exact_and_goes_on_coun
     resumed = make_trainer("sft", tmp_path / "run", **options, **evaluating)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert steps_of(resumed, tmp_path / "run") == ([2, 4, 6, 8, 10, 12], [3, 6, 9, 12])
-    expected, actual = weights_of(plain.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    assert_same_weights(resumed, plain)
 
 
 def test_an_interval_of_no_epochs_is_refused(tmp_path: Path) -> None:

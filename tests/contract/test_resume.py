@@ -17,7 +17,14 @@ from transformers import Trainer
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.seal import manifest_of, seal
 from tests.assets import tiny_model
-from tests.contract.cases import make_trainer, model_of, ragged_reward, weights_of
+from tests.contract.cases import (
+    assert_same_weights,
+    make_trainer,
+    model_of,
+    ragged_reward,
+    weights_of,
+    whole_and_resumed,
+)
 
 SAVED_AT = 3
 STEPS = 8
@@ -55,10 +62,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_resumed_run_is_bit_exact(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     settings = {**ADAM, **options, "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED_AT, "rows": 40}
-    whole = make_trainer(name, tmp_path, **settings)
-    whole.train()
-    resumed = make_trainer(name, tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED_AT}"))
+    whole, resumed = whole_and_resumed(name, tmp_path, SAVED_AT, **settings)
     start = weights_of(model_of(name))
     expected, actual = weights_of(whole.model), weights_of(resumed.model)
     assert any(not torch.equal(start[key], expected[key]) for key in start)
@@ -73,8 +77,7 @@ def test_experts_that_are_saved_one_by_one_are_resumed(tmp_path: Path) -> None:
     whole.train()
     resumed = make_trainer("sft", tmp_path, model=tiny_model("qwen3_moe", **experts), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    assert_same_weights(resumed, whole)
 
 
 def test_resumed_run_with_dropout_and_packing_is_bit_exact(tmp_path: Path) -> None:
@@ -85,8 +88,7 @@ def test_resumed_run_with_dropout_and_packing_is_bit_exact(tmp_path: Path) -> No
     whole.train()
     resumed = make_trainer("sft", tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    assert_same_weights(resumed, whole)
 
 
 class NoGeneration:
@@ -176,8 +178,7 @@ def test_a_finished_training_that_is_resumed_makes_no_further_step(tmp_path: Pat
     resumed = make_trainer("sft", tmp_path, **settings)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    assert_same_weights(resumed, whole)
 
 
 def num_letters(completions: list[str], **_: Any) -> list[float]:
@@ -188,12 +189,8 @@ def num_letters(completions: list[str], **_: Any) -> list[float]:
 def test_the_balance_of_rewards_goes_on(balance: str, tmp_path: Path) -> None:
     settings = {**ADAM, "reward_balance": balance, "reward": [ragged_reward, num_letters], "max_steps": 4, "beta": 0.0}
     settings |= {"save_strategy": "steps", "save_steps": 2, "rows": 40}
-    whole = make_trainer("grpo", tmp_path, **settings)
-    whole.train()
-    resumed = make_trainer("grpo", tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    whole, resumed = whole_and_resumed("grpo", tmp_path, 2, **settings)
+    assert_same_weights(resumed, whole)
     weights = [entry["reward_balance/num_letters"] for entry in whole.state.log_history if "loss" in entry]
     assert len(set(weights)) == 4
 

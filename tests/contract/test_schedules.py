@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
-from tests.contract.cases import dataset_of, make_trainer, weights_of
+from tests.contract.cases import assert_same_weights, dataset_of, make_trainer
 
 ONE_CYCLE = {"lr_scheduler_type": "one_cycle", "lr_scheduler_kwargs": {"pct_start": 0.5}}
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of("sft", 4)}
@@ -76,8 +76,7 @@ def test_a_run_that_is_reduced_on_a_plateau_is_resumed_bit_exactly(
     shares = [rate / (0.1 * scheduler.lr_lambdas[0](step)) for step, rate in enumerate(rates[0])]
     assert sorted({round(share, 9) for share in shares}) == [0.25, 0.5, 1.0]
     assert shares == sorted(shares, reverse=True)
-    actual = weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in weights_of(whole.model).items())
+    assert_same_weights(resumed, whole)
 
 
 @pytest.mark.parametrize("metric", ["eval_lose", "lose"])
@@ -110,8 +109,7 @@ def test_training_with_a_schedule_that_does_not_know_its_length_is_extended_bit_
     whole = make_trainer("sft", tmp_path / "whole", **options, max_steps=5)
     whole.train()
     assert whole.lr_scheduler.state_dict() == longer.lr_scheduler.state_dict()
-    actual = weights_of(longer.model)
-    assert all(torch.equal(value, actual[name]) for name, value in weights_of(whole.model).items())
+    assert_same_weights(longer, whole)
 
 
 def test_a_second_training_begins_without_reductions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
