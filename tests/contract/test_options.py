@@ -196,7 +196,7 @@ NEUTRAL = {
     "tool_parser",  # test_play, test_tool_calls
     "reward_timeout",  # test_runner
     "on_reward_error",  # test_runner
-    "stop_without_signal",  # test_bad_input
+    "stop_without_signal",  # test_arguments
     "chat_template_kwargs",  # test_tokenize
     "ds3_gather_for_generation",  # tests/distributed
     "cache_implementation",  # test_gpu

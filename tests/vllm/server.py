@@ -76,7 +76,7 @@ class Server:
     """`vllm serve` as `prefrl vllm-serve` starts it, in a session of its own; ready when the constructor returns.
 
     It is a fork of a process that has imported vLLM, and so are its engine and its workers: see forked.py. What users
-    run, where each of them starts afresh, is in test_serve.py and test_one_command.py.
+    run, where each of them starts afresh, is in test_serve.py.
 
     Args:
         model_dir: Folder of the model.

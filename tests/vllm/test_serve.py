@@ -10,7 +10,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -19,8 +21,10 @@ import pytest
 from prefrl import __version__
 from prefrl.generation.server import INFO_PATH, PROTOCOL, ServerInfo, key_of_user, vocabulary_fingerprint
 from prefrl.http import Http
+from prefrl.scripts.launch.processes import with_variable
 from prefrl.scripts.launch.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
 from tests.assets import tiny_tokenizer
+from tests.launch import run
 from tests.vllm.server import (
     KEY,
     MAX_LORA_RANK,
@@ -305,3 +309,48 @@ def test_vllm_knows_every_flag_that_is_refused_or_given() -> None:
 
 def test_the_trainers_environment_has_no_vllm() -> None:
     assert importlib.util.find_spec("vllm") is None
+
+
+# Tries to reach the server without the key, like anybody else on the machine.
+REWARD = """
+import urllib.error, urllib.request
+from pathlib import Path
+
+def length(completions, **columns):
+    try:
+        urllib.request.urlopen("http://127.0.0.1:{port}/is_paused")
+    except urllib.error.HTTPError as error:
+        Path("{answer}").write_text(str(error.code))
+    return [float(len(text)) for text in completions]
+"""
+RUN = """
+model_name_or_path: {model}
+dataset_name: {folder}/prompts.jsonl
+reward_funcs: [{folder}/reward.py:length]
+output_dir: {folder}/run
+vllm: auto
+vllm_python: {python}
+vllm_args: --dtype float32 --enforce_eager --max_model_len 64
+vllm_server_port: {port}
+use_cpu: true
+max_steps: 1
+num_generations: 4
+max_completion_length: 8
+per_device_train_batch_size: 4
+save_strategy: 'no'
+"""
+
+
+def test_one_command_starts_a_server_trains_and_ends_it(tied_model: Path, tmp_path: Path) -> None:
+    port, mark, answer = free_port(), uuid.uuid4().hex, tmp_path / "answer"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 4)
+    (tmp_path / "reward.py").write_text(REWARD.format(port=port, answer=answer))
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(model=tied_model, folder=tmp_path, python=PYTHON, port=port))
+    variables = environment(key=None) | {"MARK_OF_TEST": mark}
+    run([sys.executable, "-m", "prefrl.scripts.main", "grpo", str(file)], environment=variables)
+    assert (tmp_path / "run/model.safetensors").exists()
+    logs = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any("sampling/sampling_logp_difference/mean" in entry for entry in logs)  # sampled on the server
+    assert answer.read_text(encoding="utf-8") == "401"
+    assert with_variable("MARK_OF_TEST", mark) == []
