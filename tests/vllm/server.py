@@ -113,7 +113,7 @@ class Server:
         inherited = environment(key=self.key)
         with self.log_path.open("ab") as log:
             command = serve_command(self._options, [*CPU_FLAGS, *self._flags])
-            self.process = _forks().start(
+            self.process = forks().start(
                 "tests.vllm.forked",
                 command[command.index("serve") :],
                 environment=inherited | serve_environment(self._options, inherited),
@@ -180,7 +180,8 @@ class Server:
 
 
 @cache
-def _forks() -> Forks:
+def forks() -> Forks:
+    """A process of vLLM's environment that has imported it."""
     return Forks(PYTHON, _IMPORTED, environment(key=None))
 
 

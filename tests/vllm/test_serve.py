@@ -34,6 +34,7 @@ from tests.vllm.server import (
     START_SECONDS,
     Server,
     environment,
+    forks,
     free_port,
     living,
     processes,
@@ -292,16 +293,12 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, server:
     assert launched.errors.endswith("cannot listen there: Address already in use. Set another.\n")
 
 
-def test_vllm_knows_every_flag_that_is_refused_or_given() -> None:
-    code = (
-        "import json\n"
-        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "actions = make_arg_parser(FlexibleArgumentParser())._actions\n"
-        "print(json.dumps([option for action in actions for option in action.option_strings]))"
-    )
-    done = subprocess.run([str(PYTHON), "-c", code], env=environment(key=None), capture_output=True, text=True)
-    known = set(json.loads(done.stdout.splitlines()[-1]))
+def test_vllm_knows_every_flag_that_is_refused_or_given(tmp_path: Path) -> None:
+    path, variables = tmp_path / "flags", environment(key=None)
+    with path.open("wb") as output:
+        asked = forks().start("tests.vllm.forked", ["flags"], environment=variables, output=output, errors=output)
+        assert asked.wait(START_SECONDS) == 0, path.read_text(encoding="utf-8")
+    known = set(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
     ours = {f"--{flag}" for flag in (*REFUSED, *FLAGS.values())} | set(CPU_FLAGS)
     ours |= {word for word in CONTRACT if word.startswith("--")}
     assert ours | REFUSED_SHORT | {"--enable-lora"} <= known
