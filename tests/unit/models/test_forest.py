@@ -27,6 +27,12 @@ MODELS = [
     pytest.param("mistral", {"sliding_window": 24}, id="mistral-window-24"),
     pytest.param("gemma3_text", {"sliding_window": 7}, id="gemma3-window-7-in-some-layers"),
 ]
+# Of kernels: episodes with every model, and groups with one of full and one of sliding attention.
+RUNS = [
+    pytest.param(name, *model.values, id=f"{name}-{model.id}")
+    for name, models in (("edited", MODELS), ("group", MODELS[::2]))
+    for model in models
+]
 
 
 @dataclass(frozen=True)
