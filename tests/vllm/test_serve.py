@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from prefrl import __version__
-from prefrl.generation.server import INFO_PATH, PROTOCOL, ServerInfo, key_of_user, vocabulary_fingerprint
+from prefrl.generation.server import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
 from prefrl.http import Http
 from prefrl.scripts.launch.processes import with_variable
 from prefrl.scripts.launch.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
@@ -255,24 +255,6 @@ def assert_gone(session: int, pids: list[int], segments: list[Path]) -> None:
     assert living(session) == []
     assert not [pid for pid in pids if processes().get(pid, ("Z", 0, 0))[0] not in "ZX"]
     assert not [path for path in segments if path.exists()]
-
-
-def test_sigterm_ends_every_process_and_by_default_there_is_a_key(tmp_path: Path, tied_model: Path) -> None:
-    with launch(tmp_path, *small(tied_model), key=None) as launched:
-        launched.wait_until_ready()
-        key = key_of_user({"XDG_CONFIG_HOME": str(tmp_path)})
-        assert launched.ask("GET", INFO_PATH, key=None) == 401
-        assert launched.ask("GET", INFO_PATH, key=key) == 200
-        assert launched.ask("POST", INFO_PATH, key=key) == 405
-        assert key not in launched.output + launched.errors
-        session = launched.session
-        everyone, segments = living(session), shared_memory_of(session)
-        assert len(everyone) >= 3  # the HTTP server, the engine, a worker
-        assert segments
-        launched.process.terminate()
-        assert launched.exit_code() == 0
-    assert launched.errors.endswith("prefrl vllm-serve: ended by SIGTERM\n")
-    assert_gone(session, everyone, segments)
 
 
 def test_a_model_that_cannot_be_loaded_is_named_in_the_message(tmp_path: Path) -> None:
