@@ -117,7 +117,7 @@ CASES: dict[str, Case] = {
     "sft_token_budget": Case("sft", {"max_tokens_per_micro_batch": 25}),
     "sft_padded": Case("sft", {"forward_plan": "padded"}, model=TIED),
     "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED, chunk=8),
-    "dpo_compiled": Case("dpo", COMPILED),
+    "sft_compiled": Case("sft", COMPILED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
     "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),
     "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),

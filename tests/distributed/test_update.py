@@ -35,7 +35,7 @@ SELECTED = {
     "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
     "zero2": STEPS,
     # DeepSpeed clips a critic with the policy; ZeRO refuses LARS, and ZeRO-3 compiled layers.
-    "zero3": tuple(name for name in CASES if name not in ("ppo_clipped", "sft_lars", "dpo_compiled")),
+    "zero3": tuple(name for name in CASES if name not in ("ppo_clipped", "sft_lars", "sft_compiled")),
     "zero3_offload": ("sft_adam", "grpo_reuse", "ppo_model"),
     "fsdp2": tuple(CASES),
 }
