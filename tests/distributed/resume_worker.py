@@ -142,11 +142,12 @@ def go_back(folder: Path, backend: str) -> dict[str, Any]:
     options = {**enter(backend, folder), **SAVING, "save_steps": 2, "on_spike": "rollback"}
     options["spike_kwargs"] = {"max_rollbacks": 1}
     trainer: Any = make("spike", Case("sft", ADAM, model=TIED), folder / backend, **options)
-    judged = trainer._is_spike
-    trainer._is_spike = lambda _: judged({"guard/loss_spike": 99.0 * (trainer.state.global_step == 4)})
+    guard = trainer.parts[Guard]
+    judged = guard._is_spike
+    guard._is_spike = lambda run, _: judged(run, {"guard/loss_spike": 99.0 * (run.state.global_step == 4)})
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"rates": rates, "rollbacks": trainer.parts[Guard].steps.num_rollbacks, "steps": trainer.state.global_step}
+    return {"rates": rates, "rollbacks": guard.steps.num_rollbacks, "steps": trainer.state.global_step}
 
 
 def main(folder: Path, jobs: list[str]) -> None:

@@ -23,10 +23,11 @@ def train(backend: str, server: Server, folder: Path, *runs: dict[str, Any]) -> 
     """What came of each run; they share one launch."""
     result = folder / "result.pt"
     job = {"backend": backend, "model_dir": str(server.model_dir), "result": str(result), "runs": runs}
-    environment = {"VLLM_API_KEY": server.key}
-    results: list[dict[str, Any]] = launch(
-        "tests.vllm.sharded_worker", json.dumps(job), result=result, seconds=SECONDS, environment=environment
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", server.key)
+        results: list[dict[str, Any]] = launch(
+            "tests.vllm.sharded_worker", json.dumps(job), result=result, seconds=SECONDS
+        )
     return results
 
 
