@@ -147,6 +147,7 @@ CASES: dict[str, Case] = {
         model=TIED,
         eval_rows=7,
     ),
+    "reward": Case("reward"),  # for test_sequence_parallel
     "reward_lora": Case("reward", lora=ATTENTION),
     "reward_by_name": Case("reward", EVAL, by_name=True, eval_rows=7),
     # Mixtures of experts, whose routers have a loss of their own.

@@ -26,7 +26,7 @@ NAMES = (
     "sft_mixture",
     "dpo",
     "orpo",
-    "reward_lora",
+    "reward",
 )
 
 
