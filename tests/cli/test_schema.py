@@ -238,28 +238,21 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"lr_scheduler_type": "cosin"}),
     ("sft", {"early_stopping_kwargs": {"threshold": 0.1}}),
     ("sft", {"on_spike": "rollback", "spike_kwargs": {"treshold": 1.0}}),
-    ("sft", {"effective_batch_size": 3, "per_device_train_batch_size": 2}),
-    ("sft", {"gradient_accumulation_steps": "auto"}),
     ("dpo", {"loss_type": ["hinge"], "label_smoothing": 0.1}),
     ("grpo", {"loss_kwargs": {"rho": 4.0}}),
     ("grpo", {"loss_type": "aipo", "loss_kwargs": {"rho": 0.5}}),
     ("grpo", {"sapo_temperature_pos": 1.0}),
     ("grpo", {"beta": 0.0, "kl_kwargs": {"target": 0.1}}),
     ("ppo", {"critic_optim_kwargs": {"lr": 1.0}}),
-    # Hyperparameters among each other.
     # Hyperparameters and options.
     ("grpo", {"reward_balance": "nash", "reward_shaping_kwargs": {"normalize": True}}),
-    ("grpo", {"turn_discount": 0.5}),
-    ("grpo", {"generation_mode": "overlap", "scale_rewards": "batch", **SERVER}),
     ("grpo", {"generation_mode": "overlap", "loss_kwargs": {"positive_nll_coef": 0.1}, **SERVER}),
-    ("grpo", {"generation_mode": "overlap", "reward_shaping_kwargs": {"normalize": True}, **SERVER}),
     ("grpo", {"chat_template_kwargs": "{a"}),
     # Optimizers and schedules.
     ("sft", {"optim": "lbfgs"}),
     ("sft", {"optim": "adam", "optim_args": "amsgrad"}),
     ("sft", {"learning_rates": {"(": 1.0}}),
     ("sft", {"reduce_on_plateau_kwargs": {"patience": 2}}),
-    # What the CPU cannot do.
 ]
 
 

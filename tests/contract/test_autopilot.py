@@ -442,11 +442,6 @@ def test_parts_that_cannot_work_are_refused_at_once(options: dict[str, Any], mes
         SFTConfig(output_dir=str(tmp_path), **{"save_strategy": "steps", **options})
 
 
-def test_a_batch_that_grows_is_refused_with_generations_ahead(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="with generation_mode='async'"):
-        GRPOConfig(str(tmp_path), use_vllm=True, generation_mode="async", increase_batch_size_on_plateau=1)
-
-
 def test_the_loss_of_an_online_trainer_is_no_sign_of_a_spike(tmp_path: Path) -> None:
     options: dict[str, Any] = {"output_dir": str(tmp_path), "on_spike": "rollback", "save_strategy": "steps"}
     assert SFTConfig(**options).watched_metrics == ("loss", "grad_norm", "kl")
