@@ -47,7 +47,7 @@ OUTSIDE = {
     "dpo": {
         "models.fingerprint:<genexpr>": "an adapter is looked at once, when the trainer is made",
         "models.fingerprint:_of": "weights are hashed when a reference or a checkpoint has to be recognized",
-        "scripts.replay.steps:_pass": "a step is computed again, and its numbers are printed",
+        "scripts.replay.recompute:_pass": "a step is computed again, and its numbers are printed",
         "trainer.step_dump:_write": "a step that is not finite is written down",
     },
     "kto": {"losses.scores:<lambda>": "scores that are computed once before training, or for each rollout, are kept"},
