@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import io
+import json
+import os
 import re
+import runpy
 import shlex
 import shutil
-from collections.abc import Mapping
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.inputs import read
-from prefrl.scripts.main import main
-from tests.cli.conftest import write_jsonl
+from prefrl.scripts.main import OTHERS, main
+from tests.cli.conftest import run_line, write_jsonl
 from tests.parsers import parser_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # A block that cannot run here has a comment in the line before it, which says why: <!-- no-run: needs a GPU -->
-# Tutorials whose blocks build on each other: tests/cli/test_notebooks.py runs them in their order.
+# Tutorials whose blocks build on each other, which run below in their order.
 IN_ORDER = ("first_run", "reward_ppo")
 PYTHON_BLOCK = re.compile(r"^(<!-- no-run: [^\n]+ -->\n)?```python\n(.*?)^```", re.M | re.S)
 
@@ -202,3 +212,174 @@ def test_examples_of_episodes_train(
 def test_the_example_with_images_trains(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     assert len(module(ROOT / "examples/grpo_images.py").main(None, "out", max_steps=1)) == 1
+
+
+TUTORIALS = Path(__file__).parents[2] / "docs/tutorials"
+# The first line of a file names it: `# sums.py`, `# prefrl grpo grpo.yaml`.
+FILE = re.compile(r"^```(?:python|yaml)\n(# (?:prefrl \w+ )?(\S+)\n.*?)^```", re.M | re.S)
+STEP = ["--max_steps", "1", "--use_cpu"]
+
+
+@pytest.fixture
+def folder(workspace: Path, model_folder: Path) -> Path:
+    (workspace / "smollm2").symlink_to(model_folder)
+    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k"):
+        for text, name in FILE.findall((TUTORIALS / f"{page}.md").read_text(encoding="utf-8")):
+            (workspace / name).write_text(text, encoding="utf-8")
+    return workspace
+
+
+def test_the_grpo_tutorial_trains_and_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path("make_sums.py")
+    assert main(["grpo", "grpo.yaml", *STEP]) == 0
+    rewards = ["--reward_funcs", "sums.py:right", "sums.py:bare", "--correct_reward", "right"]
+    capsys.readouterr()
+    assert main(["eval", "runs/sums", "held_out.jsonl", *rewards, "--max_completion_length", "4"]) == 0
+    assert "pass@1" in capsys.readouterr().out
+
+
+def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
+    write_jsonl(folder / "train.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(48)])
+    solutions = {"small": {"solution": "5", "is_correct": True}, "large": {"solution": "6", "is_correct": False}}
+    lines = [{"question": f"{i}+1?", "ground_truth": "5", **solutions} for i in range(48)]
+    write_jsonl(folder / "example_model_solutions.jsonl", lines)
+    runpy.run_path("make_sft_rows.py")
+    assert main(["sft", "sft.yaml", *STEP]) == 0
+    runpy.run_path("make_pairs.py")
+    assert main(["dpo", "dpo.yaml", *STEP]) == 0
+    assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
+
+
+MAKER = module(ROOT / "docs/make_notebooks.py")
+
+
+@pytest.mark.parametrize("page", MAKER.pages(), ids=lambda page: page.stem)
+def test_a_notebook_is_that_of_its_tutorial(page: Path) -> None:
+    """Else run `python docs/make_notebooks.py`."""
+    assert MAKER.notebook_of(page).read_text(encoding="utf-8") == MAKER.notebook(page)
+
+
+def test_each_notebook_has_a_tutorial() -> None:
+    assert {MAKER.notebook_of(page) for page in MAKER.pages()} == {*MAKER.NOTEBOOKS.iterdir()}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two steps instead of all."""
+    folder = tmp_path / "docs/notebooks"  # the first cell goes up from it
+    folder.mkdir(parents=True)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "examples"), *sys.path])
+    shell = InteractiveShell()
+    monkeypatch.setattr(shell, "system", run_line)
+    for cell in json.loads((MAKER.NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            code = re.sub(r"(max_steps(?:=|: ))\d+", r"\g<1>2", "".join(cell["source"]))
+            shell.run_cell(code).raise_error()
+
+
+BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
+PROGRAMS = {
+    *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
+    *("cd", "export", "ln", "mkdir"),
+}
+
+
+def blocks_of(text: str) -> list[str]:
+    """The shell blocks of a page, without the prompts of a console."""
+    blocks = [textwrap.dedent(block) for _, block in BLOCK.findall(text)]
+    return [re.sub(r"^\$ ", "", block, flags=re.M) for block in blocks]
+
+
+def check(script: str) -> None:
+    """Bash can parse it, and each line calls a program: a comment that is wrapped like prose is a command for bash."""
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stderr}in:\n{script}"
+    for line in script.replace("\\\n", " ").splitlines():
+        words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+        assert not words or Path(words[0]).name in PROGRAMS, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_shell_blocks_of_the_pages_parse(page: Path) -> None:
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        check(block)
+
+
+def test_commands_in_the_help_parse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indented below `Example:`, or at the end of a line, behind a colon."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    found = 0
+    for words in ([], *([command] for command in (*REGISTRY, *OTHERS))):
+        with contextlib.suppress(SystemExit):
+            main([*words, "--help"])
+        for line in re.findall(r"(?<!usage)(?:^ +|: )(prefrl .*)$", capsys.readouterr().out, re.M):
+            check(line)
+            found += 1
+    assert found > 2 * len(REGISTRY)
+
+
+class Try(NamedTuple):
+    """How a block of the README is run."""
+
+    about: str
+    run: Callable[[str, Path], None]
+
+
+def _make(block: str, _: Path) -> None:
+    """What the target would do."""
+    # The variables of `make test`, if that runs the tests, would make it tell its folder in the last line.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = [*shlex.split(block), "--dry-run", "--always-make"]
+    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].endswith("/prefrl demo")
+
+
+def _pip(block: str, _: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for _, _, flag, package in (shlex.split(line, comments=True) for line in block.splitlines()):
+        assert flag == "-e"
+        assert set(package.removeprefix(".").strip("[]").split(",")) <= {*extras, ""}
+
+
+def _prefrl(block: str, model: Path) -> None:
+    first, *rest = block.splitlines()
+    run_line(first)
+    text = Path("run.yaml").read_text(encoding="utf-8").replace(MODEL, str(model))
+    text = text.replace("max_steps: 100", "max_steps: 1")
+    Path("run.yaml").write_text(f"{text}\nuse_cpu: true\nmax_completion_length: 4\n", encoding="utf-8")
+    for line in rest:
+        if "--num_processes" in line:
+            line = line.replace("prefrl grpo", "prefrl launch grpo") + " --dry_run"
+        if line and not line.startswith("#"):
+            run_line(line)
+
+
+README_BLOCKS = {
+    "make demo": Try("make prints its commands: CI runs the demo itself, by `make demo-gain`", _make),
+    "prefrl init": Try(
+        "run for one step on a tiny model, in the file that the first line writes; of the run with four processes and "
+        "a server, which would take minutes, the command that starts it is printed instead",
+        _prefrl,
+    ),
+    "pip install": Try("the extras are looked up: to install them takes minutes and a network; CI does so", _pip),
+}
+
+
+def test_commands_of_the_readme_run(
+    workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """See `README_BLOCKS`."""
+    write_jsonl(workspace / "data.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1\n"))
+    blocks = blocks_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(blocks) == len(README_BLOCKS)
+    for block, (start, trial) in zip(blocks, README_BLOCKS.items(), strict=True):
+        assert block.startswith(start)
+        trial.run(block, model_folder)
+    assert (workspace / "runs/grpo/report.html").is_file()
+    printed = capsys.readouterr().out
+    assert "model> " in printed
+    assert "vllm-serve --model" in printed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import difflib
+import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -21,93 +22,23 @@ from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.verl import migrate_verl
 from tests.parsers import parser_of
 
-SCRIPT = '''\
-# /// script
-# dependencies = ["trl[peft,vllm]", "datasets"]
-# ///
-"""Run with
-
-trl grpo --model_name_or_path MODEL \\
-    --vllm_mode colocate \\
-    --max_steps 1
-"""
-from datasets import load_dataset
-from trl import (
-    GRPOConfig as Config,
-    GRPOTrainer,  # caf\u00e9
-)
-from trl.rewards import get_soft_overlong_punishment
+DATA = Path(__file__).parents[1] / "data" / "migrate"
 
 
-if __name__ == "__main__":
-    args = Config(
-        "out",
-        learning_rate=1e-5,  # kept
-        max_completion_length=4,
-        cast_lm_head_to_fp32=True,  # goes
-        generation_kwargs={"top_k": 5}, num_generations=2,
-        per_device_train_batch_size=2,
-        max_steps=1,
-        use_cpu=True,
-        report_to="none",
-    )
-    trainer = GRPOTrainer(
-        "MODEL",
-        get_soft_overlong_punishment(4, 2),
-        args,
-        load_dataset("json", data_files="prompts.jsonl", split="train"),
-        rollout_func=None,
-    )
-    trainer.train()
-    STEPS = trainer.state.global_step
-'''
-MIGRATED = '''\
-# /// script
-# dependencies = ["prefrl[peft]", "datasets"]
-# ///
-"""Run with
-
-prefrl grpo --model_name_or_path MODEL \\
-    --max_steps 1
-"""
-from datasets import load_dataset
-from prefrl import (
-    GRPOConfig as Config,
-    GRPOTrainer,  # caf\u00e9
-)
-from prefrl.rewards import get_soft_overlong_punishment
-
-
-if __name__ == "__main__":
-    args = Config(
-        "out",
-        learning_rate=1e-5,  # kept
-        max_completion_length=4,
-        top_k=5, num_generations=2,
-        per_device_train_batch_size=2,
-        max_steps=1,
-        use_cpu=True,
-        report_to="none",
-        beta=0.0,
-        temperature=1.0,
-        max_prompt_length=None,
-        gradient_checkpointing=True,
-        bf16=True,
-        logging_first_step=False,
-        logging_nan_inf_filter=True,
-    )
-'''
+def migrated(name: str) -> Any:
+    """A script of the folder of data, which becomes the one beside it and then stays as it is."""
+    before, after = ((DATA / f"{name}{suffix}.py.txt").read_text(encoding="utf-8") for suffix in ("", "_after"))
+    result = migrate_script(before)
+    assert result.text == after == migrate_script(after).text
+    return result
 
 
 def test_a_script_is_migrated_keeps_its_looks_and_runs(workspace: Path, model_folder: Path) -> None:
-    result = migrate_script(SCRIPT)
-    assert result.text.startswith(MIGRATED)
-    assert result.text[len(MIGRATED) :] == SCRIPT[SCRIPT.index("    trainer =") :]
+    result = migrated("script")
     assert not result.open
     assert (23, "GRPOConfig(cast_lm_head_to_fp32=...) is not needed here: ") in [
         (line, text[:57]) for line, text in result.changes
     ]
-    assert migrate_script(result.text).text == result.text
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(result.text.replace("MODEL", str(model_folder)), "migrated", "exec"), names)
     assert names["STEPS"] == 1
@@ -177,70 +108,11 @@ def test_what_has_no_counterpart_stays_and_is_told(call: str, words: str) -> Non
     assert result.open[0][0] == 2
 
 
-PARSED = '''\
-"""Run: python ppo.py --reward_model_path RM --max_completion_length 4 --num_mini_batches 2"""
-from datasets import load_dataset
-from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
-from trl import ModelConfig
-from trl.experimental.ppo import PPOConfig, PPOTrainer
-
-
-if __name__ == "__main__":
-    parser = HfArgumentParser((PPOConfig, ModelConfig))
-    training_args, model_args = parser.parse_args_into_dataclasses()
-    remote = {"trust_remote_code": model_args.trust_remote_code}
-    trainer = PPOTrainer(
-        args=training_args,
-        model=model_args.model_name_or_path,
-        reward_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
-        value_model=Rewards.from_pretrained(training_args.reward_model_path, **remote),
-        train_dataset=load_dataset("json", data_files="prompts.jsonl", split="train"),
-    )
-    trainer.train()
-    STEPS = trainer.state.global_step
-
-    trainer.generate_completions()
-'''
-PARSED_CHANGES = """\
-+import dataclasses
--from transformers import AutoModelForSequenceClassification as Rewards, HfArgumentParser
--from trl import ModelConfig
--from trl.experimental.ppo import PPOConfig, PPOTrainer
-+from prefrl import ArgumentParser
-+from transformers import AutoModelForSequenceClassification as Rewards
-+from prefrl import ModelConfig
-+from prefrl import PPOConfig, PPOTrainer
-+@dataclasses.dataclass
-+class PPOScriptConfig(PPOConfig):
-+    \"\"\"Options that only this script reads.\"\"\"
-+    reward_model_path: str | None = None
--    parser = HfArgumentParser((PPOConfig, ModelConfig))
-+    parser = ArgumentParser((PPOScriptConfig, ModelConfig))
-+    parser.set_defaults(
-+        learning_rate=3e-06,
-+        max_completion_length=53,
-+        max_prompt_length=None,
-+        temperature=0.7,
-+        gradient_checkpointing=True,
-+        bf16=True,
-+        logging_first_step=False,
-+        logging_nan_inf_filter=True,
-+    )
--    remote = {"trust_remote_code": model_args.trust_remote_code}
-+    remote = {"trust_remote_code": training_args.trust_remote_code}
--    trainer.generate_completions()
-"""
-
-
 def test_a_script_that_parses_its_options_is_migrated_and_runs(
     workspace: Path, model_folder: Path, reward_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = migrate_script(PARSED)
-    lines = difflib.unified_diff(PARSED.splitlines(), result.text.splitlines(), lineterm="", n=0)
-    changed = [line for line in lines if line[:2] not in ("--", "++", "@@") and line[1:]]  # empty lines match anywhere
-    assert changed == PARSED_CHANGES.splitlines()
+    result = migrated("parsed_script")
     assert [(line, said.split()[0]) for line, said in result.open] == [(1, "--num_mini_batches")]
-    assert migrate_script(result.text).text == result.text
     words = f"--model_name_or_path {model_folder} --reward_model_path {reward_folder} --output_dir out --use_cpu"
     more = "--missing_eos_penalty 1 --max_completion_length 2 --max_steps 1 --per_device_train_batch_size 2"
     monkeypatch.setattr(sys, "argv", ["ppo.py", *words.split(), *more.split()])
@@ -294,28 +166,7 @@ def test_a_script_without_trl_stays() -> None:
     assert migrate_script(script).text == script
 
 
-VERL = """\
-python3 -m verl.trainer.main_ppo \\
-    algorithm.adv_estimator={estimator} \\
-    data.train_files=/data/gsm8k/train.parquet \\
-    data.train_batch_size=64 \\
-    data.max_response_length=128 \\
-    data.truncation='left' \\
-    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
-    actor_rollout_ref.model.lora_rank=8 \\
-    actor_rollout_ref.actor.optim.lr=3e-6 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \\
-    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
-    actor_rollout_ref.actor.use_kl_loss={kl} \\
-    actor_rollout_ref.actor.kl_loss_coef=0.002 \\
-    actor_rollout_ref.rollout.n=4 \\
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
-    reward_model.enable=True reward_model.model.path=org/reward \\
-    trainer.logger='["console","wandb"]' \\
-    trainer.n_gpus_per_node=2 \\
-    trainer.test_freq=-1 $@
-"""
+VERL = (DATA / "verl_ppo.sh").read_text(encoding="utf-8")
 
 
 def parsed(text: str, tmp_path: Path, command: str) -> Any:
@@ -488,25 +339,7 @@ def test_the_critic_of_verl_has_its_own_optimizer(tmp_path: Path) -> None:
     assert (config.critic_optim_kwargs, len(result.open)) == (own, 1)  # verl's rewards
 
 
-COSMOS = """\
-[train]
-epoch = 2
-output_dir = "./outputs"
-optm_lr = 1e-6
-optm_warmup_steps = 20
-param_dtype = "bfloat16"
-train_batch_per_replica = 8
-[policy]
-model_name_or_path = "m"
-model_gradient_checkpointing = true
-[policy.parallelism]
-tp_size = 4
-[logging]
-logger = ["console"]
-[train.train_policy]
-dataset.name = "d"
-dataset.split = ["train", "more"]
-"""
+COSMOS = (DATA / "cosmos.toml").read_text(encoding="utf-8")
 POLICIES = {
     "grpo": 'type = "grpo"\nreward_function = {boxed_math = 0.9, format = 0.1}\naipo_rho = 4.0\nkl_beta = 0.0\n'
     "[rollout]\nn_generation = 16\n",
@@ -597,3 +430,58 @@ def test_an_older_backup_is_not_overwritten(tmp_path: Path, capsys: pytest.Captu
 def test_no_file_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "--diff"]) == 2
     assert "no files: the command is prefrl migrate FILE" in capsys.readouterr().err
+
+
+ROWS = [
+    {
+        "question": f"{i}+1=",
+        "answer": f"${i + 1}$",
+        "turns": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "yes"}],
+        "data_source": "sums",
+        "reward_model": {"ground_truth": str(i + 1)},
+    }
+    for i in range(10)
+]
+CPU = ["--use_cpu", "--logging_steps", "1"]
+RUNS: list[tuple[str, str, str, list[str], list[str]]] = [  # file, command, its folder, options, what is left to do
+    ("verl_grpo.yaml", "grpo", "runs/sums/grpo", [], []),
+    ("verl_ppo.yaml", "ppo", "runs/sums/ppo", [], []),
+    ("verl_sft.yaml", "sft", "runs/sums/sft", [], []),
+    ("cosmos_grpo.toml", "grpo", "runs/cosmos-grpo", ["--use_vllm", "false"], []),
+    ("cosmos_sft.toml", "sft", "runs/cosmos-sft", [], []),
+    (
+        *("ludwig.yaml", "sft", "out"),
+        ["--dataset_name", "rows", "--output_dir", "out"],
+        ["Ludwig splits the rows", "set dataset_name"],
+    ),
+]
+
+
+@pytest.fixture
+def configs(workspace: Path, model_folder: Path) -> Path:
+    """The working directory, with the configs and the files that they name."""
+    shutil.copytree(DATA, workspace, dirs_exist_ok=True)
+    (workspace / "model").symlink_to(model_folder)
+    (workspace / "rows").mkdir()
+    rows = Dataset.from_list(ROWS)
+    for file in ("train.parquet", "test.parquet", "rows/train.parquet"):
+        rows.to_parquet(workspace / file)
+    (workspace / "score.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 2\n"
+    )
+    return workspace
+
+
+@pytest.mark.parametrize(("file", "command", "folder", "options", "left"), RUNS, ids=lambda value: str(value)[:16])
+def test_a_whole_config_migrates_and_trains(
+    file: str, command: str, folder: str, options: list[str], left: list[str], configs: Path, capsys: Any
+) -> None:
+    main(["migrate", file, "--output", "run.yaml"])
+    to_do = [line for line in capsys.readouterr().out.splitlines() if ": to do: " in line]
+    assert len(to_do) == len(left)
+    assert all(words in line for words, line in zip(left, to_do, strict=True))
+    assert (configs / "run.yaml").read_text(encoding="utf-8").startswith(f"# prefrl {command} --config FILE\n")
+    assert main([command, "--config", "run.yaml", *CPU, *options]) == 0
+    state = json.loads((configs / folder / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == 1
+    assert any(name.startswith("eval_") for entry in state["log_history"] for name in entry)

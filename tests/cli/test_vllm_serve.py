@@ -153,6 +153,7 @@ def test_without_the_variable_the_server_has_the_key_of_its_user(
     captured = capsys.readouterr()
     assert key not in captured.out + captured.err
     assert "trust_remote_code=True with revision=None: code from the repository of 'some/model' runs" in captured.err
+    assert captured.err.endswith("prefrl vllm-serve: ended by SIGTERM\n")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

@@ -243,6 +243,21 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def assert_same_weights(trainer: BaseTrainer, other: BaseTrainer) -> None:
+    """To the bit."""
+    found, expected = weights_of(trainer.model), weights_of(other.model)
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def whole_and_resumed(algorithm: str, folder: Path, step: int, **options: Any) -> tuple[BaseTrainer, BaseTrainer]:
+    """A training that saves, and one that is resumed from its checkpoint of a step."""
+    whole = make_trainer(algorithm, folder, **options)
+    whole.train()
+    resumed = make_trainer(algorithm, folder, **options)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    return whole, resumed
+
+
 def update_of(trainer: BaseTrainer, *, resume_from_checkpoint: str | None = None) -> torch.Tensor:
     """The change of all weights over `train()`, as one vector; from the first weights also after a resume."""
     before = weights_of(trainer.model)

@@ -34,8 +34,8 @@ from tests.process import leave_modules_uncollected
 STEPS = 2
 # Sets of options that cut, lay out or repeat the work in another way: on the CPU, the update is the one without them.
 SAME_UPDATE = (
-    *("checkpointing", "budget", "accumulation", "packed", "padded"),
-    *("evaluated", "average", "resumed", "precomputed"),
+    *("packed checkpoints", "budget and average", "accumulation", "padded"),
+    *("evaluated", "resumed", "precomputed"),
 )
 # Those that reach what an algorithm has of its own, although another one represents it.
 OF_EVERY_LOSS = ("adamw", "accumulation", "evaluated", "resumed")
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
-    """Runs of an algorithm that take different ways through the code: ten or more of a representative.
+    """Runs of an algorithm that take different ways through the code: eight or more of a representative.
 
     With LoRA, the reference is the model without its adapter, elsewhere a copy of it.
     """
@@ -65,13 +65,11 @@ def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
             **{"learning_rate": 0.01, "max_grad_norm": 1.0},
         },
         "lora": {"peft_config": lora},
-        "checkpointing": {"activation_checkpointing": True},
-        "budget": {"max_tokens_per_micro_batch": 40},
+        "packed checkpoints": {"activation_checkpointing": True, "forward_plan": "packed"},
+        "budget and average": {"max_tokens_per_micro_batch": 40, "ema_decay": 0.9},
         "accumulation": {"per_device_train_batch_size": ROWS[algorithm] // 2, "gradient_accumulation_steps": 2},
-        "packed": {"forward_plan": "packed"},
         "padded": {"forward_plan": "padded"},
         "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of(algorithm, 5)},
-        "average": {"ema_decay": 0.9},
         "resumed": {"save_strategy": "steps", "save_steps": 1},
     }
     if algorithm not in REPRESENTATIVES:

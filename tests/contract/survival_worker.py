@@ -55,8 +55,8 @@ class Killed(TrainerCallback):
             signal.setitimer(signal.ITIMER_REAL, self.after)
 
 
-def forked(work: Callable[[], None]) -> int:
-    """The exit status of a fork that does some work; negative: the signal that ended it."""
+def start(work: Callable[[], None]) -> int:
+    """Fork a process that does some work; its id."""
     child = os.fork()
     if child == 0:
         try:
@@ -65,7 +65,12 @@ def forked(work: Callable[[], None]) -> int:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return child
+
+
+def forked(work: Callable[[], None]) -> int:
+    """The exit status of a fork that does some work; negative: the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(start(work), 0)[1])
 
 
 def train(name: str, folder: Path, after: float | None) -> int:

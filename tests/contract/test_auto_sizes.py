@@ -18,6 +18,7 @@ from prefrl.trainer.features.sizes import AutomaticSizes, Trial
 from tests.contract.cases import (
     ONLINE,
     Job,
+    assert_same_weights,
     make_trainer,
     model_of,
     relative_difference,
@@ -87,8 +88,7 @@ def test_a_search_leaves_no_trace(name: str, options: dict[str, Any], tmp_path: 
     given = trained(max_tokens_per_micro_batch=found.args.max_tokens_per_micro_batch)
     assert [trial.rows for trial in found.parts[AutomaticSizes].trials] == [1, 2, 4, 8]
     assert found.args.max_tokens_per_micro_batch == found.parts[AutomaticSizes].trials[2].tokens
-    expected, actual = weights_of(given.model), weights_of(found.model)
-    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    assert_same_weights(found, given)
     assert values_of(found) == values_of(given)
 
 
@@ -140,8 +140,7 @@ def test_a_resumed_run_has_the_sizes_that_were_found(
     assert resumed.parts[AutomaticSizes].found == whole.parts[AutomaticSizes].found
     assert resumed.args.per_device_train_batch_size == whole.args.per_device_train_batch_size
     assert resumed.state.train_batch_size == whole.state.train_batch_size == whole.args.per_device_train_batch_size
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    assert_same_weights(resumed, whole)
 
 
 def test_a_run_that_died_before_its_first_checkpoint_has_the_sizes_that_were_found(

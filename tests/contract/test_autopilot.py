@@ -20,7 +20,15 @@ from prefrl.metrics import Max
 from prefrl.trainer.evaluation import best_metric, check_metric_names
 from prefrl.trainer.features.averages import MovingAverage
 from prefrl.trainer.features.guard import StepGuard
-from tests.contract.cases import dataset_of, make_trainer, model_of, relative_difference, weights_of
+from tests.contract.cases import (
+    assert_same_weights,
+    dataset_of,
+    make_trainer,
+    model_of,
+    relative_difference,
+    weights_of,
+    whole_and_resumed,
+)
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
 # The learning rate never rises, so the batch grows after the second step.
@@ -97,12 +105,8 @@ def test_a_run_whose_batch_grows_resumes_bit_exactly(
     name: str, options: dict[str, Any], saved_at: int, tmp_path: Path
 ) -> None:
     settings = {**ADAM, "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "rows": 40, **GROWS, **options}
-    whole = make_trainer(name, tmp_path, **settings)
-    whole.train()
-    resumed = make_trainer(name, tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved_at}"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    whole, resumed = whole_and_resumed(name, tmp_path, saved_at, **settings)
+    assert_same_weights(resumed, whole)
     assert resumed.state.global_step == whole.state.global_step < 12
     assert resumed.state.epoch == whole.state.epoch
     assert whole.state.log_history[-2]["batch_growth"] == 2
@@ -164,8 +168,7 @@ def test_a_run_that_went_back_resumes_bit_exactly(tmp_path: Path) -> None:
     for step in (12, 18):
         resumed = make_trainer("sft", tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        expected, actual = weights_of(whole.model), weights_of(resumed.model)
-        assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+        assert_same_weights(resumed, whole)
         assert rates(resumed) == rates(whole)
 
 
@@ -355,12 +358,8 @@ def test_a_generator_is_told_when_the_average_is_evaluated_and_when_that_is_over
 def test_a_run_with_averages_resumes_bit_exactly(algorithm: str, options: dict[str, Any], tmp_path: Path) -> None:
     settings = {**EVALUATES, "ema_decay": 0.6, "model_soup": "greedy", "max_steps": 6, "save_steps": 2, **options}
     settings["eval_dataset"] = dataset_of(algorithm, 4)
-    whole = make_trainer(algorithm, tmp_path, **settings)
-    whole.train()
-    resumed = make_trainer(algorithm, tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[key]) for key, value in expected.items())
+    whole, resumed = whole_and_resumed(algorithm, tmp_path, 4, **settings)
+    assert_same_weights(resumed, whole)
     for name in ("eval_ema_loss", "eval_soup_loss"):
         assert evaluations(resumed, name) == evaluations(whole, name)
         assert evaluations(whole, name)
@@ -441,11 +440,6 @@ REFUSED = [
 def test_parts_that_cannot_work_are_refused_at_once(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         SFTConfig(output_dir=str(tmp_path), **{"save_strategy": "steps", **options})
-
-
-def test_a_batch_that_grows_is_refused_with_generations_ahead(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="with generation_mode='async'"):
-        GRPOConfig(str(tmp_path), use_vllm=True, generation_mode="async", increase_batch_size_on_plateau=1)
 
 
 def test_the_loss_of_an_online_trainer_is_no_sign_of_a_spike(tmp_path: Path) -> None:

@@ -29,7 +29,14 @@ from prefrl.rewards import ModelReward
 from prefrl.rollout.batches import sampled_batch
 from prefrl.types import Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
-from tests.contract.cases import dataset_of, make_trainer, update_of, weights_of, with_pictures
+from tests.contract.cases import (
+    assert_same_weights,
+    dataset_of,
+    make_trainer,
+    update_of,
+    whole_and_resumed,
+    with_pictures,
+)
 from tests.vlms import FAMILIES, forget_classifiers, image, tiny_vision_judge, tiny_vlm
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
@@ -157,12 +164,8 @@ def test_an_adapter_of_a_reward_model_rewards_images_by_its_folder(
 
 def test_a_resumed_reward_model_with_images_is_bit_exact(tmp_path: Path) -> None:
     settings = {"pictures": "qwen2_5_vl", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    whole = make_trainer("reward", tmp_path, **settings)
-    whole.train()
-    resumed = make_trainer("reward", tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    whole, resumed = whole_and_resumed("reward", tmp_path, 1, **settings)
+    assert_same_weights(resumed, whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -203,12 +206,8 @@ def test_a_resumed_run_with_images_is_bit_exact(tmp_path: Path) -> None:
         "save_strategy": "steps",
         "save_steps": 3,
     }
-    whole = make_trainer("grpo", tmp_path, **settings)
-    whole.train()
-    resumed = make_trainer("grpo", tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    whole, resumed = whole_and_resumed("grpo", tmp_path, 3, **settings)
+    assert_same_weights(resumed, whole)
     assert (tmp_path / "checkpoint-3" / "processor_config.json").exists()
 
 
@@ -224,8 +223,7 @@ def test_the_journal_holds_the_images_of_each_group_and_training_goes_on_from_it
     resumed: Any = make_trainer("grpo", tmp_path, **settings)
     resumed.prompts.collect = lambda *_: pytest.fail("sampled again")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    assert_same_weights(resumed, whole)
 
 
 def test_a_frozen_vision_tower_stays_as_it_was(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
+from prefrl.registry import REGISTRY
 from prefrl.rewards.base import RewardLog
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Rollout
-from tests.contract.cases import ONLINE, dataset_of, make_trainer, ragged_reward
+from tests.contract.cases import ONLINE, ROOT, dataset_of, make_trainer, ragged_reward
 
 CLIP_RATIOS = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
 # So small that the loss is the same, but then every completion has a gradient and is run.
@@ -176,3 +179,38 @@ def test_the_loss_is_the_policy_loss_minus_the_entropy_bonus(adaptive: bool, tmp
 def test_without_an_entropy_bonus_the_loss_is_logged_alone(tmp_path: Path) -> None:
     (entry,) = logs(trained(tmp_path)[0])
     assert not {"policy_loss", "entropy_coef"} & {*entry}
+
+
+PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+OPTIONAL = "Only with some options"
+
+
+def documented(name: str) -> tuple[set[str], set[str]]:
+    """The metrics that a trainer always logs, and those that depend on options; `*` stands for a name."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for section in re.split(r"^## ", PAGE, flags=re.M)[1:]:
+        for metrics, trainers in re.findall(r"^\| (`[^|]+) \|.*\| ([^|]+) \|$", section, re.M):
+            if name in trainers_of(trainers):
+                names = {re.sub(r"<\w+>", "*", metric) for metric in re.findall(r"`([^`]+)`", metrics)}
+                found[section.startswith(OPTIONAL)] |= names
+    return found[False], found[True]
+
+
+def trainers_of(cell: str) -> set[str]:
+    """Of the last column, such as "all but `reward`"."""
+    named = set(re.findall(r"`(\w+)`", cell))
+    assert named <= REGISTRY.keys()
+    many = {"all": {*REGISTRY}, "on prompts": {*ONLINE}}
+    return many[cell.partition(" but ")[0]] - named if not cell.startswith("`") else named
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_the_page_of_metrics_has_what_a_run_logs_and_no_more(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(name, tmp_path, eval_strategy="steps", eval_steps=1, eval_dataset=dataset_of(name, 5))
+    trainer.train()
+    logged = {metric.removeprefix("eval_") for entry in trainer.state.log_history for metric in entry}
+    always, sometimes = documented(name)
+    assert {
+        metric for metric in logged if not any(fnmatchcase(metric, known) for known in always | sometimes)
+    } == set()
+    assert {known for known in always if not any(fnmatchcase(metric, known) for metric in logged)} == set()

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS
-from tests.contract.cases import dataset_of, make_trainer, model_of, weights_of
+from tests.contract.cases import assert_same_weights, dataset_of, make_trainer, model_of, weights_of, whole_and_resumed
 
 # Rates at which the tiny model learns in a few steps.
 RATES = {
@@ -55,8 +55,7 @@ def test_an_optimizer_learns_and_is_resumed_exactly(name: str, tmp_path: Path) -
     assert losses[-1] < losses[0] - 0.1  # all steps have the same rows
     resumed = make_trainer("sft", tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED_AT}"))
-    actual = weights_of(resumed.model)
-    assert all(torch.equal(value, actual[key]) for key, value in weights_of(whole.model).items())
+    assert_same_weights(resumed, whole)
 
 
 def test_the_rate_of_a_weight_is_that_of_the_first_expression_in_its_name(tmp_path: Path) -> None:
@@ -214,9 +213,5 @@ def test_muon_and_a_critic_are_resumed_exactly(tmp_path: Path) -> None:
     settings |= {"max_grad_norm": 1.0, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     own = {"warmup_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.9, "max_grad_norm": 0.5}
     settings |= {"lr_scheduler_type": "linear", "critic_optim_kwargs": own}
-    whole = make_trainer("ppo", tmp_path, **settings)
-    whole.train()
-    resumed = make_trainer("ppo", tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    actual = weights_of(resumed.model)
-    assert all(torch.equal(value, actual[key]) for key, value in weights_of(whole.model).items())
+    whole, resumed = whole_and_resumed("ppo", tmp_path, 2, **settings)
+    assert_same_weights(resumed, whole)

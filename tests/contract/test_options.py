@@ -196,12 +196,12 @@ NEUTRAL = {
     "tool_parser",  # test_play, test_tool_calls
     "reward_timeout",  # test_runner
     "on_reward_error",  # test_runner
-    "stop_without_signal",  # test_bad_input
+    "stop_without_signal",  # test_arguments
     "chat_template_kwargs",  # test_tokenize
     "ds3_gather_for_generation",  # tests/distributed
     "cache_implementation",  # test_gpu
     "log_completions",  # test_summary
-    "log_val_generations",  # test_evaluation_options
+    "log_val_generations",  # test_evaluation
     "num_completions_to_print",  # test_summary
     "log_unique_prompts",  # test_summary
     "journal_keep",  # test_survival

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from prefrl.errors import CheckpointError, ConfigError, RewardError
 from prefrl.run.checkpoints import find_last, problem_of
-from tests.contract.cases import dataset_of, make_trainer, ragged_reward, weights_of
+from tests.contract.cases import assert_same_weights, dataset_of, make_trainer, ragged_reward, weights_of
 from tests.contract.survival_worker import forked
 from tests.launch import run_module
 
@@ -365,8 +365,7 @@ def test_a_trainer_that_was_interrupted_twice_goes_on_in_the_same_process(tmp_pa
             trainer.train(resume_from_checkpoint=True)
         trainer.remove_callback(signals)
     trainer.train(resume_from_checkpoint=True)
-    expected, actual = weights_of(whole.model), weights_of(trainer.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    assert_same_weights(trainer, whole)
 
 
 @pytest.mark.parametrize("save_strategy", ["steps", "no"])
@@ -392,8 +391,7 @@ def test_an_error_of_a_reward_loses_no_step(save_strategy: str, tmp_path: Path) 
     assert asked == [2, 3]
     whole = make_trainer("grpo", tmp_path / "whole", **options)
     whole.train()
-    expected, actual = weights_of(whole.model), weights_of(resumed.model)
-    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+    assert_same_weights(resumed, whole)
 
 
 # The journal.

@@ -222,11 +222,7 @@ class Several:
         return self._action({"left": 0, "right": 2}[direction])
 
     def stay(self) -> str:
-        """Do nothing.
-
-        Returns:
-            What is seen.
-        """
+        """Do nothing."""
         return self._action(1)
 
 
@@ -289,12 +285,7 @@ def test_as_many_instances_as_episodes_and_a_loop_of_each_instance(tmp_path: Pat
             return self._describe(self._run(self.client.step("reset")))
 
         def stop(self) -> str:
-            """
-            Brake.
-
-            Returns:
-                What is seen.
-            """
+            """Brake."""
             self.reward = 1.0
             return self._describe(self._run(self.client.step("stop")))
 
@@ -320,12 +311,7 @@ def test_content_blocks_as_results(tmp_path: Path) -> None:
             return [{"type": "text", "text": " Look."}]
 
         def observe(self) -> list:
-            """
-            Look.
-
-            Returns:
-                What is seen.
-            """
+            """Look."""
             return [{"type": "text", "text": "A road"}, {"type": "text", "text": " and a tree."}]
 
     seen: list[Any] = []
@@ -359,28 +345,20 @@ def test_images_are_refused(tmp_path: Path) -> None:
 
 def test_functions_sync_and_async_as_tools(tmp_path: Path) -> None:
     def multiply(a: int, b: int) -> int:
-        """
-        Multiplies two integers.
+        """Multiplies two integers.
 
         Args:
             a: The first.
             b: The second.
-
-        Returns:
-            The product.
         """
         return a * b
 
     async def async_add(a: int, b: int) -> int:
-        """
-        Adds two integers.
+        """Adds two integers.
 
         Args:
             a: The first.
             b: The second.
-
-        Returns:
-            The sum.
         """
         await asyncio.sleep(0)
         return a + b
@@ -408,14 +386,10 @@ def test_a_tool_that_sets_an_alarm_and_returns_rows(tmp_path: Path) -> None:
         connection.execute("INSERT INTO facts VALUES ('ant', 1), ('cat', 30)")
 
     def query(sql_command: str) -> list[tuple]:
-        """
-        Ask the database.
+        """Ask the database.
 
         Args:
             sql_command: A query.
-
-        Returns:
-            The rows.
         """
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(5)
@@ -574,14 +548,10 @@ class Bash(Sandbox):
     SUFFIX = " Use bash."
 
     def bash(self, command: str) -> str:
-        """
-        Run a command.
+        """Run a command.
 
         Args:
             command: A command.
-
-        Returns:
-            Its output.
         """
         self._files["answer"] = command.rpartition(" ")[2]
         return "(empty output)"

@@ -49,6 +49,9 @@ ADAM = {
 }
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
+# Weights that are gathered for each token and layer: few tokens, and one evaluation.
+UNGATHERED = {"ds3_gather_for_generation": False, "max_completion_length": 6}
+EVAL_AT_END = {**EVAL, "eval_steps": 2}
 # Layers as wide as bitsandbytes' blocks, in four bits, which FSDP2 shares out in floating-point storage alone.
 WIDE = {"architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 SCHEDULE: dict[str, Any] = {
@@ -91,14 +94,11 @@ def num_predicted(evaluated: EvalPrediction) -> dict[str, float]:
 
 
 CASES: dict[str, Case] = {
-    # Every algorithm; KTO is below. What is the same for several of them is tried with one.
-    "sft": Case("sft"),
+    # Every algorithm; SFT, rewards, GRPO and KTO are below. What is the same for several of them is tried with one.
     "dpo": Case("dpo", model=TIED),
     "orpo": Case("orpo", model=LLAMA_TIED),
     "cpo": Case("cpo", {"forward_plan": "packed"}),
     "bco": Case("bco", model=TIED),
-    "reward": Case("reward"),
-    "grpo": Case("grpo", {"beta": 0.04}, model=TIED),
     "rloo": Case("rloo", EVAL, reward_model=True, eval_rows=5),
     "reinforce_plus_plus": Case("reinforce_plus_plus", ADAM, model=TIED),
     "ppo": Case(
@@ -115,15 +115,12 @@ CASES: dict[str, Case] = {
     # The head, the forward pass, and how the work is cut.
     "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),
     "sft_token_budget": Case("sft", {"max_tokens_per_micro_batch": 25}),
-    "sft_chunks": Case("sft", chunk=8),
     "sft_padded": Case("sft", {"forward_plan": "padded"}, model=TIED),
-    "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED),
-    "dpo_compiled": Case("dpo", COMPILED),
+    "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED, chunk=8),
+    "sft_compiled": Case("sft", COMPILED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
-    "sft_lora_head": Case("sft", lora=("q_proj", "lm_head")),
     "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),
     "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),
-    "sft_by_name": Case("sft", model=TIED, by_name=True),
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
     "sft_adam": Case("sft", ADAM),
     # Rates by name, with an optimizer that needs whole weights, penalties and clipped numbers, or without them.
@@ -150,6 +147,7 @@ CASES: dict[str, Case] = {
         model=TIED,
         eval_rows=7,
     ),
+    "reward": Case("reward"),  # for test_sequence_parallel
     "reward_lora": Case("reward", lora=ATTENTION),
     "reward_by_name": Case("reward", EVAL, by_name=True, eval_rows=7),
     # Mixtures of experts, whose routers have a loss of their own.
@@ -157,9 +155,8 @@ CASES: dict[str, Case] = {
     "grpo_mixture_one_signal": Case("grpo", {"beta": 0.0, **BUDGET}, model=MIXTURE, reward=good_at_subtraction),
     # References.
     "dpo_lora": Case("dpo", lora=ATTENTION),
-    "dpo_moving": Case("dpo", {**MOVING, **EVAL}, eval_rows=7),
+    "dpo_moving": Case("dpo", {**MOVING, **EVAL}, model=TIED, by_name=True, eval_rows=7),
     "dpo_lora_moving": Case("dpo", MOVING, lora=ATTENTION),
-    "dpo_by_name_moving": Case("dpo", MOVING, model=TIED, by_name=True),
     "dpo_by_name_precomputed": Case("dpo", {"precompute_ref_log_probs": True}, model=TIED, by_name=True),
     # Ranks with different numbers of micro-batches and of passes of references, or without a row.
     "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL}, eval_rows=3),
@@ -171,15 +168,15 @@ CASES: dict[str, Case] = {
     ),
     "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
     # Rollouts.
-    "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}),
+    "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}, model=TIED),
     "grpo_not_gathered": Case(
         "grpo",
         {
-            "ds3_gather_for_generation": False,
             "eval_dataset": from_two_sources(5),
             "pass_at_k_kwargs": {"k": [1, 2, 4], "answer": "answer"},
             "log_val_generations": 3,
-            **EVAL,
+            **UNGATHERED,
+            **EVAL_AT_END,
         },
         reward=answering,
         eval_rows=5,
@@ -187,7 +184,9 @@ CASES: dict[str, Case] = {
     "grpo_full_kl_by_name": Case("grpo", {"beta": 0.1, "kl_estimator": "full"}, by_name=True),
     # Ranks whose episodes have different numbers of turns sample together.
     "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return"}),
-    "grpo_episodes_not_gathered": Case("grpo", {"talks": "faithful", "ds3_gather_for_generation": False}),
+    "grpo_episodes_not_gathered": Case(
+        "grpo", {**UNGATHERED, "talks": "faithful", "max_turns": 3, "max_completion_length": 20}
+    ),
     # One group, which one rank samples and scores, and both train on.
     "grpo_one_group": Case(
         "grpo",
@@ -196,8 +195,8 @@ CASES: dict[str, Case] = {
             "beta": 0.04,
             "kl_in": "reward",
             "advantage_estimator": "remax",
-            "ds3_gather_for_generation": False,
-            **EVAL,
+            **UNGATHERED,
+            **EVAL_AT_END,
         },
         reward_model=True,
         eval_rows=3,
@@ -219,7 +218,7 @@ CASES: dict[str, Case] = {
             "reward_shaping_kwargs": {"normalize": True},
             "dynamic_sampling": True,
             "curriculum": "variance",
-            "ds3_gather_for_generation": False,
+            **UNGATHERED,
         },
     ),
     "grpo_lora_moving": Case("grpo", {"beta": 0.04, **MOVING}, lora=ATTENTION),
@@ -236,11 +235,9 @@ CASES: dict[str, Case] = {
         {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2, **BUDGET},
     ),
     # Critics.
-    "ppo_model": Case("ppo", {"critic": "model"}, by_name=True),
-    "ppo_model_warmup": Case("ppo", {"critic": "model", "critic_warmup": 1, "max_steps": 3}),
+    "ppo_model": Case("ppo", {"critic": "model", "critic_warmup": 1, "max_steps": 3}, by_name=True),
     "ppo_micro_batches": Case(
-        "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, rows_per_micro_batch=2
+        "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, lora=ATTENTION, rows_per_micro_batch=2
     ),
-    "ppo_lora": Case("ppo", lora=ATTENTION),
     "ppo_clipped": Case("ppo", {"critic": "model", "vf_coef": 1.0, "max_grad_norm": 1.0}),
 }

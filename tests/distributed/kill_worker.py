@@ -15,15 +15,13 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import transformers.integrations.deepspeed  # noqa: F401 - imported once, for all forks
-from transformers import TrainerCallback
 
 from prefrl import distributed
+from tests.contract.survival_worker import Killed, start
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, Case
 from tests.distributed.worker import make, weights_of
@@ -31,34 +29,6 @@ from tests.distributed.worker import make, weights_of
 CASE = Case("grpo", {**ADAM, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.04})
 SAVING = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "rows": 40, "logging_steps": 99}
 SECONDS_FOR_THE_OTHER = 180  # moments on a quiet machine; a process group's own time-out is 30 minutes
-
-
-class Killed(TrainerCallback):
-    """Lets the kernel end this process some seconds after training has begun."""
-
-    def __init__(self, after: float | None) -> None:
-        self.after = after
-        self.started = 0.0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """HuggingFace's hook."""
-        self.started = time.monotonic()
-        if self.after is not None:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, self.after)
-
-
-def start(work: Callable[[], None]) -> int:
-    """Fork a process that does some work; its id."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return child
 
 
 def train(backend: str, folder: Path, after: float | None) -> None:

@@ -42,40 +42,19 @@ FALLING: dict[str, Any] = {
 }
 AVERAGED = {"ema_decay": 0.6, "model_soup": "uniform", "eval_strategy": "steps", "eval_steps": SAVED_AT}
 EXPORTED = {"checkpoint_kwargs": {"export_weights": True}}
-EMBEDDINGS = ("q_proj", "embed_tokens")
 
 RESUMED: dict[str, Case] = {
     "sft": Case("sft", ADAM, model=TIED),
-    "sft_untied": Case("sft", {**ADAM, "optim": "adamw_torch_fused", "lr_scheduler_type": "linear"}),
-    "sft_bf16": Case("sft", {**ADAM, "bf16": True, "use_cpu": True}, model=TIED),
-    "sft_frozen": Case("sft", {**ADAM, "freeze": ["layers.0", "norm"]}, model=TIED, by_name=True),
     "sft_muon": Case("sft", {**ADAM, "optim": "muon"}),
     "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
     "sft_averaged": Case("sft", {**ADAM, **AVERAGED}, model=TIED, eval_rows=4),
     "sft_lora": Case("sft", {**ADAM, **FALLING}, lora=ATTENTION),
-    "sft_lora_embeddings": Case("sft", ADAM, lora=EMBEDDINGS),
-    "sft_lora_head": Case("sft", ADAM, lora=("q_proj", "lm_head"), by_name=True),
     "dpo_moving": Case("dpo", {**ADAM, **MOVING, **FALLING}, model=TIED),
     "dpo_lora": Case("dpo", ADAM, lora=ATTENTION),
-    "dpo_lora_by_name": Case("dpo", ADAM, lora=ATTENTION, by_name=True),
-    "dpo_lora_moving": Case("dpo", {**ADAM, **MOVING}, lora=ATTENTION),
-    "dpo_lora_moving_by_name": Case("dpo", {**ADAM, **MOVING}, lora=ATTENTION, by_name=True),
-    "dpo_precomputed": Case("dpo", {**ADAM, "precompute_ref_log_probs": True}, model=TIED),
     "dpo_running_mean": Case("dpo", {**ADAM, "loss_type": ["bco_pair", "aot"]}),
-    "kto": Case("kto", ADAM),
-    "bco": Case("bco", ADAM),
-    "grpo": Case("grpo", {**ADAM, "beta": 0.04}),
     "grpo_reuse": Case("grpo", {**ADAM, **REUSE, "beta": 0.04}, model=TIED),
-    "grpo_lora_reuse": Case("grpo", {**ADAM, **REUSE, **MOVING, "beta": 0.04}, lora=ATTENTION),
-    "online_dpo_reuse": Case("online_dpo", {**ADAM, **REUSE}),
-    "ppo": Case("ppo", {**ADAM, **CRITIC}),
-    "ppo_reuse": Case("ppo", {**ADAM, **CRITIC, **REUSE}),
     "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
-    "ppo_lora": Case("ppo", {**ADAM, **CRITIC}, lora=ATTENTION),
     "ppo_lora_exported": Case("ppo", {**ADAM, **CRITIC, **EXPORTED}, lora=ATTENTION),
-    "ppo_model_lora": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, lora=ATTENTION),
-    "reward": Case("reward", ADAM),
-    "reward_lora": Case("reward", ADAM, lora=ATTENTION),
 }
 
 

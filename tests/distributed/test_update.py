@@ -35,9 +35,9 @@ SELECTED = {
     "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
     "zero2": STEPS,
     # DeepSpeed clips a critic with the policy; ZeRO refuses LARS, and ZeRO-3 compiled layers.
-    "zero3": tuple(name for name in CASES if name not in ("ppo_clipped", "sft_lars", "dpo_compiled")),
-    "zero3_offload": ("sft_adam", "grpo", "ppo_model"),
-    "fsdp2": tuple(CASES),
+    "zero3": tuple(name for name in CASES if name not in ("ppo_clipped", "sft_lars", "sft_compiled", "reward")),
+    "zero3_offload": ("sft_adam", "grpo_reuse", "ppo_model"),
+    "fsdp2": tuple(name for name in CASES if name != "reward"),
 }
 # What a rank keeps of the weights between passes.
 SHARE = {"ddp": 1.0, "zero1": 1.0, "zero2": 1.0, "zero3": 0.5, "zero3_offload": 0.5, "fsdp2": 0.5}

@@ -7,11 +7,17 @@ After such a decision: `python -m tests.unit.test_public_api` writes the new sna
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 import prefrl
 import prefrl.rewards
@@ -54,3 +60,78 @@ def test_every_public_name_can_be_imported() -> None:
 
 if __name__ == "__main__":
     SNAPSHOT.write_text(json.dumps(public_api(), indent=1) + "\n")
+
+
+ROOT = Path(__file__).parents[2]
+# Of mypy, kept between runs: without it, this takes a minute.
+CACHE = ROOT / ".mypy_cache" / "tests"
+
+RIGHT = """
+from datasets import Dataset
+
+import prefrl
+import prefrl.rewards
+import prefrl.trainer
+from prefrl import DPOTrainer, GRPOTrainer
+
+
+def reward(completions: list[str], **columns: object) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+dataset = Dataset.from_list([{"prompt": "a"}])
+config = prefrl.GRPOConfig(output_dir="x", learning_rate=1e-5, num_generations=4)
+length: int | None = config.max_completion_length
+rate: float = config.learning_rate
+trainer = GRPOTrainer("model", [reward, prefrl.rewards.accuracy_reward], config, dataset)
+trainer.train()
+pairs = DPOTrainer("model", None, prefrl.trainer.DPOConfig(beta=0.2), None, dataset, callbacks=[])
+rows = prefrl.extract_prompt(dataset)
+try:
+    pairs.evaluate(dataset)
+except prefrl.ConfigError as error:
+    print(error)
+"""
+# Line -> part of the error.
+WRONG = {
+    'prefrl.GRPOConfig(output_dir="x", num_generation=4)': 'Unexpected keyword argument "num_generation"',
+    'prefrl.SFTConfig(output_dir="x", lerning_rate=1e-5)': 'Unexpected keyword argument "lerning_rate"',
+    'prefrl.DPOConfig(output_dir="x", beta="0.1")': 'Argument "beta" to "DPOConfig" has incompatible type "str"',
+    'prefrl.SFTTrainer("model", prefrl.GRPOConfig())': 'Argument 2 to "SFTTrainer" has incompatible type "GRPOConfig"',
+    'prefrl.SFTTrainer("model", train_data=None)': 'Unexpected keyword argument "train_data"',
+    "prefrl.GRPOConfg": 'has no attribute "GRPOConfg"',
+    "prefrl.trainer.GRPOConfg": 'has no attribute "GRPOConfg"',
+    "prefrl.rewards.acuracy_reward": 'has no attribute "acuracy_reward"',
+}
+
+
+def test_mypy_accepts_a_right_script_and_finds_the_faults_of_a_wrong_one(tmp_path: Path) -> None:
+    (tmp_path / "right.py").write_text(RIGHT)
+    head = "import prefrl\nimport prefrl.rewards\nimport prefrl.trainer\n"
+    (tmp_path / "wrong.py").write_text(head + "\n".join(WRONG) + "\n")
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports"]
+    command += [f"--cache-dir={CACHE}", "right.py", "wrong.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, capture_output=True, text=True, timeout=500, check=False
+    )
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert not [line for line in errors if line.startswith("right.py")], done.stdout
+    for number, (line, part) in enumerate(WRONG.items(), start=head.count("\n") + 1):
+        found = [error for error in errors if error.startswith(f"wrong.py:{number}:")]
+        assert len(found) == 1, (line, done.stdout, done.stderr)
+        assert part in found[0]
+
+
+@pytest.mark.parametrize("module", [prefrl, prefrl.trainer], ids=lambda module: module.__name__)
+def test_names_for_type_checkers_are_those_that_are_imported_on_first_use(module: ModuleType) -> None:
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    named = {str(alias.asname): f"{node.module}:{alias.name}" for node in imports for alias in node.names}
+    assert named == module._PATHS
+    assert sorted(named) == sorted(module.__all__)
+
+
+def test_the_package_says_that_it_has_types() -> None:
+    assert (ROOT / "prefrl" / "py.typed").is_file()

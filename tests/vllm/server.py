@@ -76,7 +76,7 @@ class Server:
     """`vllm serve` as `prefrl vllm-serve` starts it, in a session of its own; ready when the constructor returns.
 
     It is a fork of a process that has imported vLLM, and so are its engine and its workers: see forked.py. What users
-    run, where each of them starts afresh, is in test_serve.py and test_one_command.py.
+    run, where each of them starts afresh, is in test_serve.py.
 
     Args:
         model_dir: Folder of the model.
@@ -113,7 +113,7 @@ class Server:
         inherited = environment(key=self.key)
         with self.log_path.open("ab") as log:
             command = serve_command(self._options, [*CPU_FLAGS, *self._flags])
-            self.process = _forks().start(
+            self.process = forks().start(
                 "tests.vllm.forked",
                 command[command.index("serve") :],
                 environment=inherited | serve_environment(self._options, inherited),
@@ -180,7 +180,8 @@ class Server:
 
 
 @cache
-def _forks() -> Forks:
+def forks() -> Forks:
+    """A process of vLLM's environment that has imported it."""
     return Forks(PYTHON, _IMPORTED, environment(key=None))
 
 

@@ -1,14 +1,22 @@
-"""`prefrl eval`, `prefrl generate` and `prefrl doctor` with a real server."""
+"""Short runs with a server: what follows a training, graders, and episodes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prefrl.errors import RewardError
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.rewards import LabelModel, RewardRunner, ScoreModel
 from prefrl.scripts import commands, eval, sampling
+from tests.contract.cases import relative_difference, update_of
+from tests.vllm.faults import proxy_of, second_door
 from tests.vllm.server import Server
+from tests.vllm.test_training import key as key
+from tests.vllm.test_training import logged, online
 
 pytestmark = pytest.mark.vllm
 
@@ -53,3 +61,66 @@ def test_the_doctor_finds_the_server_and_its_model_and_notices_a_wrong_key(
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     assert commands.doctor(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
     assert "refused the request" in " ".join(capsys.readouterr().out.split())
+
+
+def asking(server: Server, choice: list[str]) -> dict[str, Any]:
+    """A random model answers what it is allowed to."""
+    params = {"temperature": 0, "max_tokens": 8, "structured_outputs": {"choice": choice}}
+    return {"base_url": f"{server.url}/v1", "model": str(server.model_dir), "sampling_params": params}
+
+
+def test_labels_and_scores_of_a_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", server.key)
+    label = LabelModel(
+        input="{completion}", labels={"ok": 2, "no": -1}, api_key_env="JUDGE_KEY", **asking(server, ["ok"])
+    )
+    score = ScoreModel(input="{completion}", range=(0, 10), api_key_env="JUDGE_KEY", **asking(server, ["7"]))
+    scores = RewardRunner([label, score], timeout=300.0).score(["a", "b"], ["c", "d"], [[1], [2]], {})
+    assert scores.by_name == {"label_model": [2, 2], "score_model": [7.0, 7.0]}
+
+
+def test_a_server_refuses_a_grader_without_its_key(server: Server) -> None:
+    label = LabelModel(input="{completion}", labels=["ok", "no"], passing_labels=["ok"], **asking(server, ["ok"]))
+    with pytest.raises(RewardError, match="401"):
+        RewardRunner(label, timeout=300.0).score(["a"], ["c"], [[1]], {})
+
+
+def test_overlap_makes_the_update_of_sync_and_scores_agree(tmp_path: Path, server: Server) -> None:
+    options: dict[str, Any] = {"talks": "forgetful", "turn_credit": "return", "max_steps": 2, "learning_rate": 0.1}
+    options |= {"per_device_train_batch_size": 16, "max_turns": 6}
+    trainer = online(tmp_path / "sync", server, **options)
+    expected = update_of(trainer)
+    assert min(logged(trainer, "episodes/mean_turns")) > 2
+    # The trainer and the server score the same ids in the same contexts.
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+    update = update_of(online(tmp_path / "overlap", server, generation_mode="overlap", **options))
+    assert relative_difference(update, expected) < 1e-4
+
+
+def test_async_episodes_train(tmp_path: Path, server: Server) -> None:
+    options: dict[str, Any] = {"talks": "faithful", "max_steps": 4, "generation_mode": "async", "max_staleness": 2}
+    trainer = online(tmp_path, server, learning_rate=0.1, **options)
+    trainer.train()
+    assert logged(trainer, "sample/staleness_max")[-1] <= 2
+    trainer.end()
+
+
+def test_the_turns_of_an_episode_stay_with_their_server(tmp_path: Path, server: Server) -> None:
+    with proxy_of(server.url) as one, proxy_of(server.url) as other:
+        second_door(other)
+        urls = [one.url, other.url]
+        trainer = online(tmp_path, server, vllm_server_base_url=urls, weight_sync="shm", talks="faithful", max_steps=1)
+        homes: list[tuple[int, str]] = []
+        generator = trainer.generator
+        assert isinstance(generator, VLLMGenerator)
+        asked = generator._asker._ask_once
+
+        async def noted(at: Any, prompt: Any, timeout: float) -> Any:
+            homes.append((id(prompt.home), at.url))
+            return await asked(at, prompt, timeout)
+
+        generator._asker._ask_once = noted  # type: ignore[method-assign]
+        trainer.train()
+        assert len({url for _, url in homes}) == 2, "all at one server"
+        assert len(set(homes)) == len({home for home, _ in homes}), "an episode moved to another server"
+        trainer.end()

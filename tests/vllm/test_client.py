@@ -181,7 +181,7 @@ def test_prompts_are_spread_over_servers(server: Server, model: PreTrainedModel,
         counts = one.requests[GENERATE], other.requests[GENERATE]
         assert sum(counts) == 12
         # The first four turns go two and two. Each of the others goes to whoever is free, so that a slow server gets
-        # fewer; how turns are spread is tested in test_vllm_balance.
+        # fewer; how turns are spread is tested in test_vllm_asker.
         assert min(counts) >= 2, counts
         assert generator.stats().requests == 12
         assert generator.stats().requests == 0, "told twice"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 
 from prefrl.errors import GenerationError
 from prefrl.models.export import PolicyWeights
+from tests.launch import run_module
 from tests.patience import PATIENCE
 from tests.vllm.server import START_SECONDS, Server
 from tests.vllm.test_training import check_agreement_after_sync, logged, online
@@ -93,3 +95,14 @@ def test_a_server_that_is_killed_and_started_again_costs_no_step(
             last.train()
         assert time.monotonic() - started < PATIENCE
         last.generator.close()
+
+
+def test_a_killed_trainer_goes_on_exactly_with_a_server(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    job = {"url": server.url, "model_dir": str(server.model_dir), "folder": str(tmp_path), "kills": 3}
+    output = run_module("tests.vllm.survival_worker", json.dumps(job))
+    whole, killed, asked_again = json.loads(output.splitlines()[-1])
+    assert set(killed) == {whole}
+    assert asked_again == []

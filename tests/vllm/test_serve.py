@@ -10,17 +10,21 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from prefrl import __version__
-from prefrl.generation.server import INFO_PATH, PROTOCOL, ServerInfo, key_of_user, vocabulary_fingerprint
+from prefrl.generation.server import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
 from prefrl.http import Http
+from prefrl.scripts.launch.processes import with_variable
 from prefrl.scripts.launch.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
 from tests.assets import tiny_tokenizer
+from tests.launch import run
 from tests.vllm.server import (
     KEY,
     MAX_LORA_RANK,
@@ -30,6 +34,7 @@ from tests.vllm.server import (
     START_SECONDS,
     Server,
     environment,
+    forks,
     free_port,
     living,
     processes,
@@ -252,24 +257,6 @@ def assert_gone(session: int, pids: list[int], segments: list[Path]) -> None:
     assert not [path for path in segments if path.exists()]
 
 
-def test_sigterm_ends_every_process_and_by_default_there_is_a_key(tmp_path: Path, tied_model: Path) -> None:
-    with launch(tmp_path, *small(tied_model), key=None) as launched:
-        launched.wait_until_ready()
-        key = key_of_user({"XDG_CONFIG_HOME": str(tmp_path)})
-        assert launched.ask("GET", INFO_PATH, key=None) == 401
-        assert launched.ask("GET", INFO_PATH, key=key) == 200
-        assert launched.ask("POST", INFO_PATH, key=key) == 405
-        assert key not in launched.output + launched.errors
-        session = launched.session
-        everyone, segments = living(session), shared_memory_of(session)
-        assert len(everyone) >= 3  # the HTTP server, the engine, a worker
-        assert segments
-        launched.process.terminate()
-        assert launched.exit_code() == 0
-    assert launched.errors.endswith("prefrl vllm-serve: ended by SIGTERM\n")
-    assert_gone(session, everyone, segments)
-
-
 def test_a_model_that_cannot_be_loaded_is_named_in_the_message(tmp_path: Path) -> None:
     model = tmp_path / "no-model"
     model.mkdir()
@@ -288,16 +275,12 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, server:
     assert launched.errors.endswith("cannot listen there: Address already in use. Set another.\n")
 
 
-def test_vllm_knows_every_flag_that_is_refused_or_given() -> None:
-    code = (
-        "import json\n"
-        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "actions = make_arg_parser(FlexibleArgumentParser())._actions\n"
-        "print(json.dumps([option for action in actions for option in action.option_strings]))"
-    )
-    done = subprocess.run([str(PYTHON), "-c", code], env=environment(key=None), capture_output=True, text=True)
-    known = set(json.loads(done.stdout.splitlines()[-1]))
+def test_vllm_knows_every_flag_that_is_refused_or_given(tmp_path: Path) -> None:
+    path, variables = tmp_path / "flags", environment(key=None)
+    with path.open("wb") as output:
+        asked = forks().start("tests.vllm.forked", ["flags"], environment=variables, output=output, errors=output)
+        assert asked.wait(START_SECONDS) == 0, path.read_text(encoding="utf-8")
+    known = set(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
     ours = {f"--{flag}" for flag in (*REFUSED, *FLAGS.values())} | set(CPU_FLAGS)
     ours |= {word for word in CONTRACT if word.startswith("--")}
     assert ours | REFUSED_SHORT | {"--enable-lora"} <= known
@@ -305,3 +288,48 @@ def test_vllm_knows_every_flag_that_is_refused_or_given() -> None:
 
 def test_the_trainers_environment_has_no_vllm() -> None:
     assert importlib.util.find_spec("vllm") is None
+
+
+# Tries to reach the server without the key, like anybody else on the machine.
+REWARD = """
+import urllib.error, urllib.request
+from pathlib import Path
+
+def length(completions, **columns):
+    try:
+        urllib.request.urlopen("http://127.0.0.1:{port}/is_paused")
+    except urllib.error.HTTPError as error:
+        Path("{answer}").write_text(str(error.code))
+    return [float(len(text)) for text in completions]
+"""
+RUN = """
+model_name_or_path: {model}
+dataset_name: {folder}/prompts.jsonl
+reward_funcs: [{folder}/reward.py:length]
+output_dir: {folder}/run
+vllm: auto
+vllm_python: {python}
+vllm_args: --dtype float32 --enforce_eager --max_model_len 64
+vllm_server_port: {port}
+use_cpu: true
+max_steps: 1
+num_generations: 4
+max_completion_length: 8
+per_device_train_batch_size: 4
+save_strategy: 'no'
+"""
+
+
+def test_one_command_starts_a_server_trains_and_ends_it(tied_model: Path, tmp_path: Path) -> None:
+    port, mark, answer = free_port(), uuid.uuid4().hex, tmp_path / "answer"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 4)
+    (tmp_path / "reward.py").write_text(REWARD.format(port=port, answer=answer))
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.format(model=tied_model, folder=tmp_path, python=PYTHON, port=port))
+    variables = environment(key=None) | {"MARK_OF_TEST": mark}
+    run([sys.executable, "-m", "prefrl.scripts.main", "grpo", str(file)], environment=variables)
+    assert (tmp_path / "run/model.safetensors").exists()
+    logs = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any("sampling/sampling_logp_difference/mean" in entry for entry in logs)  # sampled on the server
+    assert answer.read_text(encoding="utf-8") == "401"
+    assert with_variable("MARK_OF_TEST", mark) == []

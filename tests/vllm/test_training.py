@@ -45,7 +45,7 @@ def online(folder: Path, server: Any, **options: Any) -> OnlineTrainer:
         "use_vllm": True,
         "vllm_server_base_url": server.url,
         "vllm_server_timeout": 60,
-        "max_steps": 6,
+        "max_steps": 3,
         "learning_rate": 0.5,
         "beta": 0.0,
     }
@@ -100,14 +100,14 @@ def check_agreement(trainer: OnlineTrainer) -> float:
 
 
 @pytest.mark.parametrize("method", ["gloo", "shm"])
-def test_six_steps_with_the_weights_of_each(tmp_path: Path, server: Server, method: str) -> None:
+def test_steps_with_the_weights_of_each(tmp_path: Path, server: Server, method: str) -> None:
     trainer = online(tmp_path, server, weight_sync=method)
     firsts = check_after_each_sync(trainer)
     trainer.train()
-    assert trainer.state.global_step == 6
-    assert len(firsts) == 6
+    assert trainer.state.global_step == 3
+    assert len(firsts) == 3
     assert max(firsts) - min(firsts) > 1e-3  # the weights moved
-    assert logged(trainer, "sample/staleness_max") == [0] * 6
+    assert logged(trainer, "sample/staleness_max") == [0] * 3
     # Both sides score the same distribution: the correction has nothing to correct.
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
     assert all(seconds > 0 for seconds in logged(trainer, "time/weight_sync_s"))
@@ -137,12 +137,12 @@ def lora(**options: Any) -> LoraConfig:
 
 
 @pytest.mark.parametrize("method", ["adapter", "gloo"])
-def test_six_steps_of_an_adapter_alone_or_merged(tmp_path: Path, server: Server, method: str) -> None:
+def test_steps_of_an_adapter_alone_or_merged(tmp_path: Path, server: Server, method: str) -> None:
     # With larger steps weights grow until rounding alone is a difference of more than 1e-4.
-    trainer = online(tmp_path, server, weight_sync=method, peft_config=lora(), learning_rate=2.0)
+    trainer = online(tmp_path, server, weight_sync=method, peft_config=lora(), learning_rate=2.0, max_steps=4)
     firsts = check_after_each_sync(trainer)
     trainer.train()
-    assert len(firsts) == 6
+    assert len(firsts) == 4
     assert max(firsts) - min(firsts) > 1e-3
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
     trainer.generator.close()
@@ -209,14 +209,14 @@ def check_agreement_after_sync(trainer: OnlineTrainer) -> None:
 
 
 def test_overlap_makes_the_update_of_sync_on_a_server(tmp_path: Path, server: Server) -> None:
-    options: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 16}
+    options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 16}
     expected = update_of(online(tmp_path / "sync", server, **options))
     update = update_of(online(tmp_path / "overlap", server, generation_mode="overlap", **options))
     assert relative_difference(update, expected) < 1e-4
 
 
 def test_two_processes_ask_for_their_own_completions(tmp_path: Path, server: Server) -> None:
-    options: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 16}
+    options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 16}
     expected = update_of(online(tmp_path / "one", server, **options))
     result = tmp_path / "two.pt"
     job = json.dumps({"model_dir": str(server.model_dir), "url": server.url, "result": str(result)})
@@ -237,10 +237,10 @@ def test_an_untied_head_on_two_replicas(tmp_path: Path, untied_model: Path, star
 
 def test_two_servers_share_the_prompts(tmp_path: Path, server: Server, second_server: Server) -> None:
     urls = [server.url, second_server.url]
-    trainer = online(tmp_path, server, vllm_server_base_url=urls, max_steps=6)
+    trainer = online(tmp_path, server, vllm_server_base_url=urls)
     firsts = check_after_each_sync(trainer)
     trainer.train()
-    assert len(firsts) == 6
+    assert len(firsts) == 3
     for url in urls:  # each by itself
         alone = online(tmp_path / "alone", server, vllm_server_base_url=[url], model=trainer.policy)
         check_agreement_after_sync(alone)

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     server = SimpleNamespace(url=job["url"], model_dir=Path(job["model_dir"]))
     result = Path(job["result"])
     be_patient()
-    trainer = online(result.parent / "run", server, max_steps=3, per_device_train_batch_size=8)
+    trainer = online(result.parent / "run", server, max_steps=2, per_device_train_batch_size=8)
     assert trainer.args.world_size == 2, "the processes are independent"
     update = update_of(trainer)
     if distributed.is_main():

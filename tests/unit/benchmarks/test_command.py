@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.worker import Library, Machine, Measurement, WorkerError
+from benchmarks.worker import Library, Machine, Measurement, Worker, WorkerError
 from benchmarks.workloads import CPU_WORKLOADS, Workload
-from tests.unit.benchmarks.conftest import measured
+from tests.unit.benchmarks.conftest import measured, tiny
 
 Measurements = dict[Library, Measurement]
 
@@ -73,3 +74,31 @@ def test_only_a_full_run_replaces_the_stored_results(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"cpu-part.json", "cpu-part.md"}
     main([], measure=fake(), results=tmp_path)
     assert len(json.loads((tmp_path / "cpu.json").read_text())["rows"]) == len(CPU_WORKLOADS)
+
+
+MACHINE = Machine("cpu", (min(os.sched_getaffinity(0)),))
+
+
+def test_a_process_takes_its_turns_and_sends_what_it_logged() -> None:
+    with Worker(tiny("sft"), "prefrl", machine=MACHINE, num_turns=2) as worker:
+        turns = [worker.turn(), worker.turn()]
+        outcome = worker.outcome()
+    assert outcome.num_tokens == (18, 18)
+    assert all(0 < turn.cpu_s < 60 for turn in turns)
+
+
+def test_a_process_that_fails_says_why() -> None:
+    workload = tiny("dpo", options={"beta": -1.0})
+    with (
+        Worker(workload, "prefrl", machine=MACHINE, num_turns=1) as worker,
+        pytest.raises(WorkerError, match="beta=-1"),
+    ):
+        worker.turn()
+
+
+def test_a_process_that_dies_is_reported() -> None:
+    with Worker(tiny("sft"), "prefrl", machine=MACHINE, num_turns=2) as worker:
+        worker.turn()
+        worker._process.kill()
+        with pytest.raises(WorkerError, match="ended with code -9"):
+            worker.turn()

@@ -15,13 +15,15 @@ from benchmarks.inputs import END, POLICY_SEED, TokenCounter, build_model, compl
 from benchmarks.job import Setup
 from benchmarks.meter import TurnMeter
 from benchmarks.trl_side import ForcedEnd, ScriptedGenerate
+from benchmarks.truncation import FORMS, SAMPLING, cells, workload_of
 from benchmarks.worker import Turn
 from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, Task, Workload
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local import generator as local
 from prefrl.generation.local.generator import LocalGenerator
-from tests.unit.benchmarks.conftest import TINY, tiny
+from prefrl.losses.truncation import Truncation
+from tests.unit.benchmarks.conftest import TINY, measured, tiny
 
 WORKLOADS = CPU_WORKLOADS + CUDA_WORKLOADS
 WITH_LIGER = [workload for workload in WORKLOADS if workload.options.get("use_liger_kernel")]
@@ -166,3 +168,23 @@ def test_scripted_completions_follow_their_prompts_in_any_order() -> None:
     for prompt, rows in ((second, output[:4]), (first, output[4:])):
         for completion, row in zip(completions[tuple(prompt)], rows.tolist(), strict=True):
             assert row[: len(prompt) + len(completion)] == prompt + completion
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING.keys())
+def test_both_forms_sample_alike_and_score_differently(sampling: dict[str, Any], tmp_path: Path) -> None:
+    softmax, exact = (prefrl_side.config_of(setup_of(workload_of(512, sampling, form), tmp_path)) for form in FORMS)
+    assert softmax.sampling_params() == exact.sampling_params()  # type: ignore[attr-defined]
+    cuts = {name: value for name, value in sampling.items() if name != "temperature"}
+    assert (softmax.scoring_truncation, exact.scoring_truncation) == (None, Truncation(**cuts))
+
+
+def test_ratios_are_of_consecutive_turns() -> None:
+    softmax = measured([1.0, 2.0, 4.0], num_tokens=3, peak_mib=1000.0).turns
+    exact = measured([3.0, 3.0, 4.0], num_tokens=3, peak_mib=2000.0).turns
+    assert cells(softmax, exact) == [
+        "2.00 (1.00 to 4.00)",
+        "3.00 (3.00 to 4.00)",
+        "1.50 (1.00 to 3.00)",
+        "1,000",
+        "2,000",
+    ]

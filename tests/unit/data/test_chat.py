@@ -1,6 +1,14 @@
+"""Chat templates: what they render, which are taken over, and single rows worked out by hand."""
+
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from transformers import ByT5Tokenizer
 
 from prefrl.data.chat import (
@@ -12,9 +20,23 @@ from prefrl.data.chat import (
     prompt_text,
     special_tokens,
 )
-from prefrl.errors import DataError
+from prefrl.data.chat_templates import (
+    add_response_schema,
+    apply_chat_template,
+    clone_chat_template,
+    get_training_chat_template,
+    is_conversational,
+    is_conversational_from_value,
+    maybe_apply_chat_template,
+    maybe_convert_to_chatml,
+    prepare_multimodal_messages,
+    supports_tool_calling,
+)
+from prefrl.errors import ConfigError, DataError
+from tests.assets import tiny_model, tiny_tokenizer
 from tests.unit.data import templates
 from tests.unit.data.templates import chat_tokenizer
+from tests.unit.data.tool_templates import DEEPSEEK_NEW, FORMATS, HERMES
 
 ASK = {"role": "user", "content": "hi"}
 SAY = {"role": "assistant", "content": " yo "}
@@ -179,3 +201,245 @@ def test_token_across_a_border_belongs_to_the_span_that_starts_in_it(span, expec
 def test_multi_byte_characters_are_marked_whole():
     encoded = encode("aé!", [Span(1, 2)], ByT5Tokenizer())
     assert encoded.in_span == [False, True, True, False]
+
+
+NAMES = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+)
+ARGUMENTS = {"a": 3, "b": "x y"}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    chat_tokenizer(templates.CHATML).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(("multiple", "size"), [(64, 192), (None, 128), (100, 200)])
+def test_a_cloned_template_brings_its_tokens_and_every_embedding_has_one(
+    source: str, multiple: int | None, size: int
+) -> None:
+    # 103 tokens here, of which the model has embeddings for 128, and 6 more in the source.
+    model, tokenizer = tiny_model(vocab_size=len(tiny_tokenizer())), tiny_tokenizer()
+    before, embeddings = len(tokenizer), model.get_input_embeddings().weight.clone()
+    model, tokenizer, added = clone_chat_template(model, tokenizer, source, resize_to_multiple_of=multiple)
+    needed = before + 6
+    size = needed if multiple is None else -(-needed // multiple) * multiple
+    assert model.vocab_size == len(tokenizer) == size
+    assert added == list(range(before, size))
+    assert tokenizer.convert_ids_to_tokens(added[:2]) == ["<|bos|>", "<|im_start|>"]
+    assert torch.equal(model.get_input_embeddings().weight[:before], embeddings)
+    assert tokenizer.chat_template == templates.CHATML
+    assert tokenizer("<|im_end|>")["input_ids"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_the_end_of_a_turn_is_cloned_into_model_and_tokenizer(tmp_path: Path) -> None:
+    other = chat_tokenizer(templates.CHATML)
+    other.eos_token = "<|im_end|>"
+    other.save_pretrained(tmp_path)
+    model, tokenizer, _ = clone_chat_template(tiny_model(), tiny_tokenizer(), str(tmp_path))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end
+
+
+def test_a_source_without_a_template_is_refused(tmp_path: Path) -> None:
+    chat_tokenizer(None).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="this tokenizer has no chat template"):
+        clone_chat_template(tiny_model(), tiny_tokenizer(), str(tmp_path))
+
+
+def test_no_template_has_to_be_patched_but_there_must_be_one() -> None:
+    assert get_training_chat_template(chat_tokenizer(templates.THINKING)) is None
+    for function in (get_training_chat_template, add_response_schema):
+        with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
+            function(chat_tokenizer(None))
+
+
+@pytest.mark.parametrize(
+    ("template", "supports"),
+    [
+        (templates.CHATML, False),  # prints contents alone
+        (templates.STRICT, False),  # refuses the role of a tool
+        (NAMES, False),  # does not print the arguments
+        (HERMES, True),
+        (DEEPSEEK_NEW, True),  # takes arguments as text
+        (None, False),
+    ],
+    ids=["contents", "strict", "names", "hermes", "deepseek", "none"],
+)
+def test_tools_are_supported_if_call_and_result_are_rendered(template: str | None, supports: bool) -> None:
+    assert supports_tool_calling(chat_tokenizer(template)) is supports
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [(HERMES, ARGUMENTS), (FORMATS["llama3"], ARGUMENTS), (DEEPSEEK_NEW, json.dumps(ARGUMENTS))],
+    ids=["hermes", "llama", "deepseek"],
+)
+def test_a_response_schema_reads_calls_and_text(template: str, arguments: object) -> None:
+    tokenizer = chat_tokenizer(template)
+    assert add_response_schema(tokenizer) is tokenizer
+    written = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+
+    def read(**turn: object) -> dict[str, object]:
+        whole = tokenizer.apply_chat_template([ASK, {"role": "assistant", **turn}], tokenize=False)
+        message: dict[str, object] = tokenizer.parse_response(whole.removeprefix(prompt), prefix=prompt)
+        return message
+
+    call = {"type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+    assert read(content="", tool_calls=[written])["tool_calls"] == [call]
+    assert read(content="Hello.") == {"role": "assistant", "content": "Hello."}
+
+
+def test_calls_that_the_parser_of_transformers_cannot_read_are_refused() -> None:
+    tokenizer = chat_tokenizer(FORMATS["lfm2"])
+    with pytest.raises(ConfigError, match=r"parse_response cannot read the tool calls .* format is 'lfm2'"):
+        add_response_schema(tokenizer)
+    assert getattr(tokenizer, "response_template", None) is None
+    with pytest.raises(ConfigError, match="renders no tool calls"):
+        add_response_schema(chat_tokenizer(templates.CHATML))
+
+
+QUESTION = {"role": "user", "content": "sky?"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("blue", "red"))
+# In the template CHATML.
+ASKED = "<|im_start|>user\nsky?<|im_end|>\n"
+HEADER = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "is_conversation"),
+    [
+        *(({name: [QUESTION]}, True) for name in ("prompt", "chosen", "rejected", "completion", "messages")),
+        ({"prompt": "sky?"}, False),
+        ({"prompt": []}, False),
+        ({"prompt": [{"content": "no role"}]}, False),
+        ({"prompt": ["sky?"]}, False),
+        ({"other": [QUESTION]}, False),
+        ({"conversations": [{"from": "human", "value": "sky?"}]}, False),
+    ],
+)
+def test_a_row_is_conversational_if_a_column_holds_messages_with_roles(
+    row: dict[str, Any], is_conversation: bool
+) -> None:
+    assert is_conversational(row) is is_conversation
+
+
+def test_messages_written_as_from_and_value_are_told_apart() -> None:
+    assert is_conversational_from_value({"conversations": [{"from": "human", "value": "a"}]})
+    for row in (
+        {"conversations": [QUESTION]},
+        {"conversations": "a"},
+        {"conversations": []},
+        {"messages": [QUESTION]},
+    ):
+        assert not is_conversational_from_value(row)
+
+
+def test_from_and_value_become_role_and_content_under_the_names_of_roles() -> None:
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": 1}
+    before = copy.deepcopy(row)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert maybe_convert_to_chatml(row) == {"messages": messages, "id": 1}
+    assert row == before
+    pair = {"prompt": [{"from": "user", "value": "a"}], "chosen": "text", "rejected": [GOOD]}
+    assert maybe_convert_to_chatml(pair) == pair | {"prompt": [{"role": "user", "content": "a"}]}
+
+
+def test_a_prompt_opens_the_assistants_turn_and_a_completion_is_what_follows() -> None:
+    tokenizer = chat_tokenizer(templates.CHATML)
+    row = {"prompt": [QUESTION], "completion": [GOOD], "label": True, "id": 1}
+    text = {"prompt": ASKED + HEADER, "completion": "blue<|im_end|>\n", "label": True}
+    assert apply_chat_template(row, tokenizer) == text
+    pair = {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}
+    sides = {"chosen": "blue<|im_end|>\n", "rejected": "red<|im_end|>\n"}
+    assert apply_chat_template(pair, tokenizer) == {"prompt": ASKED + HEADER, **sides}
+    implicit = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
+    whole = {name: ASKED + HEADER + side for name, side in sides.items()}
+    assert apply_chat_template(implicit, tokenizer) == whole
+    assert apply_chat_template({"messages": [QUESTION, GOOD]}, tokenizer) == {"text": whole["chosen"]}
+
+
+def test_a_prompt_that_the_assistant_began_is_left_open() -> None:
+    tokenizer = chat_tokenizer(templates.CHATML)
+    assert apply_chat_template({"prompt": [QUESTION, GOOD]}, tokenizer) == {"prompt": ASKED + HEADER + "blue"}
+
+
+def test_a_prompt_ends_where_the_conversation_goes_on_otherwise() -> None:
+    # Without thinking, the prompt ends with an empty block, which the whole conversation does not have.
+    tokenizer = chat_tokenizer(templates.THINKING)
+    row = {"prompt": [QUESTION], "completion": [GOOD], "chat_template_kwargs": {"enable_thinking": False}}
+    text = apply_chat_template(row, tokenizer)
+    assert text == {"prompt": ASKED + HEADER, "completion": "blue<|im_end|>\n"}
+    alone = {"prompt": ASKED + HEADER + "<think>\n\n</think>\n\n"}
+    assert apply_chat_template({"prompt": [QUESTION]}, tokenizer, enable_thinking=False) == alone
+    del row["completion"]
+    assert apply_chat_template(row, tokenizer) == alone
+
+
+def test_tools_are_described_to_the_model() -> None:
+    def add(a: int) -> int:
+        """Adds one.
+
+        Args:
+            a: A number.
+        """
+        return a + 1
+
+    tokenizer = chat_tokenizer("{{ tools[0].function.name }}|{{ messages[0].content }}")
+    assert apply_chat_template({"messages": [QUESTION]}, tokenizer, tools=[add]) == {"text": "add|sky?"}
+
+
+def test_rows_of_text_stay_as_they_are() -> None:
+    tokenizer = chat_tokenizer(templates.CHATML)
+    row = {"prompt": "sky?", "id": 1}
+    assert maybe_apply_chat_template(row, tokenizer) is row
+    assert maybe_apply_chat_template({"prompt": [QUESTION]}, tokenizer) == {"prompt": ASKED + HEADER}
+
+
+def test_columns_that_make_no_conversation_are_refused() -> None:
+    row = {"prompt": [QUESTION], "completion": [GOOD], "chosen": [GOOD]}
+    with pytest.raises(DataError, match=r"columns \['chosen', 'completion', 'prompt'\]: a chat template needs"):
+        apply_chat_template(row, chat_tokenizer(templates.CHATML))
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def test_images_stand_before_the_first_question() -> None:
+    messages = [{"role": "system", "content": "Be kind."}, QUESTION, GOOD, QUESTION]
+    before = copy.deepcopy(messages)
+    assert prepare_multimodal_messages(messages, images=["A", "B"]) == [
+        {"role": "system", "content": [text_part("Be kind.")]},
+        {"role": "user", "content": [*({"type": "image", "image": i} for i in "AB"), text_part("sky?")]},
+        {"role": "assistant", "content": [text_part("blue")]},
+        {"role": "user", "content": [text_part("sky?")]},
+    ]
+    assert messages == before
+
+
+def test_images_fill_the_places_that_have_none() -> None:
+    parts = [{"type": "image", "image": "own"}, {"type": "image"}, text_part("a"), {"type": "image"}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    first, *rest = prepare_multimodal_messages([{"role": "user", "content": parts}, call], images=["A", "B"])
+    assert [part.get("image") for part in first["content"]] == ["own", "A", None, "B"]
+    assert rest == [call]
+    assert parts[1] == {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "message"),
+    [
+        ([{"role": "user", "content": [{"type": "image"}]}], ["A", "B"], "2 images for 1 places"),
+        ([{"role": "user", "content": [{"type": "image"}]}], None, "0 images for 1 places"),
+        ([GOOD], ["A"], "1 images for 0 places"),
+        ([{"role": "human", "content": "a"}], None, "role 'human': must be one of system, user"),
+    ],
+)
+def test_images_without_places_are_refused(messages: list[dict[str, Any]], images: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare_multimodal_messages(messages, images)

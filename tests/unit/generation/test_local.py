@@ -105,7 +105,6 @@ def test_greedy_with_repetition_penalty_equals_transformers(model: PreTrainedMod
 
 
 # peft 0.21 asks transformers 5.23 by the old name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_greedy_of_a_lora_model_equals_transformers() -> None:
     peft = pytest.importorskip("peft")
     model = tiny_model("qwen2", seed=1)
@@ -317,7 +316,6 @@ def test_samples_of_packed_weights_are_the_policys(wide_model: PreTrainedModel) 
 
 
 # peft 0.21 asks transformers 5.23 by the old name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_greedy_with_an_adapter_around_a_packed_layer_equals_transformers() -> None:
     peft = pytest.importorskip("peft")
     model = tiny_model("llama", vocab_size=2**14, tie_word_embeddings=False)

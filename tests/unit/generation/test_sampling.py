@@ -1,12 +1,52 @@
+"""The parts of local generation: parameters, choice of tokens, cache, packed products."""
+
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
+from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local.decoding import TokenSampler, uniform_numbers
+from prefrl.generation.local import packed_linear as linear_module
+from prefrl.generation.local.decoding import TokenSampler, keep_rows, rows_of_cache, uniform_numbers
+from prefrl.generation.local.packed_linear import packed_linears
+from tests.assets import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        pytest.param({"num_samples": 0}, "num_samples=0: must be at least 1"),
+        pytest.param({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        pytest.param({"temperature": -0.1}, "temperature=-0.1: must be at least 0"),
+        pytest.param({"temperature": float("inf")}, "temperature=inf"),
+        pytest.param({"temperature": float("nan")}, "temperature=nan"),
+        pytest.param({"top_p": 0.0}, r"top_p=0.0: must be in \(0, 1\]"),
+        pytest.param({"top_p": 1.1}, "top_p=1.1"),
+        pytest.param({"top_k": -1}, "top_k=-1: must be at least 1; None switches it off"),
+        pytest.param({"min_p": -0.1}, "min_p=-0.1"),
+        pytest.param({"min_p": 1.5}, "min_p=1.5"),
+        pytest.param({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be above 0"),
+        pytest.param({"logprobs": "top"}, "logprobs='top': must be one of"),
+    ],
+)
+def test_a_value_outside_its_range_names_field_value_and_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**({"num_samples": 1, "max_tokens": 1} | values))
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    SamplingParams(num_samples=1, max_tokens=1, temperature=0, top_p=1, top_k=0, min_p=0.0)
+    SamplingParams(num_samples=1, max_tokens=1, top_p=1e-6, top_k=1, min_p=1.0)
+
 
 LOGITS = torch.tensor([[-math.inf, math.log(0.5), -math.inf, math.log(0.3), math.log(0.2), -math.inf]])
 LARGEST = 1 - 2.0**-53
@@ -186,3 +226,176 @@ def test_random_numbers_of_many_samples_are_uniform() -> None:
     counts = torch.histc(first[:, 0], bins=10, min=0, max=1)
     assert float(((counts - 400) ** 2 / 400).sum()) < 27.9  # chi-squared, 9 degrees of freedom, p = 0.001
     assert abs(float(torch.corrcoef(first.T)[0, 1])) < 0.05
+
+
+CPU = torch.device("cpu")
+
+
+def states(rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, rows, 2, length, 8, generator=generator).unbind()
+    return keys, values
+
+
+@pytest.fixture(params=["qwen2", "gemma2"])
+def prefilled(request: pytest.FixtureRequest) -> DynamicCache:
+    """Two prompts of 5 tokens in two layers; one of gemma2's sees 4 tokens only."""
+    options = {"sliding_window": 4} if request.param == "gemma2" else {}
+    cache = DynamicCache(config=tiny_model(request.param, **options).config)
+    for layer in range(2):
+        cache.update(*states(2, 5, seed=layer), layer)
+    return cache
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_rows_and_tokens_are_those_of_a_cache_that_copies(prefilled: DynamicCache, offloads: bool) -> None:
+    expected = copy.deepcopy(prefilled)
+    expected.reorder_cache(torch.tensor([0, 0, 0, 1, 1]))
+    cache = rows_of_cache(prefilled, torch.tensor([0, 0, 0, 1, 1]), room=6, offloads=offloads)
+    rows = [0, 4, 2]  # 1 and 3 leave, 4 fills the gap
+    for step in range(6):
+        if step == 2:
+            keep_rows(cache, rows, CPU)
+            expected.reorder_cache(torch.tensor(rows))
+        for layer in range(2):
+            new = states(3 if step >= 2 else 5, 1, seed=10 * step + layer)
+            for ours, theirs in zip(cache.update(*new, layer), expected.update(*new, layer), strict=True):
+                assert ours.equal(theirs)
+        assert cache.get_seq_length() == expected.get_seq_length() == 6 + step
+
+
+def test_the_original_stays_for_other_rows(prefilled: DynamicCache) -> None:
+    before = [layer.keys.clone() for layer in prefilled.layers]
+    for rows in ([0, 0, 1], [1, 0]):
+        cache = rows_of_cache(prefilled, torch.tensor(rows), room=1)
+        for layer in range(2):
+            assert cache.layers[layer].keys.equal(before[layer][rows])
+            cache.update(*states(len(rows), 1, seed=3), layer)
+        keep_rows(cache, [1], CPU)
+        assert prefilled.get_seq_length() == 5
+        assert all(layer.keys.equal(keys) for layer, keys in zip(prefilled.layers, before, strict=True))
+
+
+def test_neither_new_tokens_nor_leaving_rows_copy_those_that_stay() -> None:
+    prefilled = DynamicCache(config=tiny_model("qwen2").config)
+    for layer in range(2):
+        prefilled.update(*states(1, 5, seed=layer), layer)
+    cache = rows_of_cache(prefilled, torch.tensor([0, 0, 0]), room=2)
+    memory = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    for layer in range(2):
+        cache.update(*states(3, 1, seed=3), layer)
+    keep_rows(cache, [0, 2], CPU)
+    for layer in range(2):
+        cache.update(*states(2, 1, seed=4), layer)
+    assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == memory
+
+
+def test_recurrent_states_of_copied_rows_are_their_own() -> None:
+    layer, filled = LinearAttentionLayer(), torch.arange(12.0).reshape(2, 3, 2)
+    layer.update_conv_state(filled)
+    prefilled = DynamicCache()
+    prefilled.layers = [layer]
+    first, second = (rows_of_cache(prefilled, torch.tensor(rows), room=1).layers[0] for rows in ([0, 0, 1], [1]))
+    assert torch.equal(first.conv_states[0], filled[[0, 0, 1]])
+    assert torch.equal(second.conv_states[0], filled[[1]])
+    assert torch.equal(layer.conv_states[0], filled)
+
+
+LARGE = (512, 1024)  # [in, out]: the smallest that is packed
+
+
+def layer(sizes: tuple[int, int] = LARGE, *, bias: bool = True, **options: torch.dtype) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(*sizes, bias=bias, **options)
+
+
+def is_packed(module: nn.Module) -> bool:
+    return "forward" in vars(module)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (8, 1), (33, 1), (3, 70)])
+def test_a_packed_layer_computes_the_same(shape: tuple[int, int], bias: bool) -> None:
+    module = layer(bias=bias)
+    rows = torch.randn(*shape, 512, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), packed_linears(module):
+        assert is_packed(module)
+        output = module(rows)
+    # Of numbers below 4 in size, summed in another order.
+    torch.testing.assert_close(output, module(rows), atol=4e-6, rtol=0)
+
+
+def test_weights_of_now_are_packed_each_time() -> None:
+    module, rows = layer(bias=False), torch.randn(2, 512)
+    for factor in (1.0, 3.0):
+        module.weight.data *= factor
+        with torch.inference_mode(), packed_linears(module):
+            torch.testing.assert_close(module(rows), linear(rows, module.weight), atol=1e-5, rtol=0)
+
+
+def test_layers_are_their_own_again_after_an_error_too() -> None:
+    module = layer()
+    with packed_linears(module):
+        assert is_packed(module)
+    assert not is_packed(module)
+    with pytest.raises(KeyError), packed_linears(module):
+        raise KeyError
+    assert not is_packed(module)
+    module(torch.randn(2, 512)).sum().backward()
+    assert module.weight.grad is not None
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_only_large_plain_fp32_layers_are_packed() -> None:
+    hooked = layer()
+    hooked.forward = lambda input: torch.zeros(())  # type: ignore[method-assign, assignment]  # as backends do
+    others = nn.ModuleList([layer((512, 1023)), layer(dtype=torch.bfloat16), Scaled(*LARGE), hooked])
+    forward = hooked.forward
+    model = nn.ModuleList([layer(), others])
+    with packed_linears(model):
+        assert is_packed(model[0])
+        assert [is_packed(module) for module in others] == [False, False, False, True]
+        assert hooked.forward is forward
+    assert hooked.forward is forward
+
+
+def test_the_last_layers_are_packed_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "_MEMORY", 2 * 4 * math.prod(LARGE))
+    model = nn.Sequential(*(layer() for _ in range(3)))
+    with packed_linears(model):
+        assert [is_packed(module) for module in model] == [False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # torch's own, on switching back
+def test_nothing_is_packed_where_onednn_is_switched_off() -> None:
+    module = layer()
+    with torch.backends.mkldnn.flags(enabled=False), packed_linears(module):
+        assert not is_packed(module)
+
+
+def test_autocast_decides_the_dtype_as_ever() -> None:
+    module, rows = layer(), torch.randn(2, 512)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(rows)
+        with packed_linears(module):
+            output = module(rows)
+    assert output.dtype == torch.bfloat16
+    assert output.equal(expected)
+
+
+def test_rows_of_another_dtype_are_refused_as_ever() -> None:
+    with packed_linears(module := layer()), pytest.raises(RuntimeError, match="same dtype"):
+        module(torch.randn(2, 512, dtype=torch.float64))
+
+
+def test_hooks_of_a_packed_layer_run() -> None:
+    module = layer()
+    module.register_forward_hook(lambda module, args, output: output + 1)
+    with torch.inference_mode(), packed_linears(module):
+        assert is_packed(module)
+        assert module(torch.zeros(1, 512)).equal(module.bias[None] + 1)

@@ -172,6 +172,9 @@ def setter(number: int, **fields: Any) -> Callable[[Any], None]:
         (lambda a: a["choices"].append(a["choices"][0]), r"choices \[1, 0, 1\], but each of 0..1"),
         (setter(0, index=0), r"choices \[0, 0\]"),
         (setter(0, token_ids=[3, 4]), "the log-probs are for the tokens|cut off after 2 tokens"),
+        (setter(0, token_ids=[]), r"has 0 tokens, but 1\.\."),
+        (setter(0, token_ids=[3] * 99), r"has 99 tokens, but 1\.\."),
+        (setter(0, logprobs=None), "a field is missing or malformed"),
         (setter(0, token_ids=[3, 4, 10]), r"\[10\] are outside the vocabulary, 0..9"),
         (setter(0, token_ids=[3, 4, -1]), r"\[-1\] are outside the vocabulary"),
         (setter(0, token_ids=[3, 4, 5.0]), r"\[5.0\] are outside the vocabulary"),
@@ -190,6 +193,7 @@ def setter(number: int, **fields: Any) -> Callable[[Any], None]:
         ),
         (lambda a: a["choices"][0]["logprobs"]["content"].pop(), "the log-probs are for the tokens"),
         (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=float("inf")), "token 1 is inf"),
+        (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=-9999.0), r"token 1 is -9999\.0"),
         (lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob="-1.0"), "token 1 is '-1.0': must be a"),
         (
             lambda a: a["choices"][0]["logprobs"]["content"][1].update(logprob=0.01),

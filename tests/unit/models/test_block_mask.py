@@ -24,7 +24,7 @@ from tests.unit.models.test_attention import (
     total_length,
     visible_positions,
 )
-from tests.unit.models.test_forest import EPISODES, MODELS, numbers
+from tests.unit.models.test_forest import EPISODES, RUNS, numbers
 
 CPU = torch.device("cpu")
 TREES = forest((140, 130, 60, 1), (128, 128, 10))
@@ -121,7 +121,7 @@ def test_blocks_are_kept_if_and_only_if_something_in_them_is_visible(trees, wind
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("block", [2, 4, 16])
+@pytest.mark.parametrize("block", [2, 4])
 def test_every_shape_of_a_forest_has_the_blocks_that_torch_finds(block, window, monkeypatch):
     """With small blocks; torch evaluates its mask function at every pair of tokens."""
     monkeypatch.setattr(block_mask, "BLOCK", block)
@@ -197,8 +197,7 @@ def test_block_attention_equals_attention_segment_by_segment(trees, window, comp
     assert compilations.frame_count == 1  # and not the uncompiled kernel, which makes T x T scores
 
 
-@pytest.mark.parametrize(("architecture", "overrides"), MODELS)
-@pytest.mark.parametrize("name", ["edited", "group"])
+@pytest.mark.parametrize(("name", "architecture", "overrides"), RUNS)
 @pytest.mark.usefixtures("compilations")
 def test_a_model_gives_the_numbers_of_padded_rows(name, architecture, overrides, monkeypatch):
     model = tiny_model(architecture, **overrides)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
@@ -28,10 +27,9 @@ from prefrl.models.modes import checkpoint_activations
 from prefrl.models.plans import lay_out
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
+from tests.unit.models.test_forward import single_process_group as single_process_group
 
 peft = pytest.importorskip("peft")
-# peft 0.21 asks transformers 5.23 by the old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 PLANS = ["shared_prefix", "packed", "padded"]
 ARCHITECTURES = [
@@ -315,13 +313,6 @@ def test_what_the_user_froze_in_a_given_model_is_not_trained():
     critic.values(BATCH).sum().backward()
     assert [name for name, p in given.named_parameters() if p.grad is None] == ["model.embed_tokens.weight"]
     assert {id(p) for p in critic.parameters()} == {id(p) for p in given.parameters() if p.grad is not None}
-
-
-@pytest.fixture
-def single_process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prefrl.data import collate
 from prefrl.data.collate import flat_batch
 from prefrl.models.flops import ModelCost, Products, floor_flops
 from prefrl.models.forward import in_pieces, token_logprobs
-from prefrl.models.plans import lay_out, part_of
+from prefrl.models.plans import ForwardPlan, PositionLimit, lay_out, part_of, position_limit
 from prefrl.trainer.online.minibatches import _cost
 from prefrl.types import TokenBatch
-from tests.assets import tiny_model
+from tests.assets import ragged_batch, tiny_model
 from tests.unit.models.test_attention import visible_positions
 
 PLANS = ["shared_prefix", "packed", "padded"]
@@ -24,6 +26,12 @@ MODELS = [
     pytest.param("gpt2", {}, id="gpt2-learned-positions"),
     pytest.param("mistral", {"sliding_window": 24}, id="mistral-window-24"),
     pytest.param("gemma3_text", {"sliding_window": 7}, id="gemma3-window-7-in-some-layers"),
+]
+# Of kernels: episodes with every model, and groups with one of full and one of sliding attention.
+RUNS = [
+    pytest.param(name, *model.values, id=f"{name}-{model.id}")
+    for name, models in (("edited", MODELS), ("group", MODELS[::2]))
+    for model in models
 ]
 
 
@@ -260,3 +268,71 @@ def test_a_batch_that_is_whole_and_in_its_place_is_not_copied():
     elsewhere = batch.to("meta")
     assert {tensor.device.type for tensor in elsewhere.tensors().values()} == {"meta"}
     assert elsewhere.device.type == "meta"
+
+
+@pytest.mark.parametrize("plan", ["shared_prefix", "packed"])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 64])  # 64: more than there are tokens
+def test_parts_are_equally_long_and_make_up_the_row(plan: ForwardPlan, num_parts: int) -> None:
+    row = lay_out(ragged_batch(), plan)
+    assert row.position_ids is not None
+    assert row.layout is not None
+    parts = [part_of(row, place, num_parts) for place in range(num_parts)]
+    total = row.input_ids.size(1)
+    width = -(-total // num_parts)
+    padding = num_parts * width - total
+    assert [part.start for part in parts] == [place * width for place in range(num_parts)]
+    for name in ("input_ids", "position_ids"):
+        joined = torch.cat([getattr(part, name) for part in parts], 1)
+        assert joined.size(1) == num_parts * width
+        assert torch.equal(joined[:, :total], getattr(row, name))
+        assert not joined[:, total:].any()
+    for part in parts:
+        assert part.layout is not None
+        assert part.layout.num_parts == num_parts
+        # What fills the row up is a sequence of its own.
+        assert part.layout.forest == (*row.layout.forest, *([(padding, -1)] if padding else []))
+        assert torch.equal(part.predictors, row.predictors)
+
+
+def opt() -> PreTrainedModel:
+    sizes: dict[str, Any] = {"hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("opt", vocab_size=32, word_embed_proj_dim=16, max_position_embeddings=20, **sizes)
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]  # untyped
+
+
+def nested() -> PreTrainedModel:
+    """As models for images and text have it: the sizes of the text model are in a config of its own."""
+    text = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 40}
+    model = tiny_model("llama")
+    model.config = AutoConfig.for_model("llava", text_config={"model_type": "llama", **text})
+    return model
+
+
+def stretched() -> Any:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
+    return tiny_model("llama", max_position_embeddings=24, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        (lambda: tiny_model("gpt2", n_positions=24), PositionLimit(24, is_table=True)),
+        (opt, PositionLimit(20, is_table=True)),
+        (lambda: tiny_model("llama", max_position_embeddings=24), PositionLimit(24, is_table=False)),
+        (nested, PositionLimit(40, is_table=False)),
+        (stretched, PositionLimit(24, is_table=False, is_scaled=True)),
+        # Its tokens have as many rows as it has positions, but they are no positions.
+        (lambda: tiny_model("llama", max_position_embeddings=128), PositionLimit(128, is_table=False)),
+    ],
+)
+def test_limit_is_that_of_the_config_and_of_a_table(model: Any, limit: PositionLimit) -> None:
+    assert position_limit(model()) == limit
+
+
+def test_model_without_a_number_has_no_limit() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    assert position_limit(AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))) is None
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = -1  # how some configs say that there is no limit
+    assert position_limit(model) is None

@@ -55,6 +55,18 @@ def ragged_batch(trainable_share=0.7):
     )
 
 
+def square_logits(model):
+    """A head that we cannot reproduce."""
+    plain = type(model).forward
+
+    def squared_logits(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits.square()
+        return output
+
+    model.forward = squared_logits.__get__(model)
+
+
 def plain_logits(model, batch):
     """[N, V] from one plain forward for each row, in order."""
     prompts = batch.prompt_ids.split(batch.prompt_lengths)
@@ -318,14 +330,7 @@ def test_an_unknown_plan_is_an_error():
 
 def test_a_head_that_we_cannot_reproduce_is_used_through_its_own_logits(caplog):
     model, batch = tiny_model("llama"), ragged_batch()
-    plain = type(model).forward
-
-    def squared_logits(self, *args, **kwargs):
-        output = plain(self, *args, **kwargs)
-        output.logits = output.logits.square()
-        return output
-
-    model.forward = squared_logits.__get__(model)
+    square_logits(model)
     expected = plain_logprobs(model, batch)
     logprobs = token_logprobs(model, batch).logprobs
     assert_same_logprobs(logprobs, expected, atol=2e-5)  # of squares up to 100

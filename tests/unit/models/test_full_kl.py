@@ -15,47 +15,26 @@ from transformers import PreTrainedModel
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import ReferenceLogits
 from prefrl.models.forward import Scoring, token_logprobs
-from prefrl.models.reference import Reference, make_reference
+from prefrl.models.reference import Reference
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
+from tests.unit.models.test_forward import PLANS, plain_logits
+from tests.unit.models.test_reference import made, train
 
 peft = pytest.importorskip("peft")
-# peft 0.21 asks transformers 5.23 by the old name.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 
 TEMPERATURE = 0.7
-PLANS = ["shared_prefix", "packed", "padded"]
 
 
 BATCH = ragged_batch()
 
 
-def plain_logits(model: nn.Module) -> Tensor:
-    """[N, V] from one plain forward for each row, in order."""
-    prompts = BATCH.prompt_ids.split(BATCH.prompt_lengths)
-    rows = []
-    for prompt, response in zip(BATCH.prompt_index, BATCH.response_ids.split(BATCH.response_lengths), strict=True):
-        rows.append(model(input_ids=torch.cat([prompts[prompt], response])[None]).logits[0, -len(response) - 1 : -1])
-    return torch.cat(rows)
-
-
 def dense_kl(policy: nn.Module, ref_logits: Tensor) -> Tensor:
     """[N] from all logits of both, 0 at tokens that are not trainable."""
-    log_p = (plain_logits(policy) / TEMPERATURE).log_softmax(1)
+    log_p = (plain_logits(policy, BATCH) / TEMPERATURE).log_softmax(1)
     log_q = (ref_logits / TEMPERATURE).log_softmax(1)
     return (log_p.exp() * (log_p - log_q)).sum(1) * BATCH.trainable
-
-
-def train(model: nn.Module) -> None:
-    """Move every trainable parameter."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
 
 def lora(*, trained: bool = False, base: str = "llama", **options: Any) -> PreTrainedModel:
@@ -98,12 +77,6 @@ def policy(request: pytest.FixtureRequest) -> PreTrainedModel:
     return request.param()  # type: ignore[no-any-return]
 
 
-def made(model: PreTrainedModel, **options: Any) -> Reference:
-    reference = make_reference(model, beta=0.1, **options)
-    assert reference is not None
-    return reference
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HiddenBatch(TokenBatch):
     ref_hidden: Tensor
@@ -139,7 +112,7 @@ def assert_same_gradient(actual: Tensor, expected: Tensor) -> None:
 def test_equals_the_dense_divergence_and_its_gradient_in_every_plan(policy: PreTrainedModel) -> None:
     reference = made(policy)
     with torch.no_grad():
-        ref_logits = plain_logits(policy)
+        ref_logits = plain_logits(policy, BATCH)
     train(policy)
     expected = dense_kl(policy, ref_logits)
     expected_gradient = gradient(policy, expected)
@@ -181,7 +154,7 @@ def test_a_given_reference_may_be_another_model(given: Callable[[], PreTrainedMo
     policy, model = tiny_model("qwen2"), given()
     reference = made(policy, given=model)
     with torch.no_grad():
-        ref_logits = plain_logits(model)
+        ref_logits = plain_logits(model, BATCH)
     batch = with_hidden(reference)
     divergence = full_kl(policy, batch, reference)
     expected = dense_kl(policy, ref_logits)
@@ -248,7 +221,7 @@ def test_a_policy_that_is_scored_through_its_own_logits_has_a_divergence_but_can
     copied = copy.deepcopy(policy)
     reference = made(policy, given=given)
     with torch.no_grad():
-        ref_logits = plain_logits(given)
+        ref_logits = plain_logits(given, BATCH)
     divergence = full_kl(policy, with_hidden(reference), reference)
     expected = dense_kl(policy, ref_logits)
     torch.testing.assert_close(divergence, expected, rtol=1e-5, atol=5e-5)

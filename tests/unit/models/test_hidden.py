@@ -7,31 +7,15 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
-from prefrl.types import TokenBatch
-from tests.assets import tiny_model
+from tests.assets import ragged_batch, tiny_model
+from tests.unit.models.test_forward import PLANS, square_logits
 
-PLANS = ["shared_prefix", "packed", "padded"]
 MODELS = {
     "llama": ("llama", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "gpt2": ("gpt2", {}),
     "gemma3-window-softcap": ("gemma3_text", {"sliding_window": 8, "final_logit_softcapping": 5.0}),
 }
-
-
-def ragged_batch():
-    """2 prompts, 4 interleaved rows, one response of one token, and holes in what is trainable."""
-    generator = torch.Generator().manual_seed(1)
-    prompt_lengths, prompt_index, response_lengths = (5, 9), (0, 1, 0, 1), (4, 1, 7, 5)
-    return TokenBatch(
-        prompt_ids=torch.randint(2, 128, (sum(prompt_lengths),), generator=generator),
-        prompt_lengths=prompt_lengths,
-        prompt_index=prompt_index,
-        response_ids=torch.randint(2, 128, (sum(response_lengths),), generator=generator),
-        response_lengths=response_lengths,
-        trainable=torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool),
-        group_index=prompt_index,
-    )
 
 
 def plain_hidden(model, batch):
@@ -95,13 +79,6 @@ def test_no_trainable_token_gives_hidden_states_of_zero_that_are_connected():
 
 def test_hidden_states_of_a_model_that_is_scored_through_its_own_logits_are_refused():
     model, batch = tiny_model("llama"), ragged_batch()
-    plain = type(model).forward
-
-    def squared_logits(self, *args, **kwargs):
-        output = plain(self, *args, **kwargs)
-        output.logits = output.logits.square()
-        return output
-
-    model.forward = squared_logits.__get__(model)
+    square_logits(model)
     with pytest.raises(ConfigError, match=r"hidden states of LlamaForCausalLM cannot be used.*use another model"):
         token_logprobs(model, batch, want=("hidden",))

@@ -25,7 +25,6 @@ from tests.assets import tiny_model, tiny_tokenizer
 
 peft = pytest.importorskip("peft")
 # peft 0.21 asks transformers 5.23 by the old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 def lora(**options: Any) -> Any:

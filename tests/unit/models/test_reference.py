@@ -1,3 +1,5 @@
+"""References: their scores, their cost, and the copy that does not move."""
+
 from __future__ import annotations
 
 import copy
@@ -13,13 +15,11 @@ from prefrl.models import forward
 from prefrl.models import reference as reference_module
 from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.forward import Scoring, prepare_for_scoring, scores_in_pieces, token_logprobs
-from prefrl.models.reference import Reference, make_reference
+from prefrl.models.reference import Reference, create_reference_model, make_reference
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 
 peft = pytest.importorskip("peft")
-# peft 0.21 asks transformers 5.23 by the old name.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 BATCH = ragged_batch()
@@ -140,12 +140,16 @@ def test_no_kl_needs_no_reference() -> None:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_the_reference_scores_with_the_weights_of_construction(model: PreTrainedModel, moves: bool) -> None:
-    before = scores(model)
+def test_the_reference_scores_with_the_weights_of_construction_and_has_their_fingerprint(
+    model: PreTrainedModel, moves: bool
+) -> None:
+    before, name = scores(model), weights_fingerprint(model)
     reference = made(model, moves=moves)
     train(model.train())
     after = scores(model)
     assert float((after - before).abs().max()) > 0.01
+    assert weights_fingerprint(model) != name
+    assert reference.fingerprint() == name
     torch.testing.assert_close(reference.logprobs(BATCH, Scoring(0.7)), before, atol=1e-5, rtol=0)
     torch.testing.assert_close(scores(model), after, atol=0, rtol=0)
 
@@ -358,16 +362,6 @@ def test_a_given_model_that_cannot_be_the_reference_is_refused() -> None:
 # Fingerprints.
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_the_fingerprint_is_that_of_the_weights_of_construction(model: PreTrainedModel, moves: bool) -> None:
-    before = weights_fingerprint(model)
-    reference = made(model, moves=moves)
-    train(model)
-    assert weights_fingerprint(model) != before
-    assert reference.fingerprint() == before
-    assert weights_fingerprint(model) != before
-
-
 def test_a_fresh_adapter_and_a_given_model_have_the_fingerprint_of_their_base_model() -> None:
     base = weights_fingerprint(tiny_model("llama"))
     assert made(tiny_model("llama")).fingerprint() == base
@@ -397,3 +391,34 @@ def test_the_fingerprint_is_computed_once_unless_the_reference_moves(monkeypatch
     assert reference.fingerprint() != first
     reference.load_state_dict(state)
     assert reference.fingerprint() == first
+
+
+def test_a_copy_is_frozen_and_keeps_its_weights_when_the_model_changes() -> None:
+    model = tiny_model().train()
+    reference = create_reference_model(model)
+    assert not reference.training
+    assert model.training
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for weight, kept in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(weight, kept)
+        assert weight.data_ptr() != kept.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern"), [("qwen2", None), ("gpt2", None), ("gpt2", "transformer.h.{layer}")]
+)
+def test_shared_layers_are_the_same_memory_and_frozen_in_both(architecture: str, pattern: str | None) -> None:
+    model = tiny_model(architecture)
+    reference = create_reference_model(model, num_shared_layers=1, pattern=pattern)
+    for (name, weight), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        is_shared = "embed_tokens" in name or ".wte." in name or ".wpe." in name or ".0." in name
+        assert (weight.data_ptr() == other.data_ptr()) is is_shared, name
+        assert weight.requires_grad is not is_shared
+        assert not other.requires_grad
+
+
+@pytest.mark.parametrize(("number", "pattern"), [(2, None), (1, "decoder.{layer}")])
+def test_a_layer_that_is_not_there_is_refused(number: int, pattern: str | None) -> None:
+    with pytest.raises(ConfigError, match=rf"num_shared_layers={number}, pattern=.*no parameter has a name like this"):
+        create_reference_model(tiny_model(), num_shared_layers=number, pattern=pattern)

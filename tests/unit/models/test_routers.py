@@ -15,7 +15,7 @@ from prefrl.models.plans import lay_out, part_of
 from prefrl.models.routers import RouterRecord, router_loss_coef
 from prefrl.types import TokenBatch
 from tests.assets import EXPERTS, tiny_mixture, tiny_model, tiny_reward_model
-from tests.unit.models.test_forward import PLANS, ragged_batch
+from tests.unit.models.test_forward import PLANS, ragged_batch, square_logits
 
 FAMILIES = {
     "qwen3_moe": EXPERTS,
@@ -91,14 +91,7 @@ def test_a_model_that_only_pads_has_it_too():
 
 def test_a_model_that_is_scored_through_its_own_logits_has_it_too():
     model, batch = tiny_mixture(), ragged_batch()
-    plain = type(model).forward
-
-    def squared_logits(self, *args, **kwargs):
-        output = plain(self, *args, **kwargs)
-        output.logits = output.logits.square()
-        return output
-
-    model.forward = squared_logits.__get__(model)
+    square_logits(model)
     expected = own_losses(model, batch)
     torch.testing.assert_close(losses_of(model, batch), expected)
     assert verdict_of(model).own_logits

@@ -1,8 +1,10 @@
+"""Averages of checkpoints, and the greedy choice of what goes into them."""
+
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import (
 
 from prefrl.errors import ConfigError
 from prefrl.models.soup import best_soup, greedy_soup, load_checkpoint, uniform_soup
+from prefrl.models.soup_choice import Ingredient, greedy_choice
 from tests.assets import tiny_model, tiny_tokenizer
 
 
@@ -475,3 +478,22 @@ def test_adapters_need_one_base_model_that_is_there(base: Path, save: Callable[.
     shutil.rmtree(base)
     with pytest.raises(ConfigError, match="base' cannot be loaded"):
         uniform_soup([a, b], tmp_path / "soup")
+
+
+@pytest.mark.parametrize(("sign", "greater_is_better"), [(1, True), (-1, False)])
+def test_a_checkpoint_that_leaves_the_metric_as_it_is_is_taken_and_one_that_makes_it_worse_is_not(
+    sign: int, greater_is_better: bool
+) -> None:
+    metrics = {"a": 0.5, "ab": 0.5, "abc": 0.4, "abd": 0.7}
+
+    def evaluate(folders: Sequence[Path]) -> float:
+        return sign * metrics["".join(folder.name for folder in folders)]
+
+    ranked = [
+        Ingredient(Path(name), 0.0, sign * metric) for name, metric in zip("abcd", (0.5, 0.3, 0.2, 0.1), strict=True)
+    ]
+    soup = greedy_choice(ranked, evaluate, greater_is_better=greater_is_better)
+    assert [path.name for path in soup.used] == ["a", "b", "d"]
+    assert soup.metric == sign * 0.7
+    assert [i.weight for i in soup.ingredients] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
+    assert [i.trial_metric for i in soup.ingredients] == [sign * value for value in (0.5, 0.5, 0.4, 0.7)]

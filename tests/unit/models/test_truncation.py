@@ -98,7 +98,6 @@ def test_every_plan_gives_the_numbers_of_the_processors(name: str) -> None:
 
 
 # peft 0.21 asks transformers 5.23 by the old name.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("has_adapter", [False, True], ids=["matrix", "adapter on the head"])
 @pytest.mark.parametrize(
     "cuts",

@@ -27,7 +27,7 @@ from tests.unit.models.test_attention import (
     written_out,
 )
 from tests.unit.models.test_block_mask import LAYOUTS
-from tests.unit.models.test_forest import EPISODES, MODELS, numbers
+from tests.unit.models.test_forest import EPISODES, RUNS, numbers
 
 FLOAT32 = (torch.float32,)
 
@@ -91,8 +91,7 @@ def test_tensors_as_projections_leave_them_are_what_the_kernel_takes(dtype, put_
 
 
 @pytest.mark.parametrize("put_in_place", ["torch"], indirect=True)
-@pytest.mark.parametrize(("architecture", "overrides"), MODELS)
-@pytest.mark.parametrize("name", ["edited", "group"])
+@pytest.mark.parametrize(("name", "architecture", "overrides"), RUNS)
 def test_a_model_gives_the_numbers_of_padded_rows(name, architecture, overrides, put_in_place, monkeypatch, caplog):
     flash, model = Flash(FLOAT32), tiny_model(architecture, **overrides)
     expected = numbers(model, EPISODES[name], "padded")

@@ -1,6 +1,8 @@
-"""The checks find the faults that they look for, and accept correct functions."""
+"""The checks find the faults that they look for, and the tables are those of the docs."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ import torch
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
+from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.policy_gradient import AdvantageParams
 from prefrl.scripts.oracle.checks import check_advantages, check_kl, check_policy_loss
-from prefrl.scripts.oracle.tables import params_of
+from prefrl.scripts.oracle.tables import HYPERPARAMETERS, TABLES, params_of
 
 
 def bind(name, row):
@@ -145,3 +148,34 @@ def test_a_wrong_kl_estimate_is_found():
     assert failed(check_kl(lambda p, q: (p - q) ** 2 + 1)) == {"is 0 where the policies agree"}
     assert failed(check_kl(lambda p, q: (p - q) - (p - q).mean())) == {"tokens do not affect each other"}
     assert failed(check_kl(lambda p, q: (q - p).expm1() - (q - p))) == {EXTREMES}
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def pages() -> str:
+    return "".join((DOCS / name).read_text(encoding="utf-8") for name in ("oracle.md", "losses.md"))
+
+
+def test_tables_of_the_docs_are_what_is_computed_now():
+    """Else run `python docs/make_oracle.py`."""
+    text = pages()
+    for name, table in TABLES.items():
+        assert f"<!-- oracle: {name} -->\n\n{table.markdown()}\n\n<!-- end of oracle -->" in text
+    for name, values in HYPERPARAMETERS.items():
+        assert f"`{name}`: {', '.join(f'`{key}={value}`' for key, value in values.items())}" in text
+
+
+def test_every_name_of_every_table_of_losses_is_in_the_docs():
+    text = pages()
+    parts = dict(re.findall(r"<!-- oracle: (\w+) -->(.*?)<!-- end of oracle -->", text, re.S))
+    for part, names in (("advantages", ADVANTAGES), ("policy", POLICY_LOSSES), ("kl", KL_ESTIMATORS)):
+        assert all(f"`{name}`" in parts[part] for name in names)
+    assert all(f"`{name}`" in parts["corrections"] for name in OFF_POLICY_CORRECTIONS)
+
+
+def test_hyperparameters_of_the_tables_are_those_of_their_rows():
+    rows = {**POLICY_LOSSES, **ADVANTAGES}
+    for name, values in HYPERPARAMETERS.items():
+        params = params_of(name, rows[name].params)
+        assert {key: getattr(params, key) for key in values} == values

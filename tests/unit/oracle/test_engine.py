@@ -1,12 +1,20 @@
 """The enumeration itself, against numbers worked out by hand and against a second way to compute them."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 
+from prefrl.losses.advantage.estimators import rloo
+from prefrl.losses.advantage.tokens import turn_advantages
+from prefrl.losses.per_token import row_sums
+from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.losses.truncation import Truncation
+from prefrl.options.policy_gradient import AdvantageParams
 from prefrl.scripts.oracle.exact import (
+    END,
     OBJECTIVES,
     Tree,
     agreement,
@@ -15,6 +23,15 @@ from prefrl.scripts.oracle.exact import (
     exact_gradient,
     make_problem,
 )
+from prefrl.scripts.oracle.recipe import (
+    Recipe,
+    centered_turns,
+    credit_of_turns,
+    reinforce_loss,
+    row_advantages,
+    sampling_weights,
+)
+from prefrl.scripts.oracle.tables import params_of
 
 
 def problem(**changes):
@@ -168,3 +185,167 @@ def test_agreement_tells_size_and_direction_apart():
     assert (turned.bias, turned.scale, turned.cosine) == pytest.approx((math.sqrt(2), 0.0, 0.0), abs=1e-12)
     nothing = agreement(dataclasses.replace(found, mean=torch.zeros(2).double()), target)
     assert math.isnan(nothing.cosine)
+
+
+EPISODE = row_advantages(lambda scored: rloo(scored, AdvantageParams()))
+CENTERED = credit_of_turns(centered_turns)
+GROUP_SIZES = pytest.mark.parametrize("group_size", [2, 3])
+
+
+def by_return(discount=1.0):
+    return credit_of_turns(functools.partial(turn_advantages, discount=discount))
+
+
+def two_turns(**changes):
+    return make_problem(**({"num_prompts": 1, "num_tokens": 3, "length": 2, "num_features": 5, "seed": 3} | changes))
+
+
+def measured(p, advantages, group_size):
+    found = estimate(every_batch(p, group_size=group_size), Recipe(reinforce_loss, advantages))
+    return agreement(found, -exact_gradient(p, "reward"))
+
+
+def test_turns_are_paid_for_the_rise_of_the_critics_value_and_rows_for_all_of_it():
+    p = two_turns(num_tokens=2)
+    p = p.replace(critic=torch.tensor([5.0, 0.5]).double(), rewards=torch.tensor([1.0, 2.0, 4.0]).double())
+    seen = {}
+    credit = credit_of_turns(lambda rewards, episodes, groups: seen.update(r=rewards, e=episodes, g=groups) or rewards)
+    credit(every_batch(p, group_size=1))
+    # Stop: 1. Go on: 0.5 for the first turn, which leads to the second prefix, the rest for the second.
+    assert seen["r"].tolist() == [1.0, 0.5 - 0.0, 2.0 - 0.5, 0.5, 3.5]
+
+
+@GROUP_SIZES
+@pytest.mark.parametrize("sizes", [{}, {"num_features": None}, {"num_tokens": 2, "length": 3}], ids=str)
+def test_returns_and_whole_episodes_minus_those_of_the_others_are_unbiased(sizes, group_size):
+    for advantages in (by_return(), EPISODE):
+        assert measured(two_turns(**sizes), advantages, group_size).bias < 1e-10
+
+
+@GROUP_SIZES
+def test_returns_have_less_noise_than_whole_episodes(group_size):
+    noise = [measured(two_turns(), advantages, group_size).noise for advantages in (by_return(), EPISODE)]
+    assert noise[0] < 0.95 * noise[1]
+
+
+@GROUP_SIZES
+def test_rewards_centered_at_each_turn_are_biased_only_if_the_policy_decides_when_to_stop(group_size):
+    p = two_turns(num_features=None)
+    assert measured(p, CENTERED, group_size).bias > 0.1
+    policy = p.policy.view(-1, 3).clone()
+    policy[0, END] = -100.0  # nobody stops in the first turn
+    p = p.replace(policy=policy.flatten(), sampler=policy.flatten(), old=policy.flatten())
+    assert measured(p, CENTERED, group_size).bias < 1e-10
+
+
+def test_a_discount_is_biased():
+    assert measured(two_turns(), by_return(discount=0.5), 2).bias > 0.1
+
+
+CUTS = {"top_k": Truncation(top_k=2), "top_p": Truncation(top_p=0.65), "min_p": Truncation(min_p=0.7)}
+ROWS = sampling_weights("sequence_truncate")
+
+
+def truncated_problem(cuts, *, exact):
+    """Samples of the truncated policy; the losses score it, or the whole softmax."""
+    p = make_problem(num_prompts=1, num_tokens=3, length=2, num_features=5, seed=3)
+    return p.replace(sampled=cuts, scored=cuts if exact else Truncation())
+
+
+def expected(p, recipe):
+    return estimate(every_batch(p, group_size=1), recipe).mean
+
+
+def bias(p, recipe):
+    return agreement(estimate(every_batch(p, group_size=1), recipe), reward_loss(p)).bias
+
+
+def is_equal(found, target):
+    torch.testing.assert_close(found, target, atol=1e-10, rtol=0)
+
+
+def reward_loss(p):
+    return -exact_gradient(p, "reward")
+
+
+def kept(p, parameters):
+    """[S, V] bool: the tokens of a truncated policy, token by token from their definition."""
+    table = p.table(parameters).detach()
+    is_kept = torch.zeros_like(table, dtype=torch.bool)
+    for state, row in enumerate(table.exp()):
+        mass = 0.0
+        for rank, token in enumerate(row.argsort(descending=True).tolist()):
+            is_likely = row[token] >= p.sampled.min_p * row.max()
+            if is_likely and mass < p.sampled.top_p and (p.sampled.top_k == 0 or rank < p.sampled.top_k):
+                is_kept[state, token] = True
+            mass += float(row[token])
+    return is_kept
+
+
+def log_kept_mass(p, parameters):
+    """[S] log Z: the probability that the whole softmax gives to the kept tokens; gradient flows."""
+    return (p.table(parameters).exp() * kept(p, parameters)).sum(1).log()
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_the_objective_is_that_of_the_kept_tokens_renormalized(cuts):
+    p, tree = truncated_problem(cuts, exact=True), truncated_problem(cuts, exact=True).tree
+    parameters = p.policy.clone().requires_grad_()
+    is_kept = kept(p, parameters)
+    assert not is_kept.all()
+    table = p.table(parameters) - log_kept_mass(p, parameters)[:, None]
+    of_token = torch.where(is_kept, table.exp(), 0.0)[tree.states, tree.tokens]
+    probabilities = torch.stack([of_token[tree.row_index == row].prod() for row in range(tree.num_completions)])
+    is_equal(probabilities.sum(), torch.tensor(1.0, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad((probabilities * p.rewards).sum(), parameters)
+    is_equal(reward_loss(p), -gradient)
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize(
+    ("name", "level"), [("reinforce", "token"), ("grpo", "token"), ("cispo", "token"), ("grpo", "sequence_sum")]
+)
+def test_exact_log_probs_are_unbiased_on_policy_and_those_of_the_softmax_are_not(cuts, name, level):
+    def loss(tokens):
+        return POLICY_LOSSES[name].function(tokens, params_of(name, POLICY_LOSSES[name].params))
+
+    reduction = "sequence_mean" if level == "sequence_sum" else "sequence_sum"
+    recipe = Recipe(loss, level=level, reduction=reduction)
+    is_equal(expected(truncated_problem(cuts, exact=True), recipe), reward_loss(truncated_problem(cuts, exact=True)))
+    assert bias(truncated_problem(cuts, exact=False), recipe) > 0.1
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_the_softmax_adds_the_gradient_of_the_kept_mass(cuts):
+    """log softmax = log pi + log Z, so the gradient has E[R sum over tokens of grad log Z], too."""
+    p = truncated_problem(cuts, exact=False)
+    tree, parameters = p.tree, p.policy.clone().requires_grad_()
+    is_token = torch.ones_like(tree.tokens, dtype=torch.bool)
+    of_rows = row_sums(log_kept_mass(p, parameters)[tree.states], is_token, tree.row_index, tree.num_completions)
+    weights = p.completion_logprobs(p.policy).exp().detach() * p.rewards
+    (more,) = torch.autograd.grad((weights * of_rows).sum(), parameters)
+    is_equal(expected(p, Recipe(reinforce_loss)), reward_loss(p) - more)
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_on_policy_ratios_of_rows_are_1_if_exact_and_the_kept_mass_if_of_the_softmax(cuts):
+    for exact in (True, False):
+        p = truncated_problem(cuts, exact=exact)
+        samples = every_batch(p, group_size=1)
+        is_sampled = samples.probabilities[samples.row_index] > 0
+        assert 0 < is_sampled.sum() < len(is_sampled)
+        log_mass = torch.zeros_like(p.critic) if exact else log_kept_mass(p, p.policy)
+        of_rows = row_sums(log_mass[samples.states], samples.trainable, samples.row_index, samples.num_rows)
+        is_equal(ROWS(samples).log()[is_sampled], of_rows[samples.row_index][is_sampled])
+        assert (bias(p, Recipe(reinforce_loss, weights=ROWS)) < 1e-10) == exact
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_ratios_of_rows_are_unbiased_off_policy_where_both_policies_keep_the_same_tokens(cuts):
+    weighted = Recipe(reinforce_loss, weights=ROWS)
+    near, far = (truncated_problem(cuts, exact=True).moved(sampler=step) for step in (0.01, 1.0))
+    assert kept(near, near.policy).equal(kept(near, near.sampler))
+    is_equal(expected(near, weighted), reward_loss(near))
+    assert bias(near, Recipe(reinforce_loss)) > 1e-4
+    assert not kept(far, far.policy).equal(kept(far, far.sampler))
+    assert bias(far, weighted) > 0.05

@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 from prefrl.errors import RewardError
 from prefrl.rewards import RewardRunner, RewardScores, confinement
 from prefrl.rewards.confinement import own_randomness
+from tests.launch import run_module
 from tests.patience import PATIENCE, before_a_deadline, wait_until
 from tests.unit.rewards import hostile_worker
 
@@ -35,10 +35,8 @@ def score(reward: Any, **options: Any) -> RewardScores:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("hostile")
-    command = [sys.executable, "-m", hostile_worker.__name__, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # it forks
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
-    return {name: (code, (folder / name).read_text()) for name, code in json.loads(run.stdout).items()}
+    found = json.loads(run_module(hostile_worker.__name__, folder))
+    return {name: (code, (folder / name).read_text()) for name, code in found.items()}
 
 
 @pytest.mark.parametrize("name", ["holds_the_lock", "holds_the_lock_later"])

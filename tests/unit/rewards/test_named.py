@@ -1,15 +1,20 @@
-"""Rewards from files, by path."""
+"""Rewards from files, by path, of verl and of reasoning-gym."""
 
 from __future__ import annotations
 
+import inspect
+import pickle
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefrl.errors import ConfigError
-from prefrl.rewards import RewardRunner
-from prefrl.rewards.named import reward_by_name
+from prefrl.errors import ConfigError, RewardError
+from prefrl.rewards import ReasoningGym, RewardRunner, reasoning_gym_dataset
+from prefrl.rewards.named import _RUNS_ANSWERS, reward_by_name
+from prefrl.rewards.runner import reward_fingerprint
 from prefrl.scripts.arguments.command import reward_entries
 
 FILE = """\
@@ -107,3 +112,149 @@ def test_a_mapping_is_the_text_of_the_command_line() -> None:
     for wrong in ({"a": 1}, 3, {"name": "f(a=1)", "b": 2}, {"name": "f", "not a name": 2}):
         with pytest.raises(ConfigError, match=r"reward_funcs\[1\]="):
             reward_entries(["numeric_reward", wrong])  # type: ignore[list-item]
+
+
+ROWS = {
+    "data_source": ["sums", "words"],
+    "reward_model": [{"style": "rule", "ground_truth": "2"}, {"ground_truth": "b"}],
+    "extra_info": [{"index": 0}, {"index": 1}],
+}
+CHAT = [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "a"}]]
+
+
+def score(function: Any, columns: dict[str, Any] = ROWS, completions: Any = CHAT) -> Any:
+    prompts = [[{"role": "user", "content": "?"}]] * 2
+    return RewardRunner(function).score(prompts, completions, [[1], [2]], columns)
+
+
+def test_it_gets_verls_arguments_for_each_completion() -> None:
+    seen = []
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        seen.append((data_source, solution_str, ground_truth, extra_info))
+        return float(solution_str == ground_truth)
+
+    assert score(compute_score).by_name == {"compute_score": [1.0, 0.0]}
+    assert seen == [("sums", "2", "2", {"index": 0}), ("words", "a", "b", {"index": 1})]
+
+
+def test_a_mapping_gives_the_score_and_columns_of_the_table() -> None:
+    def compute_score(solution_str: str, ground_truth: str, **_: Any) -> Any:
+        return {"score": -1.0, "acc": False} if solution_str == "a" else {"score": 1.0, "pred": solution_str}
+
+    scores = score(compute_score)
+    assert scores.by_name == {"compute_score": [1.0, -1.0]}
+    assert scores.extra == {"acc": [None, False], "pred": ["2", None]}
+
+
+def test_columns_that_are_not_there_are_none() -> None:
+    def compute_score(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        return float(data_source is None and extra_info is None)
+
+    columns = {"reward_model": ROWS["reward_model"]}
+    assert score(compute_score, columns).by_name == {"compute_score": [1.0, 1.0]}
+
+
+def test_the_ground_truth_may_be_a_column() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> float:
+        return float(solution_str == ground_truth)
+
+    assert score(compute_score, {"ground_truth": ["1", "a"]}).by_name == {"compute_score": [0.0, 1.0]}
+
+
+def test_what_is_missing_is_told() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> Any:
+        return {"reward": 1.0}
+
+    with pytest.raises(ConfigError, match=r"'compute_score' needs the column 'ground_truth', or 'reward_model'"):
+        RewardRunner(compute_score, columns=["data_source"])
+    with pytest.raises(RewardError, match=r"row 1: reward_model is \{'style': 'rule'\}.*'ground_truth'"):
+        score(compute_score, {"reward_model": [{"ground_truth": "2"}, {"style": "rule"}]})
+    with pytest.raises(RewardError, match=r"row 0: returned \{'reward': 1.0\}; it needs the key 'score'"):
+        score(compute_score)
+
+
+def test_an_error_names_the_users_line() -> None:
+    def compute_score(solution_str: str, ground_truth: str) -> float:
+        raise KeyError("here")
+
+    with pytest.raises(RewardError, match=r"KeyError: 'here' \(line \d+ of .*test_named.py\)"):
+        score(compute_score)
+
+
+def test_another_function_is_another_reward() -> None:
+    def one(solution_str: str, ground_truth: str) -> float:
+        return 1.0
+
+    def two(solution_str: str, ground_truth: str) -> float:
+        return 2.0
+
+    prints = [*RewardRunner([one, two]).fingerprints.values()]
+    assert prints == [reward_fingerprint(one), reward_fingerprint(two)]
+    assert prints[0] != prints[1]
+
+
+def test_the_reward_of_a_name_is_the_score_of_the_task() -> None:
+    rows = reasoning_gym_dataset("chain_sum", size=2, seed=1, max_terms=3)
+    reward = reward_by_name("reasoning_gym:chain_sum")
+    right = rows["answer"][0]
+    said = [
+        f"<think><answer>{right}</answer></think>I say <answer> {right}.0 </answer>.",
+        right,
+        "no idea",
+        f"{right}0",
+    ]
+    columns = {name: [rows[name][0]] * 4 for name in ("answer", "metadata")}
+    scores = RewardRunner(reward).score([rows["prompt"][0]] * 4, said, [[1]] * 4, columns)
+    partly = len(right) / (len(right) + 1)  # the answer stands in a longer text
+    assert scores.by_name["chain_sum"] == [1.0, 1.0, 0.0, pytest.approx(partly)]
+    assert pickle.loads(pickle.dumps(reward))(said[1:2], [right], rows["metadata"][:1]) == [1.0]
+
+
+def test_rows_depend_on_the_seed_alone() -> None:
+    first, again = (reasoning_gym_dataset("leg_counting", size=3, seed=5) for _ in range(2))
+    assert first.to_list() == again.to_list()
+    assert first.to_list() != reasoning_gym_dataset("leg_counting", size=3, seed=6).to_list()
+    assert first.column_names == ["prompt", "answer", "metadata"]
+
+
+@pytest.mark.parametrize("task", ["arc_agi", "kakurasu"])  # the one compares tuples, the other lists
+def test_metadata_keeps_tuples_and_lists(task: str) -> None:
+    (row,) = reasoning_gym_dataset(task, size=1, seed=1).to_list()
+    assert ReasoningGym(task)([row["answer"]], [row["answer"]], [row["metadata"]]) == [1.0]
+
+
+def test_rows_of_other_tasks_have_no_reward_and_unreadable_answers_score_0() -> None:
+    sums = reasoning_gym_dataset("chain_sum", size=1, seed=1)
+    factors = reasoning_gym_dataset("prime_factorization", size=1, seed=1)
+    reward = ReasoningGym("prime_factorization")
+    rows = {name: [*sums[name], *factors[name], *factors[name]] for name in ("answer", "metadata")}
+    assert reward(["1", "x", factors["answer"][0]], **rows) == [None, 0.0, 1.0]
+
+
+def test_what_is_wrong_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"reasoning_gym:chain_sums: is no task. Did you mean 'chain_sum'\?"):
+        reward_by_name("reasoning_gym:chain_sums")
+    with pytest.raises(ConfigError, match=r"reasoning_gym:composite: is no task"):
+        reasoning_gym_dataset("composite", size=1, seed=1)
+    with pytest.raises(ConfigError, match=r"reasoning_gym:chain_sum with \{'terms': 3\}: .*terms"):
+        reasoning_gym_dataset("chain_sum", size=1, seed=1, terms=3)
+    with pytest.raises(RewardError, match=r"column 'metadata' has 'null'"):
+        ReasoningGym("chain_sum")(["1"], ["1"], ["null"])
+
+
+def test_tasks_that_run_answers_as_code_are_refused() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    runs = re.compile(r"(?:\beval|parse_expr)\(answer")
+    found = [name for name, (cls, _) in DATASETS.items() if runs.search(inspect.getsource(inspect.getmodule(cls)))]
+    assert sorted(found) == sorted(_RUNS_ANSWERS)
+    for task in _RUNS_ANSWERS:
+        with pytest.raises(ConfigError, match=f"reasoning_gym:{task}: this task runs answers as Python code"):
+            ReasoningGym(task)
+
+
+def test_without_the_package_a_run_ends_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match=r"prefrl\[reasoning-gym\]"):
+        reward_by_name("reasoning_gym:chain_sum")

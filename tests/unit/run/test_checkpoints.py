@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from prefrl.run.checkpoints import (
     seal,
     staging_folder,
 )
-from prefrl.run.folder import only_writer, writer_token
-from prefrl.run.records import Identity
+from prefrl.run.folder import Stopped, StopRequest, only_writer, writer_token
+from prefrl.run.records import STARTS, Identity, command_of, read_starts, record_start
 from prefrl.trainer.run_folder import RunFolder
 from tests.contract.survival_worker import forked
 
@@ -279,3 +281,98 @@ def test_seals_do_not_depend_on_the_order_of_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     seal(tmp_path, run="r", step=0, resumable=True)
     assert problem_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/python3", "train.py", "--out", "a b"], "python3 train.py --out 'a b'"),
+        (["/v/python", "/v/bin/prefrl", "sft", "--config", "run.yaml"], "prefrl sft --config run.yaml"),
+        (["python", "t.py", "--hub-token", "abc", "--password=x"], "python t.py --hub-token '***' '--password=***'"),
+        (["python", "t.py", "hf_0123456789abcdefghij"], "python t.py '***'"),
+        (["python", "t.py", "--pad_token", "<pad>"], "python t.py --pad_token '<pad>'"),
+        ([], ""),
+    ],
+)
+def test_a_command_can_be_given_again_and_has_no_secrets(argv: list[str], command: str) -> None:
+    assert command_of(argv) == command
+
+
+def test_each_start_of_the_run_is_kept_in_order(tmp_path: Path) -> None:
+    for run in ("a", "b", "a"):
+        record_start(tmp_path, run)
+    with (tmp_path / STARTS).open("a", encoding="utf-8") as file:
+        file.write('{"run": "a", "ti')
+    starts = read_starts(tmp_path, "a")
+    assert [start.run for start in starts] == ["a", "a"]
+    assert starts[0].time <= starts[1].time
+    assert {"python", "prefrl", "torch"} <= starts[0].versions.keys()
+
+
+def test_without_a_record_there_are_no_starts(tmp_path: Path) -> None:
+    assert read_starts(tmp_path, "a") == []
+
+
+def test_a_training_records_its_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, None, in_background=False, is_first_of_node=True)
+    for resume in (None, True):  # there is no checkpoint: both begin at step 0
+        start = folder.start(resume, Identity("", {"seed": 1}), allowed=[])
+    assert [start.run for start in read_starts(tmp_path, start.run)] == [start.run] * 2
+
+
+@pytest.fixture(autouse=True)
+def _usual_handlers() -> Iterator[None]:
+    """Of a process that nobody has told what to do at a signal."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_is_noted_and_the_second_has_its_usual_effect() -> None:
+    request = StopRequest(None)
+    with request.listen():
+        signal.raise_signal(signal.SIGINT)
+        assert request.code == 130
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    child = os.fork()
+    if child == 0:
+        with StopRequest(None).listen():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_wait_that_changes_nothing_is_left_at_once_also_when_the_signal_came_before_it() -> None:
+    request = StopRequest(None)
+    with request.listen():
+        with pytest.raises(Stopped), request.interruptible():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped), request.interruptible():
+            pass
+    with request.listen():  # of the next training
+        assert request.code == 0
+
+
+def test_a_handler_of_the_user_is_left_alone() -> None:
+    noted = []
+    signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    request = StopRequest(None)
+    with request.listen():
+        signal.raise_signal(signal.SIGTERM)
+    assert (noted, request.code) == ([signal.SIGTERM], 0)
+
+
+def test_the_deadline_counts_from_the_start_of_the_training() -> None:
+    now = 0.0
+    request = StopRequest(10.0, clock=lambda: now)
+    now = 100.0
+    with request.listen():
+        now = 109.0
+        assert request.code == 0
+        now = 110.0
+        assert request.code == 75

@@ -1,14 +1,23 @@
-"""One parameter for each rule of each config."""
+"""What each config refuses, what its options mean, and the types that they have."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import HfArgumentParser
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
+from prefrl.losses.truncation import cumsum_permitted
+from prefrl.models.modes import of_products
+from prefrl.registry import REGISTRY, Algorithm
+from prefrl.trainer.base_config import BaseConfig
 
 GRPO_RULES = [
     pytest.param({"loss_type": "ppo"}, "loss_type='ppo': must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo'", id="loss"),
@@ -28,20 +37,10 @@ GRPO_RULES = [
 ]
 SFT_RULES = [
     pytest.param({"loss_type": "mse"}, "loss_type='mse': must be one of 'nll', 'dft'", id="loss"),
-    pytest.param(
-        {"dataset_kwargs": '{"skip_prepare_dataset": true}', "packing": True}, "packing=True with", id="packed as is"
-    ),
     pytest.param({"max_length": 1}, "max_length=1: must be a number >= 2", id="length"),
-    pytest.param(
-        {"lr_scheduler_type": "warmup_stable_decay"}, "warmup_stable_decay' .*num_decay_steps.*Set lr_sch", id="wsd"
-    ),
     pytest.param({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr.* Set lr_scheduler_kwargs", id="min_lr"),
     pytest.param(
         {"lr_scheduler_kwargs": {"cycles": 2}}, "'linear' with .*'cycles'.* Set lr_scheduler_k", id="schedule"
-    ),
-    pytest.param({"optim_args": "centered=True"}, "'centered' has no effect .*Remove it", id="optim_args"),
-    pytest.param(
-        {"optim": "adafactor", "optim_args": "relative_step=True"}, "'relative_step' has no effect", id="adafactor"
     ),
     pytest.param(
         {"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0: must be a number >= 1", id="tokens"
@@ -222,3 +221,130 @@ def test_trust_remote_code_is_a_key_of_model_init_kwargs_which_wins(tmp_path: Pa
         "revision": "v2",
     }
     assert given() is None
+
+
+def config(cls: Any = SFTConfig, **options: Any) -> Any:
+    return cls(output_dir="runs/x", use_cpu=True, report_to="none", **options)
+
+
+CASES: list[Any] = [
+    pytest.param(
+        SFTConfig,
+        {"learning_rate": "1e-5"},
+        r"^learning_rate='1e-5': must be a number >= 0\. Write 1\.0e-05 without .*YAML reads 1e-5 as a string",
+        id="text of HuggingFace's option",
+    ),
+    pytest.param(
+        GRPOConfig, {"beta": "0.1"}, r"beta='0\.1': must be a number >= 0\. Write 0\.1 ", id="text of our option"
+    ),
+    pytest.param(SFTConfig, {"warmup_steps": "10"}, "warmup_steps='10': must be a number", id="HuggingFace compares"),
+    pytest.param(SFTConfig, {"max_steps": "10"}, "max_steps='10': must be an integer >= -1. Write 10 ", id="integer"),
+    pytest.param(SFTConfig, {"max_steps": 1e3}, r"max_steps=1000\.0: must be an integer", id="float as integer"),
+    pytest.param(
+        SFTConfig,
+        {"weight_decay": "much"},
+        r"weight_decay='much': must be a number >= 0 and <= 1000\.$",
+        id="no number",
+    ),
+    pytest.param(SFTConfig, {"learning_rate": True}, "learning_rate=True: must be a number", id="switch as number"),
+    pytest.param(SFTConfig, {"learning_rate": None}, "learning_rate=None: must be a number", id="None"),
+    pytest.param(SFTConfig, {"max_length": "9"}, "max_length='9': must be an integer", id="text of an optional one"),
+    pytest.param(GRPOConfig, {"reward_weights": ["1"]}, r"reward_weights=\['1'\]: must be a list, each", id="list"),
+    pytest.param(GRPOConfig, {"reward_weights": 1.0}, r"reward_weights=1\.0: must be a list", id="no list"),
+    pytest.param(
+        SFTConfig,
+        {"packing": "false"},
+        "packing='false': must be True or False. Write False .*in YAML false",
+        id="switch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "message"), CASES)
+def test_another_type_is_an_error_with_field_value_and_remedy(cls: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(cls, **options)
+
+
+def test_numbers_of_numpy_and_integers_for_floats_are_numbers() -> None:
+    made = config(
+        learning_rate=np.float32(0.5), max_steps=np.int64(3), weight_decay=0, eval_steps=None, bf16=np.False_
+    )
+    assert (made.learning_rate, made.max_steps) == (0.5, 3)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in REGISTRY.values()])
+def test_defaults_are_of_their_types(row: Algorithm) -> None:
+    made = config(row.load_config())
+    assert dataclasses.replace(made, max_steps=3).max_steps == 3  # with what HuggingFace has made of the others
+
+
+def test_the_parsers_of_command_lines_read_numbers_as_before(tmp_path: Path) -> None:
+    parser: Any = HfArgumentParser(SFTConfig)
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--learning_rate", "1e-5", "--max_steps", "3"]
+    (made,) = parser.parse_args_into_dataclasses(words)
+    assert (made.learning_rate, made.max_steps) == (1e-5, 3)
+    path = tmp_path / "config.yaml"
+    options = "output_dir: runs/x\nuse_cpu: true\nreport_to: none\nlearning_rate: "
+    path.write_text(f"{options}1.0e-5\n")
+    assert parser.parse_yaml_file(path)[0].learning_rate == 1e-5
+    path.write_text(f"{options}1e-5\n")
+    assert yaml.safe_load(path.read_text())["learning_rate"] == "1e-5"
+    with pytest.raises(ConfigError, match=r"1\.0e-05"):
+        parser.parse_yaml_file(path)
+
+
+def test_no_base_of_the_config_hides_what_another_one_declares() -> None:
+    found = {field.name: field for field in dataclasses.fields(BaseConfig)}
+    bases = [base for base in BaseConfig.__mro__[1:-1] if base is not TrainingArguments]
+    for base in bases:
+        declared = {field.name: field for field in dataclasses.fields(base) if field.name in base.__annotations__}
+        assert all(found[name] is field for name, field in declared.items()), base.__name__
+    assert bases
+    assert next(iter(found)) == "output_dir"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp8": True, "bf16": True}, "fp8=True on CPU: 8-bit products need a GPU of compute capability 8.9"),
+        ({"tf32": True}, "tf32 requires Ampere"),
+        ({"torch_compile_backend": "inductr"}, "torch_compile_backend='inductr': unknown. Did you mean 'inductor'?"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SFTConfig(output_dir="x", use_cpu=True, **options)
+
+
+def test_fp8_is_an_option_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ConfigError, match="Remove it, and set fp8=True with bf16=True"):
+        SFTConfig(output_dir="x", use_cpu=True)
+
+
+def test_tensor_float_32_is_as_coarse_as_float16_on_gpus_alone() -> None:
+    assert of_products(torch.float32, "cuda") == torch.float32
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert of_products(torch.float32, "cuda") == torch.float16
+        assert of_products(torch.float32, "cpu") == torch.float32
+        assert of_products(torch.bfloat16, "cuda") == torch.bfloat16
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_cumulative_sums_are_permitted_only_inside(is_on: bool) -> None:
+    refused = torch.zeros(3)  # put_ without accumulate has no deterministic form on any device
+    try:
+        torch.use_deterministic_algorithms(is_on)
+        with cumsum_permitted():
+            assert torch.are_deterministic_algorithms_enabled() is is_on
+            refused.put_(torch.tensor([0]), torch.tensor([1.0]))
+        assert torch.are_deterministic_algorithms_enabled() is is_on
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
