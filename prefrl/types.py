@@ -14,34 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 
 from prefrl.forest import Forest
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.metrics import Metric
-
-__all__ = [
-    "Completion",
-    "Episode",
-    "FinishReason",
-    "IdleBatch",
-    "Images",
-    "LabeledBatch",
-    "LossOutput",
-    "MarginBatch",
-    "ReadyBatch",
-    "ReferencedBatch",
-    "Rollout",
-    "SampledBatch",
-    "StopReason",
-    "TokenBatch",
-    "Turn",
-]
+from prefrl.metrics import Metric
 
 FinishReason = Literal["stop", "length", "abort"]
 # Why an episode ended: the model called no tool and got no answer; max_turns or max_tool_calling_iterations;

@@ -23,22 +23,6 @@ if TYPE_CHECKING:
 
     ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
-__all__ = [
-    "MARKER",
-    "ChatTemplate",
-    "EncodedText",
-    "Span",
-    "assistant_spans",
-    "common_length",
-    "completion_start",
-    "encode",
-    "join_prompt",
-    "last_special",
-    "prompt_text",
-    "special_tokens",
-    "trim_after_end_token",
-]
-
 # Stands for a text where the place of the text in a rendering is looked for.
 MARKER = "prefrlTurnContentMarker"
 

@@ -27,21 +27,6 @@ if TYPE_CHECKING:
     from prefrl.models.plans import PositionLimit
     from prefrl.options.types import LengthBound
 
-__all__ = [
-    "num_ids_of",
-    "with_lists",
-    "read_flags",
-    "read_ids",
-    "read_labels",
-    "ID_COLUMNS",
-    "check_known_ids",
-    "check_positions",
-    "last_written",
-    "warn_of_unknown_end",
-    "num_duplicates",
-    "warn_of_shared_rows",
-]
-
 NOT_LEARNED = -100  # the label of a token without a loss
 
 

@@ -20,18 +20,6 @@ from prefrl.data.chat import common_length
 from prefrl.errors import DataError
 from prefrl.types import Images, LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
 
-__all__ = [
-    "Segments",
-    "share_prefixes",
-    "flat_batch",
-    "preference_batch",
-    "reward_batch",
-    "sft_batch",
-    "unpaired_batch",
-    "batch_of",
-    "parts_of_batch",
-]
-
 # From this many tokens on, what prompts have in common becomes a segment of its own even if none of them ends there.
 # Less, like the header of a chat template's turn, saves less than a segment costs: a call of the kernel, copied keys.
 _SHORTEST_SHARED = 16

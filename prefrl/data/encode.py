@@ -35,17 +35,6 @@ from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
 from prefrl.pictures import has_images, images_of, with_placeholders
 
-__all__ = [
-    "EncodedPair",
-    "RowEncoder",
-    "TruncationSide",
-    "check_limit",
-    "kept",
-    "of_environment",
-    "row_encoder",
-    "with_readable_images",
-]
-
 logger = logging.getLogger(__name__)
 
 TruncationSide = Literal["left", "right", "error"]

@@ -27,26 +27,6 @@ import datasets
 
 from prefrl.errors import DataError
 
-__all__ = [
-    "REASONING_FIELDS",
-    "ROLES",
-    "AnyDataset",
-    "Format",
-    "DatasetKind",
-    "Message",
-    "Style",
-    "check_answered",
-    "check_not_reserved",
-    "column_names",
-    "convert_from_value",
-    "convert_message",
-    "detect_format",
-    "has_columns",
-    "read_messages",
-    "read_text",
-    "read_tools",
-]
-
 DatasetKind = Literal["language_modeling", "prompt_only", "prompt_completion", "preference", "unpaired"]
 Style = Literal["standard", "conversational"]
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset

@@ -7,8 +7,6 @@ from prefrl.data.images import ImageReader, tokenizer_of
 from prefrl.optional import require
 from prefrl.types import TokenBatch
 
-__all__ = ["example_batch"]
-
 
 def example_batch(reader: ImageReader) -> TokenBatch:
     """A few short rows with and without images; always the same."""

@@ -21,19 +21,6 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.pictures import IMAGE_COLUMNS, in_rgb, opened
 from prefrl.types import Images
 
-__all__ = [
-    "IMAGE_FEATURES",
-    "ExpandedText",
-    "ImageReader",
-    "ProcessingClass",
-    "file_bytes",
-    "image_column",
-    "image_reader",
-    "tokenizer_of",
-    "with_named_images",
-    "with_stored_images",
-]
-
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 # The column of prepared datasets that holds the images of a row.

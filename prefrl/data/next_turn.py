@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from prefrl.data.formats import Message
     from prefrl.types import Turn
 
-__all__ = ["Answer", "NextContext", "next_context", "said_text"]
-
 # Stands for the content of a message that is new in the conversation.
 _NEW_MARKER = "prefrlNewMessage{}Marker"
 _TEXT_SHOWN = 60

@@ -25,19 +25,6 @@ from prefrl.data.formats import AnyDataset
 from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
 
-__all__ = [
-    "is_packed",
-    "pack_bfd",
-    "pack_prepared",
-    "pack_dataset",
-    "REMEDY",
-    "EncodeRow",
-    "InvalidRows",
-    "drop_rows",
-    "list_lengths",
-    "map_rows",
-]
-
 PackingStrategy = Literal["bfd", "wrapped"]
 _Array = np.ndarray[Any, np.dtype[Any]]
 

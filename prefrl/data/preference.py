@@ -46,8 +46,6 @@ from prefrl.data.sources import (
 from prefrl.distributed import is_main
 from prefrl.errors import DataError
 
-__all__ = ["prepare_preference_dataset", "prepare_reward_dataset", "prepare_unpaired_dataset"]
-
 logger = logging.getLogger(__name__)
 
 _IDS = datasets.List(datasets.Value("int32"))

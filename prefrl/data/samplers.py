@@ -28,21 +28,6 @@ from prefrl.data.formats import AnyDataset
 from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError
 
-__all__ = [
-    "Dealing",
-    "cost_of_segments",
-    "deal",
-    "dealing_of",
-    "forward_cost",
-    "EpochDataLoader",
-    "GenerationBatchSampler",
-    "StepBatchSampler",
-    "positions_of_rank",
-    "EmptyItems",
-    "StreamLoader",
-    "StreamRows",
-]
-
 T = TypeVar("T")
 Lengths = TypeVar("Lengths", float, "NDArray[np.float64]")
 

@@ -28,18 +28,6 @@ from prefrl.data.formats import (
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.names import nearest
 
-__all__ = [
-    "RowShape",
-    "mix_datasets",
-    "common_prompt",
-    "extract_prompt",
-    "maybe_extract_prompt",
-    "maybe_unpair_preference_dataset",
-    "unpair_preference_dataset",
-    "MISMATCHED",
-    "with_mismatched_completions",
-]
-
 _PROMPT = "prompt"
 _SAID = ("completion", "chosen", "rejected")  # by the assistant
 _CONVERSATIONS = ("messages", "conversations")

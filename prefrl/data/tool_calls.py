@@ -24,8 +24,6 @@ from prefrl.errors import ConfigError
 from prefrl.options.names import nearest
 from prefrl.printable import printable, reason_of
 
-__all__ = ["ParsedTurn", "ToolCall", "ToolCallReader", "ToolParser", "tool_call_reader"]
-
 # The option `tool_parser`: the name of a format, a response template, or a function that makes a message of a text.
 ToolParser = str | Mapping[str, Any] | Callable[[str], "Message"]
 

@@ -20,8 +20,6 @@ from prefrl.errors import ConfigError
 from prefrl.options.names import nearest
 from prefrl.printable import reason_of
 
-__all__ = ["Schema", "call_problem", "tool_schema", "tool_schemas", "CALLS", "TEXT", "known_formats"]
-
 Schema = Mapping[str, Any]  # of a tool, as chat templates take it: {"type": "function", "function": {"name": ...}}
 
 _EXAMPLE = '"""Adds two numbers.\\n\\nArgs:\\n    a: The first number.\\n    b: The second number.\\n"""'

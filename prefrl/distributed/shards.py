@@ -25,8 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefrl.distributed.processes import gather_objects, max_over_ranks, min_over_ranks, world_size
 
-__all__ = []
-
 M = TypeVar("M", bound=nn.Module)
 
 # An attribute that only ZeRO-3 parameters have.

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "Chunk",
-    "ChunkPlan",
-    "Head",
-    "chunks",
-    "product_dtype_of",
-    "score_dtype",
-]
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -28,9 +29,6 @@ from prefrl.losses.chunks import (
 from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "KEPT_BYTES",

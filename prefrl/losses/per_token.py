@@ -21,26 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
+from torch import Tensor
 
 from prefrl.options.policy import Reduction
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "ScoreName",
-    "TokenScores",
-    "WantName",
-    "check_same_shape",
-    "item_count",
-    "row_items",
-    "row_sums",
-    "token_weights",
-    "trainable_per_row",
-]
 
 # What can be computed besides log-probs: scores of TokenScores, and "entropy_gradient", which lets gradients flow
 # through the entropy. Most losses only log it, and its gradient costs most of a backward pass through the head. The

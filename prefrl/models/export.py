@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -21,12 +22,6 @@ from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import load_model, load_reward_model, load_tokenizer
 from prefrl.optional import require
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["PolicyWeights", "whole_state", "is_adapter", "load_merged", "saved_tokenizer", "tokenizer_of_checkpoint"]
 
 # Maps a peft layer that wraps a layer of the model to a layer with the weights to export.
 Resolve = Callable[["nn.Module"], "nn.Module"]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["joint_digest", "is_neutral_adapter", "rows_fingerprint", "weights_fingerprint"]
-
 _BYTES_PER_PIECE = 1 << 26
 _ROWS_PER_PIECE = 10_000
 

@@ -11,30 +11,25 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
+from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.per_token import TokenScores, WantName
-from prefrl.losses.truncation import TokenHistory, TokenTruncation
+from prefrl.losses.truncation import TokenHistory, TokenTruncation, Truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
+from prefrl.models.routers import RouterRecord
 from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scoring, score_tokens
 from prefrl.models.selfcheck import check_plans
 from prefrl.types import IdleBatch, TokenBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.losses.kl import ReferenceLogits
-    from prefrl.losses.truncation import Truncation
-    from prefrl.models.routers import RouterRecord
 
 __all__ = [
     "Scoring",

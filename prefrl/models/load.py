@@ -37,25 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig
 
-__all__ = [
-    "CAUSAL",
-    "REWARD",
-    "Kind",
-    "arguments_for_other",
-    "arguments_for_reward",
-    "auto_class_of",
-    "check_dtype",
-    "load_error",
-    "load_model",
-    "load_processing_class",
-    "load_renamed",
-    "load_reward_model",
-    "load_tokenizer",
-    "num_embeddings",
-    "reads_images",
-    "repository_arguments",
-]
-
 logger = logging.getLogger(__name__)
 
 _VISION_CONFIGS = AutoModelForImageTextToText._model_mapping

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from prefrl.models.images import ImageRules
     from prefrl.types import Images, TokenBatch
 
-__all__ = [
-    "FlatInputs",
-    "ForwardPlan",
-    "ModelInputs",
-    "PaddedInputs",
-    "Plan",
-    "PlanVerdict",
-    "lay_out",
-    "padded_with",
-    "part_of",
-    "PositionLimit",
-    "position_limit",
-]
-
 ForwardPlan = Literal["shared_prefix", "packed", "padded"]
 Plan = Literal["auto", "shared_prefix", "packed", "padded"]
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from prefrl.models.plans import ModelInputs
 
-__all__ = ["routed", "sequence_balance", "RouterRecord", "router_loss_coef"]
-
 
 def routed(router_logits: Sequence[Tensor], *, top_k: int) -> Tensor:
     """How the routers of all layers treat each token, summed over layers.

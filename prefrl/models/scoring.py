@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol, Self, get_args
+from typing import Any, Protocol, Self, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
@@ -27,40 +27,12 @@ from prefrl.errors import ConfigError
 from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName
+from prefrl.losses.truncation import TokenTruncation
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
 from prefrl.models.modes import uncompiled
-from prefrl.models.plans import FlatInputs, padded_with
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.losses.truncation import TokenTruncation
-    from prefrl.models.plans import ModelInputs, PlanVerdict
-    from prefrl.models.routers import RouterRecord
-    from prefrl.types import TokenBatch
-
-__all__ = [
-    "is_classifier",
-    "needed_head",
-    "output_head",
-    "pad_token_id",
-    "HEAD_FORWARD",
-    "Readout",
-    "ScoringRequest",
-    "TokenReadout",
-    "head_logits",
-    "inner_model",
-    "inside",
-    "packed",
-    "prepare_for_scoring",
-    "read_out",
-    "score_sequences",
-    "score_tokens",
-    "sequence_readout",
-    "unpacked",
-    "user_model",
-    "uses_prompt_learning",
-]
+from prefrl.models.plans import FlatInputs, ModelInputs, PlanVerdict, padded_with
+from prefrl.models.routers import RouterRecord
+from prefrl.types import TokenBatch
 
 
 def is_classifier(model: PreTrainedModel) -> bool:

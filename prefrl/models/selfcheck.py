@@ -7,18 +7,23 @@ therefore scores a few random rows, and the result is compared with one plain fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
 from prefrl.models.images import image_rules
 from prefrl.models.kernels import without_fp8, without_liger
 from prefrl.models.modes import coarsest_dtype, eval_mode, uncompiled
-from prefrl.models.plans import FlatInputs, PlanVerdict, lay_out
+from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, PlanVerdict, lay_out
 from prefrl.models.scoring import (
+    Readout,
+    ScoringRequest,
     TokenReadout,
     inner_model,
     needed_head,
@@ -32,17 +37,6 @@ from prefrl.models.scoring import (
     uses_prompt_learning,
 )
 from prefrl.types import TokenBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.models.plans import ForwardPlan, ModelInputs
-    from prefrl.models.scoring import Readout, ScoringRequest
-
-__all__ = ["check_plans"]
 
 _FLAT_PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed")
 

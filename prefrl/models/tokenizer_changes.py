@@ -17,8 +17,6 @@ from prefrl.options.names import nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["CHAT_FORMATS", "TokenizerChanges", "check_special_tokens"]
-
 
 @dataclass(frozen=True)
 class ChatFormat:

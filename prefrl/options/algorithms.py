@@ -24,15 +24,6 @@ from prefrl.options.rules import apply
 from prefrl.options.schedule import takes_warmup
 from prefrl.options.types import NumSamples
 
-__all__ = [
-    "CriticOptimizer",
-    "GRPOOptions",
-    "OnlineDPOOptions",
-    "PPOOptions",
-    "RLOOOptions",
-    "ReinforcePlusPlusOptions",
-]
-
 
 @dataclass(init=False, repr=False, eq=False)
 class GRPOOptions(PolicyGradientOptions):

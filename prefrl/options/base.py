@@ -59,9 +59,6 @@ from prefrl.options.schedule import (
 from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
 
-__all__ = ["BaseOptions"]
-
-
 _WATCHED = ("loss", "grad_norm", "kl")
 
 

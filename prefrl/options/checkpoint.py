@@ -14,15 +14,6 @@ from prefrl.options.rules import apply, example, when
 from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
 
-__all__ = [
-    "PROFILED_PROCESSES_RULES",
-    "PROFILE_RULES",
-    "CheckpointParams",
-    "ProfileParams",
-    "UploadParams",
-    "check_checkpoints",
-]
-
 
 @hyperparameters
 class CheckpointParams(Params):

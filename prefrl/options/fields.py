@@ -16,29 +16,6 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.options.types import check_value
 
-__all__ = [
-    "about",
-    "check_fields",
-    "check_no_effect",
-    "check_unset",
-    "default_of",
-    "hints_of",
-    "json_mapping",
-    "mapping_of",
-    "opt",
-    "parse_json",
-    "plain_value",
-    "read_json",
-    "take_other_forms",
-    "FlatName",
-    "fill_places",
-    "flat",
-    "flat_names",
-    "init_vars",
-    "set_aside",
-    "without_flat_values",
-]
-
 
 @dataclass(frozen=True)
 class About:

@@ -8,17 +8,6 @@ from urllib.parse import urlsplit
 
 from prefrl.options.rules import Example, Rule, example, unset, when
 
-__all__ = [
-    "AT_K_RULES",
-    "GENERATION_MODE_RULES",
-    "GENERATION_SIZE_RULES",
-    "LEAST_TEMPERATURE",
-    "NUMBERS_RULES",
-    "PROMPTS_RULES",
-    "NO_SERVER_RULES",
-    "SERVER_RULES",
-]
-
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
 

@@ -13,17 +13,6 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 
-__all__ = [
-    "check_known",
-    "nearest",
-    "ARGUMENTS",
-    "FOREIGN_FILE",
-    "TRAINER_NAMES",
-    "advice",
-    "check_references",
-    "unpinned_code",
-]
-
 
 def nearest(name: str, known: Collection[str], *, otherwise: str | None = None) -> str:
     """A question with the known name most similar to `name`. If none is similar: `otherwise`, or all known names.

@@ -23,19 +23,6 @@ from prefrl.options.preference import (
 from prefrl.options.rules import apply, example, unset, when
 from prefrl.options.types import LengthBound, TruncationMode
 
-__all__ = [
-    "BCOOptions",
-    "CPOOptions",
-    "DPOOptions",
-    "KTOOptions",
-    "ORPOOptions",
-    "OfflineOptions",
-    "OfflineReferenceOptions",
-    "RewardModelOptions",
-    "SFTOptions",
-    "SampleOptions",
-]
-
 
 def check_loss_options(config: Any, losses: Mapping[str, Any], chosen: Sequence[str]) -> None:
     """Reject options that no chosen loss reads, and values that a chosen loss does not allow.

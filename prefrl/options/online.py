@@ -37,8 +37,6 @@ from prefrl.options.types import (
     TruncationMode,
 )
 
-__all__ = ["OnlineOptions"]
-
 
 @dataclass(init=False, repr=False, eq=False)
 class OnlineOptions(RolloutOptions):

@@ -12,8 +12,6 @@ from prefrl.options.fields import about, check_fields, check_unset, default_of, 
 from prefrl.options.names import nearest
 from prefrl.options.rules import Rule, apply
 
-__all__ = ["Params", "hyperparameters", "KwargsOption", "KwargsValue", "ParamsOf", "kwargs", "kwargs_options"]
-
 _T = TypeVar("_T")
 
 

@@ -33,24 +33,6 @@ from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.rollout import SELECTIONS, RowSelection
 from prefrl.options.rules import Rule, apply, ascending, example, when
 
-__all__ = [
-    "AdvantageParams",
-    "BALANCE_PARAMS",
-    "BaselineParams",
-    "DiscountParams",
-    "ESTIMATOR_FACTS",
-    "FamoParams",
-    "GaeParams",
-    "GpgParams",
-    "GradnormParams",
-    "GrpoParams",
-    "ParetoParams",
-    "ScaleParams",
-    "UncertaintyParams",
-    "KLEstimate",
-    "PolicyGradientOptions",
-]
-
 RewardScale = Literal["group", "batch", "none"]
 
 

@@ -11,24 +11,14 @@ from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.rules import Example, Rule, example, unset, when
 from prefrl.options.schedule import takes_warmup
 
-__all__ = [
-    "CRITIC_RULES",
-    "GROUP_RULES",
-    "HYPERPARAMETERS_RULES",
-    "KL_RULES",
-    "LEVEL_RULES",
-    "PAIRS_RULES",
-    "RATIO_RULES",
-    "REINFORCE_PLUS_PLUS_RULES",
-    "RLOO_RULES",
-]
-
 
 def scales_by_batch(o: Any) -> bool:
+    """Whether rewards are divided by the deviation of a whole batch."""
     return "scale_rewards" in o.advantage_params.names() and o.advantage_params.scale_rewards == "batch"
 
 
 def normalizes_each_reward(o: Any) -> bool:
+    """Whether each reward is normalized by itself before they are added."""
     params = o.advantage_params
     has_choice = "multi_objective_aggregation" in params.names()
     return has_choice and params.multi_objective_aggregation == "normalize_then_sum"

@@ -11,24 +11,6 @@ from prefrl.options.fields import opt
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Rule, example, unset, when
 
-__all__ = [
-    "AlphaParams",
-    "CPO_LOSS_FACTS",
-    "DiscopopParams",
-    "Divergence",
-    "ExoParams",
-    "LabelSmoothing",
-    "PAIR_LOSS_FACTS",
-    "PairLossFacts",
-    "PairParams",
-    "RobustParams",
-    "SimpoParams",
-    "SmoothedParams",
-    "PRECOMPUTED_REFERENCE_RULES",
-    "REFERENCE_RULES",
-    "ReferenceOptions",
-]
-
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 

@@ -16,20 +16,6 @@ from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters
 from prefrl.options.rules import Rule, ascending, example, when
 from prefrl.options.types import Seconds
 
-__all__ = [
-    "AtKParams",
-    "CurriculumParams",
-    "CurriculumWeighting",
-    "KeptParams",
-    "PowParams",
-    "ResamplingParams",
-    "ReweightMethod",
-    "RowSelection",
-    "SELECTIONS",
-    "SelectionRule",
-    "ShapingParams",
-]
-
 CurriculumWeighting = Literal["variance", "band"]
 
 

@@ -16,20 +16,6 @@ from prefrl.options.names import check_references
 from prefrl.options.rules import Example, Rule, apply, example, unset, when
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, check_value
 
-__all__ = [
-    "COMMON_RULES",
-    "COMPILATION_RULES",
-    "CPU_RULES",
-    "HUGGINGFACE",
-    "IGNORED_RULES",
-    "IGNORED_PARTS_RULES",
-    "LIGER_RULES",
-    "STEPS_RULES",
-    "check_device",
-    "check_intervals",
-    "check_paths",
-]
-
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 # HuggingFace's options whose annotations say less, or other than what they take: bounds that it does not check, and
 # None for what is optional in TRL.

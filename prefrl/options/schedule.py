@@ -12,21 +12,6 @@ from prefrl.options.fields import default_of, mapping_of, opt, plain_value
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import example, unset, when
 
-__all__ = [
-    "CosineWarmRestartsParams",
-    "ExponentialParams",
-    "OneCycleParams",
-    "WeightDecayParams",
-    "WsdParams",
-    "METRIC_SCHEDULE_RULES",
-    "PLATEAU_RULES",
-    "SCHEDULE_RULES",
-    "WARMUP_RULES",
-    "WARMUP_EVALUATIONS_RULES",
-    "own_options",
-    "takes_warmup",
-]
-
 
 @hyperparameters
 class OneCycleParams(Params):

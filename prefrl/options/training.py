@@ -26,19 +26,6 @@ from prefrl.options.schedule import (
 )
 from prefrl.options.types import BatchSize, check_value
 
-__all__ = [
-    "AUTO",
-    "AUTOMATIC",
-    "RATE_RULES",
-    "AutoSizeParams",
-    "automatic_rate",
-    "derive_sizes",
-    "largest_divisor",
-    "num_ranks",
-    "take_automatic",
-    "TrainingOptions",
-]
-
 AUTO = "auto"
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 _ADAPTER_FACTOR = 10

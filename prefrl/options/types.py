@@ -18,8 +18,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 
-__all__ = ["LARGEST_INTEGER", "BatchSize", "Length", "NumSamples", "Seconds", "check_value", "LengthBound"]
-
 LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT = 1e38  # in round numbers what 32 bits hold
 # What several options have in common. The bounds are above all that is in use, and below what hangs or overflows.

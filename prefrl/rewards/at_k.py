@@ -12,16 +12,6 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "PromptSamples",
-    "at_k_metrics",
-    "best_at_k",
-    "majority_at_k",
-    "mean_interval",
-    "pass_at_k",
-    "share_interval",
-]
-
 _MOST_SUBSETS = 1000  # of the samples of a prompt
 _NUM_RESAMPLES = 1000
 _CONFIDENCE = 0.95

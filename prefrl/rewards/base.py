@@ -24,21 +24,6 @@ from torch import nn
 
 from prefrl.errors import ConfigError, RewardError
 
-__all__ = [
-    "RewardFunction",
-    "RewardSource",
-    "completion_text",
-    "message_text",
-    "Grader",
-    "check_name",
-    "check_threshold",
-    "passed",
-    "answer_all",
-    "checked_values",
-    "excerpt",
-    "RewardLog",
-]
-
 
 class RewardFunction(Protocol):
     """`f(prompts, completions, completion_ids, **columns)`: one number, or None, for each completion.

@@ -31,19 +31,6 @@ from prefrl.rewards.confinement import (
     logged_wait,
 )
 
-__all__ = [
-    "Call",
-    "EventLoopThread",
-    "Outcome",
-    "call_all",
-    "is_async",
-    "result_of",
-    "PairwiseJudge",
-    "get_judge_reward",
-    "ComputeScore",
-    "is_compute_score",
-]
-
 # Seconds that a coroutine may still take after it was canceled at its deadline, before it is abandoned.
 _GRACE_S = 1.0
 # What is reported as an error of the reward. Other exceptions that are no Exception come from signals: they pass.

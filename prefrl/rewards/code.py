@@ -18,8 +18,6 @@ from prefrl.rewards.base import answer_all, completion_text, excerpt
 from prefrl.rewards.maths import final_part
 from prefrl.sandbox import LANGUAGES, AssertionTest, InputOutputTest, LocalSandbox, Sandbox, Verdict
 
-__all__ = ["get_code_reward", "last_code_block"]
-
 logger = logging.getLogger(__name__)
 
 Test = InputOutputTest | AssertionTest

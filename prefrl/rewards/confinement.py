@@ -20,16 +20,6 @@ import torch
 
 from prefrl.models.modes import seeded
 
-__all__ = [
-    "DeadlineError",
-    "can_interrupt",
-    "end_process_after",
-    "guarded",
-    "leave_if_forked",
-    "logged_wait",
-    "own_randomness",
-]
-
 logger = logging.getLogger(__name__)
 
 # Seconds without a result after which a line is logged.

@@ -18,8 +18,6 @@ from prefrl.errors import RewardError
 from prefrl.optional import require
 from prefrl.rewards.base import answer_all
 
-__all__ = ["MathChecker", "Verdict"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds in which a worker has to start.

@@ -43,8 +43,6 @@ from prefrl.rewards.maths import (
     reasoning_accuracy_reward,
 )
 
-__all__ = ["REWARD_FUNCTIONS", "reward_by_name", "ReasoningGym", "reasoning_gym_dataset"]
-
 _WAYS = "module:function, module.function or folder/file.py:function"
 
 # Rewards that the command line knows by name, because they need no arguments.

@@ -38,8 +38,6 @@ from prefrl.types import Episode
 if TYPE_CHECKING:
     from prefrl.rewards.model import ProcessingClass
 
-__all__ = ["reward_fingerprint", "RewardRunner", "RewardScores"]
-
 
 def reward_fingerprint(function: Callable[..., Any]) -> str:
     """A hash of the source of a function or a class, or of the class of another callable; for a model, its name.

@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from prefrl.data.images import ImageReader
     from prefrl.options.online import OnlineOptions
 
-__all__ = [
-    "responses_of",
-    "rows_of_parts",
-    "sampled_batch",
-    "token_counts",
-    "turn_index",
-    "turn_rewards",
-    "Minibatch",
-    "RolloutBuffer",
-]
-
 
 @dataclass(slots=True)
 class Response:

@@ -7,35 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from prefrl.data.images import ImageReader
 from prefrl.data.tokenize import completion_text
+from prefrl.generation.base import Generator, Pending, SamplingParams
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.types import Rollout, Turn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from prefrl.data.images import ImageReader
-    from prefrl.generation.base import Generator, Pending, SamplingParams
-    from prefrl.rewards.runner import RewardRunner
-    from prefrl.types import Completion, Images
-
-__all__ = [
-    "CompletionSampler",
-    "RolloutSampler",
-    "PrefetchQueue",
-    "Collected",
-    "Collector",
-    "Request",
-    "add_greedy",
-    "joined",
-    "prompt_seed",
-]
+from prefrl.rewards.runner import RewardRunner
+from prefrl.types import Completion, Images, Rollout, Turn
 
 
 class RolloutSampler(Protocol):

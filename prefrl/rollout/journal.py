@@ -14,10 +14,11 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from prefrl import distributed
 from prefrl.data.images import file_bytes
@@ -27,11 +28,6 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.summary import as_text, messages_of_turn
 from prefrl.run.checkpoints import sync_folder
 from prefrl.types import Completion, Episode, Rollout, Turn
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Entry", "Journal", "read_entry", "write_entry"]
 
 _METADATA = b"prefrl"
 # The last value of the metadata: a hash of all other bytes of the file. No text that a run writes comes after it.

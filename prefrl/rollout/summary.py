@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from prefrl.options.policy_gradient import PolicyGradientOptions
     from prefrl.rollout.collect import Collected
 
-__all__ = [
-    "as_text",
-    "log_collected",
-    "log_completions",
-    "messages_of_turn",
-    "print_table",
-    "rollout_metrics",
-    "staleness",
-    "title_of_step",
-    "Tables",
-    "SignalHealth",
-]
-
 logger = logging.getLogger(__name__)
 
 # The most of a prompt or a completion that a cell of the printed table shows. The file has all of it.

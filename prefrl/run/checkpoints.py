@@ -24,36 +24,6 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 
-__all__ = [
-    "MANIFEST",
-    "FileSeal",
-    "Manifest",
-    "manifest_of",
-    "parsed",
-    "problem_of",
-    "seal",
-    "seals_of",
-    "sizes_in",
-    "sync_folder",
-    "text_of",
-    "write_synced",
-    "WORDS_TO_RESUME",
-    "WRITER",
-    "FoundCheckpoint",
-    "check_has_state",
-    "check_whole",
-    "checkpoint_name",
-    "clean",
-    "find_last",
-    "move_in_place",
-    "own_checkpoints",
-    "publish",
-    "rotate",
-    "staging_folder",
-    "step_of",
-    "link_files",
-]
-
 MANIFEST = "manifest.json"
 _FORMAT = 2
 _HASH = "sha256"  # of the manifest's other values

@@ -29,17 +29,6 @@ from typing import Any, NoReturn
 
 from prefrl.errors import ConfigError
 
-__all__ = [
-    "only_writer",
-    "writer_token",
-    "check_space",
-    "check_writable",
-    "weights_in",
-    "StopRequest",
-    "Stopped",
-    "leave",
-]
-
 _FILE = ".writer"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _log = logging.getLogger(__name__)

@@ -20,22 +20,6 @@ from prefrl.errors import ConfigError
 from prefrl.printable import masked
 from prefrl.run.checkpoints import write_synced
 
-__all__ = [
-    "IDENTITY",
-    "Identity",
-    "check_same_run",
-    "new_run_id",
-    "read_identity",
-    "write_identity",
-    "STARTS",
-    "Start",
-    "read_starts",
-    "record_start",
-    "METRICS_FILE",
-    "append_metrics",
-    "read_metrics",
-]
-
 IDENTITY = "run.json"
 
 

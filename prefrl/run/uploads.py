@@ -36,8 +36,6 @@ from prefrl.run.checkpoints import (
     step_of,
 )
 
-__all__ = ["Place", "check_place", "fetch", "is_url", "Uploads"]
-
 _log = logging.getLogger(__name__)
 
 _STARTED = "uploading.json"

@@ -24,8 +24,6 @@ from prefrl.errors import ConfigError
 from prefrl.sandbox.protocol import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
 from prefrl.sandbox.walls import Jailed, Output, isolation_problem, number_of, run_jailed, seccomp_filter
 
-__all__ = ["Isolation", "LocalSandbox"]
-
 Isolation = Literal["auto", "bwrap", "namespaces", "process"]
 
 _ENVIRONMENT = {

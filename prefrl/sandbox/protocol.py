@@ -13,17 +13,6 @@ from urllib.parse import urlsplit
 from prefrl.errors import ConfigError, RewardError
 from prefrl.http import Http, HttpError, Overdue, Unreachable
 
-__all__ = [
-    "LANGUAGES",
-    "AssertionTest",
-    "InputOutputTest",
-    "Sandbox",
-    "SandboxError",
-    "SandboxLimits",
-    "Verdict",
-    "RemoteSandbox",
-]
-
 # The marks of a fenced block by language.
 LANGUAGES = {"python": frozenset({"python", "python3", "py"}), "bash": frozenset({"bash", "sh", "shell"})}
 

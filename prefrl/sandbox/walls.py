@@ -27,8 +27,6 @@ from typing import Literal, Protocol
 from prefrl.errors import ConfigError
 from prefrl.sandbox.protocol import SandboxError, SandboxLimits
 
-__all__ = ["Jailed", "Output", "run_jailed", "number_of", "seccomp_filter", "isolation_problem"]
-
 # Seconds in which processes have to start, also on a busy machine.
 _START_S = 60.0
 # Seconds in which a launcher that was asked to end has to end what it started. Then it is killed.

@@ -32,8 +32,6 @@ from prefrl.scripts.declaration import CommandParser, command
 from prefrl.scripts.inputs import read
 from prefrl.scripts.startup import uncollected
 
-__all__ = ["doctor", "command_to_resume", "resume", "replay", "env", "merge", "demo"]
-
 _REPLAY = "`prefrl replay`: compute a past step of a run again, from what the run has left on the disk."
 _USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"
 

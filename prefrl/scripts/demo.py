@@ -36,8 +36,6 @@ from prefrl.trainer.sft_trainer import SFTTrainer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["cached_smollm2", "gives_number", "is_right", "make_chat_questions", "run_smollm2"]
-
 
 def be_quiet() -> None:
     """Show the run, and not the warnings and bars of the libraries."""

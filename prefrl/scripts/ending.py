@@ -17,8 +17,6 @@ from prefrl.trainer.progress.history import duration
 if TYPE_CHECKING:
     from prefrl.trainer.base_trainer import BaseTrainer
 
-__all__ = ["ending", "next_commands", "print_ending"]
-
 # What a run is judged by: metrics, and whether more is better. The first one that was logged is shown, of each line.
 _JUDGED = (
     (("eval_reward", True), ("eval_rewards/margins", True), ("eval_accuracy", True), ("eval_loss", False)),

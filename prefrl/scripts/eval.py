@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from prefrl.rewards.at_k import PromptSamples
     from prefrl.rewards.runner import RewardRunner
 
-__all__ = ["main", "MeanWithInterval", "default_sizes", "evaluation_table", "summaries"]
-
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingArguments) if field.name != "seed"]
 # Under these names, rewards look for what is right.
 _REFERENCES = ("answer", "solution", "ground_truth")

@@ -9,11 +9,12 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_no_effect, flat_names
 from prefrl.options.presets import PRESETS, combined
+from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
     Given,
@@ -25,11 +26,6 @@ from prefrl.scripts.arguments.command import (
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.schema.parser import SchemaParser
-
-if TYPE_CHECKING:
-    from prefrl.registry import Algorithm
-
-__all__ = ["check_files", "datasets_of", "lora_of", "options_of", "read"]
 
 
 def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False) -> Given:

@@ -20,8 +20,6 @@ from prefrl.options.names import nearest
 from prefrl.printable import printable
 from prefrl.registry import REGISTRY
 
-__all__ = ["OTHERS", "Listed", "main"]
-
 
 class Listed(NamedTuple):
     """A command that is not an algorithm.

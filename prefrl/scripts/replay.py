@@ -36,8 +36,6 @@ from prefrl.trainer.run_folder import StartingPoint
 from prefrl.trainer.steps import DumpedBatch, read_dump
 from prefrl.types import TokenBatch
 
-__all__ = ["config_of_run", "replay_dump", "Replay"]
-
 # What a replay does in another way than the run: it writes nothing, asks nobody, runs in one process, and goes on
 # where the run would have stopped. None of it decides the updates.
 _OTHERWISE: dict[str, Any] = {

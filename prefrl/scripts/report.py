@@ -33,8 +33,6 @@ from prefrl.printable import printable
 from prefrl.scripts.declaration import command
 from prefrl.scripts.report_page import page
 
-__all__ = ["LivePage", "serve", "look", "report", "watch"]
-
 
 @dataclass
 class RunArguments:

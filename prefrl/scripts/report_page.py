@@ -21,8 +21,6 @@ from prefrl import __version__
 from prefrl.printable import printable
 from prefrl.scripts.report_record import Point, events_of, read_run, series_of, thinned
 
-__all__ = ["page", "histograms_of", "side_by_side"]
-
 _FOLDER = Path(__file__).parent / "page"
 _MAX_POINTS = 300  # of a curve
 _MAX_METRICS = 200

@@ -15,8 +15,6 @@ from prefrl.printable import masked, printable
 from prefrl.run.checkpoints import step_of
 from prefrl.run.records import IDENTITY, METRICS_FILE, Identity, Start, read_identity, read_metrics, read_starts
 
-__all__ = ["Point", "read_run", "series_of", "thinned", "events_of"]
-
 _TIME = re.compile(r"time/(\w+)_s")
 _NOT_METRICS = ("step", "epoch", "stage", "run", "time")
 

@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams
     from prefrl.http import Http
 
-__all__ = [
-    "SampledText",
-    "SamplingArguments",
-    "has_messages",
-    "make_sampler",
-    "RESPONSES",
-    "load_rows",
-    "write_rows",
-    "generate",
-    "chat",
-]
-
 TextOrMessages = str | list[dict[str, Any]]
 
 _REQUEST_SECONDS = 600.0

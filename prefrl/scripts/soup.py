@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from prefrl.models.soup import Evaluate, Soup
 
-__all__ = ["SoupArguments", "main"]
-
 # Options that only concern the metric, and their defaults.
 _FOR_A_METRIC = {
     "greater_is_better": None,

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prefrl.models.flops import ModelCost
     from prefrl.types import TokenBatch
 
-__all__ = ["CountsFlops", "Pass", "StepAccount", "idle_share"]
-
 # Passes whose operations are counted.
 Pass = Literal["training", "reference", "old_policy"]
 

@@ -7,47 +7,27 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import datasets
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl import distributed
 from prefrl.data.image_example import example_batch
-from prefrl.data.images import image_reader
+from prefrl.data.images import ImageReader, ProcessingClass, image_reader
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.forward import set_image_example
 from prefrl.models.load import arguments_for_other, load_model
-from prefrl.models.reference import make_reference
+from prefrl.models.reference import Reference, make_reference
 from prefrl.options.fields import default_of
 from prefrl.options.names import ARGUMENTS, TRAINER_NAMES, nearest
+from prefrl.options.preference import ReferenceOptions
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from prefrl.data.images import ImageReader, ProcessingClass
-    from prefrl.models.reference import Reference
-    from prefrl.options.preference import ReferenceOptions
-    from prefrl.trainer.parts import Run
-
-__all__ = [
-    "check_arguments",
-    "check_dataset",
-    "check_has_data",
-    "check_names",
-    "check_stream",
-    "default_output_dir",
-    "kept_reference",
-    "loaded_reference",
-    "named",
-    "own_config",
-    "reader_for",
-]
+from prefrl.trainer.parts import Run
 
 # The positional parameters after `args` where they are not named, in TRL's order.
 _DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")

@@ -8,9 +8,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -20,7 +21,9 @@ from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.losses.truncation import Truncation
 from prefrl.models.kernels import liger_options
+from prefrl.models.plans import PositionLimit
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.optional import MissingPackageError, is_installed, require
 from prefrl.options.base import BaseOptions
@@ -44,14 +47,6 @@ from prefrl.trainer.scheduler import (
     weight_decay_factor,
     with_warmup,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from prefrl.losses.truncation import Truncation
-    from prefrl.models.plans import PositionLimit
-
-__all__ = ["KNOWN_OPTIMIZERS", "BaseConfig", "check_precision"]
 
 _SOME_STEPS = 1009  # to try a schedule out before the number of steps is known
 # Exponent of the number of ranks.

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
     from prefrl.trainer.steps import LongBatch
 
-__all__ = ["BaseTrainer"]
-
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
 Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a trainer's loss reads
 

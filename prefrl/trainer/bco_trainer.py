@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import datasets
 import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prefrl.data.collate import unpaired_batch
-from prefrl.data.images import tokenizer_of
+from prefrl.data.images import ProcessingClass, tokenizer_of
 from prefrl.errors import ConfigError, DataError
 from prefrl.losses.preference.unpaired import bco, density_ratio_weights
 from prefrl.optional import require
 from prefrl.options.fields import check_no_effect
 from prefrl.trainer.arguments import check_arguments
+from prefrl.trainer.configs import BCOConfig
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
 from prefrl.trainer.offline.rows import RunningMean, predicted_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.configs import BCOConfig
-
-__all__ = ["BCOTrainer", "DensityRatio"]
 
 
 class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):

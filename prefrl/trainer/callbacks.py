@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.base_trainer import BaseTrainer
 
-__all__ = ["BEMACallback", "LogCompletionsCallback"]
-
 _log = logging.getLogger(__name__)
 
 _FOLDER = "bema"  # in output_dir

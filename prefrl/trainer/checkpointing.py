@@ -37,28 +37,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.parts import Run
     from prefrl.trainer.run_folder import StartingPoint
 
-__all__ = [
-    "GroupSettings",
-    "StatefulCallback",
-    "begin",
-    "check_fingerprint",
-    "check_parts",
-    "decide_what_follows",
-    "kept_elsewhere",
-    "read_optimizer",
-    "read_update_state",
-    "save_fingerprint",
-    "saved_at_errors",
-    "until_stopped",
-    "without_memory",
-    "write",
-    "write_card",
-    "write_model_of_checkpoint",
-    "write_models",
-    "write_optimizer",
-    "write_update_state",
-]
-
 # HuggingFace's names of Adam with two moments for each weight.
 _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
 

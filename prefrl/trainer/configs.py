@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
+from prefrl.models.plans import PositionLimit
 from prefrl.options.algorithms import (
     GRPOOptions,
     OnlineDPOOptions,
@@ -32,28 +33,6 @@ from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.options.presets import PRESETS, combined
 from prefrl.trainer.base_config import BaseConfig
-
-if TYPE_CHECKING:
-    from prefrl.models.plans import PositionLimit
-
-__all__ = [
-    "OfflineConfig",
-    "OnlineConfig",
-    "PolicyGradientConfig",
-    "SFTConfig",
-    "DPOConfig",
-    "KTOConfig",
-    "ORPOConfig",
-    "CPOConfig",
-    "BCOConfig",
-    "RewardConfig",
-    "GRPOConfig",
-    "RLOOConfig",
-    "ReinforcePlusPlusConfig",
-    "PPOConfig",
-    "OnlineDPOConfig",
-]
-
 
 logger = logging.getLogger(__name__)
 

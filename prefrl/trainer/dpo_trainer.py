@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from prefrl.models.forward import WantName
     from prefrl.trainer.configs import DPOConfig
 
-__all__ = ["DPOTrainer"]
-
 
 class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     """Minimizes the mean over pairs of -log sigmoid(beta (log r(chosen) - log r(rejected))), r = policy / reference.

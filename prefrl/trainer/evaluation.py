@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.base_config import BaseConfig
 
-__all__ = [
-    "NO_TOKEN",
-    "ComputeMetrics",
-    "Evaluated",
-    "Evaluation",
-    "PredictedRows",
-    "best_metric",
-    "check_best_metric",
-    "check_metric_names",
-    "check_training_set",
-    "drained",
-    "first_rows",
-]
-
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
 
 NO_TOKEN = -100  # in the place of a token that is not predicted or not learned

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.base_config import BaseConfig
 
-__all__ = ["data_fingerprint", "decisive_options", "facts_of", "model_fingerprint"]
-
 # HuggingFace's options that decide the updates. Whatever else it has, changes where and how the same work is done.
 _OF_HUGGINGFACE = frozenset({
     "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "dataloader_drop_last", "fp16", "learning_rate",

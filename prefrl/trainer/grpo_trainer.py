@@ -6,8 +6,6 @@ from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.online.policy_terms import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 
-__all__ = ["GRPOTrainer"]
-
 
 class GRPOTrainer(OnlineTrainer[PolicyBatch]):
     """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta * KL(pi || ref) over sampled tokens.

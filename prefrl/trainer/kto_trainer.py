@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.data.collate import unpaired_batch
+from prefrl.data.images import ProcessingClass
 from prefrl.losses.preference.unpaired import kto
 from prefrl.metrics import Mean
 from prefrl.trainer.arguments import check_arguments
+from prefrl.trainer.configs import KTOConfig
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
 from prefrl.trainer.offline.rows import predicted_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.configs import KTOConfig
-
-__all__ = ["KTOTrainer"]
 
 logger = logging.getLogger(__name__)
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import Step
 
-__all__ = ["Loop"]
-
 
 class Loop(Trainer):
     """HuggingFace's loop, with whole checkpoints that only their own run reads, an orderly end, and parts."""

@@ -22,8 +22,6 @@ from prefrl.printable import masked, printable
 if TYPE_CHECKING:
     from prefrl.trainer.base_config import BaseConfig
 
-__all__ = ["RunFacts", "write_model_card"]
-
 _PAPERS = {
     "sft": "Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.",
     "dpo": "Direct preference optimization: [arXiv 2305.18290](https://arxiv.org/abs/2305.18290).",

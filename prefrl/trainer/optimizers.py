@@ -27,24 +27,6 @@ from prefrl.options.rules import apply
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-__all__ = [
-    "MuonWithAdamW",
-    "added_arguments",
-    "added_keys",
-    "averages_weights",
-    "check_made",
-    "check_optimizer_of_run",
-    "group_parameters",
-    "hidden_matrices",
-    "named_optimizer",
-    "optimizer_class",
-    "regroup",
-    "use_averaged_weights",
-    "use_trained_weights",
-    "works_under",
-]
-
-
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.steps import LongBatch, Step, StepPlan
     from prefrl.types import LossOutput, TokenBatch
 
-__all__ = ["Events", "GoBack", "Part", "Parts", "Role", "Run"]
-
 # What a model does in a training.
 Role = Literal["policy", "reference", "critic"]
 

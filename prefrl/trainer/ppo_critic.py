@@ -7,10 +7,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -21,31 +22,13 @@ from prefrl.metrics import ExplainedVariance, Metric, token_mean
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
+from prefrl.options.algorithms import CriticOptimizer
 from prefrl.options.fields import mapping_of
+from prefrl.trainer.configs import PPOConfig
+from prefrl.trainer.online.policy_terms import CriticBatch
+from prefrl.trainer.parts import Run
 from prefrl.trainer.scheduler import Scheduler, refresh
 from prefrl.types import LossOutput
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from prefrl.options.algorithms import CriticOptimizer
-    from prefrl.trainer.configs import PPOConfig
-    from prefrl.trainer.online.policy_terms import CriticBatch
-    from prefrl.trainer.parts import Run
-
-__all__ = [
-    "attach_critic",
-    "critic_loss",
-    "make_critic",
-    "refuse_reward_model",
-    "save_gathered",
-    "split_state",
-    "add_critic_groups",
-    "clip_apart",
-    "set_decays",
-    "warm_up_critic",
-]
 
 # The name under which the critic is a part of the policy.
 _NAME = "prefrl_critic"

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
     from prefrl.trainer.steps import Step
 
-__all__ = ["PPOTrainer"]
-
 
 class PPOTrainer(OnlineTrainer[CriticBatch]):
     """Minimizes the clipped surrogate with advantages from a critic, plus vf_coef * value loss of the critic.

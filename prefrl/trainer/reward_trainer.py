@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import Any, Unpack, cast
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl.data.collate import reward_batch
+from prefrl.data.images import ProcessingClass
 from prefrl.data.preference import prepare_reward_dataset
 from prefrl.losses.preference.reference_free import bradley_terry, centering
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model
+from prefrl.trainer.configs import RewardConfig
 from prefrl.trainer.offline.preference import half_pairs
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, MarginBatch, TokenBatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.configs import RewardConfig
-
-__all__ = ["RewardTrainer", "tokenized_pairs"]
 
 
 class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):

@@ -6,8 +6,6 @@ from prefrl.trainer.configs import RLOOConfig
 from prefrl.trainer.online.policy_terms import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
 
-__all__ = ["RLOOTrainer"]
-
 
 class RLOOTrainer(OnlineTrainer[PolicyBatch]):
     """Minimizes -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over completions.

@@ -47,8 +47,6 @@ from prefrl.run.uploads import fetch, is_url
 if TYPE_CHECKING:
     from prefrl.trainer.base_config import BaseConfig
 
-__all__ = ["RunFolder", "StartingPoint"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, LRScheduler, OneCycleLR
 from transformers.optimization import get_scheduler, get_wsd_schedule
 from transformers.trainer_utils import SchedulerType
@@ -26,25 +27,6 @@ from prefrl.options.schedule import (
     WeightDecayParams,
     WsdParams,
 )
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from prefrl.options.schedule import PlateauParams
-
-__all__ = [
-    "SCHEDULES",
-    "Factor",
-    "RatePlateau",
-    "Scheduler",
-    "Span",
-    "check_arguments",
-    "delayed",
-    "of_huggingface",
-    "refresh",
-    "weight_decay_factor",
-    "with_warmup",
-]
 
 Factor = Callable[[int], float]  # of the number of optimizer steps so far
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.types import TokenBatch
 
-__all__ = ["ScoreNeed", "Scorer", "Scores"]
-
 # What is found out about the tokens of a batch before the first update from it, in nats but for the last two:
 # log-probs, entropies and log sum p^2 of the policy, log-probs of the reference; [N] values of the critic; [N, h] the
 # last hidden states of the reference, to compute its full distribution.

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import Any, Unpack, cast
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl.data.collate import sft_batch
 from prefrl.data.formats import column_names, has_columns
+from prefrl.data.images import ProcessingClass
 from prefrl.data.packing import pack_prepared
 from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.errors import ConfigError, DataError
-from prefrl.losses.per_token import row_items, token_weights
+from prefrl.losses.per_token import WantName, row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
@@ -20,16 +25,6 @@ from prefrl.trainer.configs import SFTConfig
 from prefrl.trainer.offline.rows import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, TokenBatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.losses.per_token import WantName
-
-__all__ = ["SFTTrainer", "tokenized_texts"]
 
 
 class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):

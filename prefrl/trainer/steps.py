@@ -15,31 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from prefrl import distributed
 from prefrl.data.collate import batch_of, parts_of_batch
 from prefrl.run.records import Identity, read_identity, write_identity
 from prefrl.types import IdleBatch, TokenBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-__all__ = [
-    "DumpedBatch",
-    "LongBatch",
-    "MicroStep",
-    "Step",
-    "StepPlan",
-    "SyncStep",
-    "dump_step",
-    "dumped_before",
-    "read_dump",
-]
 
 
 class MicroStep(Protocol):

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from prefrl.generation.base import SamplingParams
 
-__all__ = ["keep_rows", "rows_of_cache", "sent", "Draw", "TokenSampler", "uniform_numbers"]
-
 
 def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = False) -> Cache:
     """A cache with copies of some rows, which may repeat, and room for more tokens; the original is unchanged.

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from prefrl.generation.local.decoding import Draw
     from prefrl.types import FinishReason, Images
 
-__all__ = ["LocalGenerator", "end_token_ids"]
-
 
 @dataclass(frozen=True, slots=True)
 class DistinctPrompt:

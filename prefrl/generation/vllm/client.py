@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from prefrl.http import Http
     from prefrl.types import Completion, Images
 
-__all__ = ["Balance", "Server", "ServerAsker", "VLLMGenerator"]
-
 
 @dataclass(slots=True)
 class Server:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from prefrl.http import Http
 
-__all__ = ["Waiting", "PROBE_SECONDS", "Requirements", "check_server_url", "handshake", "is_healthy", "weight_version"]
-
 _FIRST_S, _NEXT_S = 2.0, 10.0  # a server that answers at once is not worth a line
 
 

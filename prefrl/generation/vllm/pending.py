@@ -15,8 +15,6 @@ from prefrl.generation.base import Conversations, Home, SamplingParams
 from prefrl.generation.vllm.requests import PromptRequest
 from prefrl.types import Completion
 
-__all__ = ["MAX_RECOVERIES", "Asker", "Done", "Failed", "Lost", "Outcome", "VLLMPending", "raise_shared", "VLLMTurns"]
-
 MAX_RECOVERIES = 3
 
 

@@ -35,28 +35,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
+from torch import Tensor
 
 from prefrl.options.params import Params
+from prefrl.options.policy import Reduction
 from prefrl.options.policy_gradient import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.options.policy import Reduction
-
-__all__ = [
-    "REWARD_BALANCES",
-    "BalanceState",
-    "Balanced",
-    "RewardBalance",
-    "RewardBalancer",
-    "RewardTasks",
-    "gram",
-    "squared_weights",
-]
 
 SMALLEST_LOSS = 0.01
 # Added to the diagonal of the cosine matrix: without it, rewards in full conflict have no bargaining solution.

@@ -25,9 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.advantage.scored import (
     Advantages,
@@ -48,9 +49,6 @@ from prefrl.options.policy_gradient import (
     GrpoParams,
     ScaleParams,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "ADVANTAGES",

@@ -10,28 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.per_token import check_same_shape, row_sums, trainable_per_row
 from prefrl.options.policy import CovarianceBand, HighestCovariance, ImportanceLevel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "MAX_LOG_RATIO",
-    "PolicyTokens",
-    "TokenLoss",
-    "off_policy_sequence_mask",
-    "positive_nll",
-    "covariance",
-    "covariance_sums",
-    "select_clip_cov",
-    "select_kl_cov",
-    "token_keys",
-]
 
 # Ratios without another bound are limited to e^20. That is far beyond what a policy can be trained on, and products
 # with advantages and their gradients stay finite in every dtype but float16.

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Layout", "attend"]
 
 Made = TypeVar("Made")
 

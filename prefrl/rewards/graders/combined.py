@@ -17,8 +17,6 @@ from prefrl.rewards.base import Grader, RewardFunction, check_threshold
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.runner import RewardRunner, RewardScores
 
-__all__ = ["Formula", "Combined"]
-
 _Values: TypeAlias = Mapping[str, float]
 _Node: TypeAlias = Callable[[_Values], float]
 

@@ -25,8 +25,6 @@ from prefrl.http import Http, HttpError, Refused
 from prefrl.printable import MASK, printable
 from prefrl.rewards.base import check_name, completion_text, message_text
 
-__all__ = ["ChatModel", "Messages", "Template", "check_column", "fill_rows", "joined_prompt"]
-
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]

@@ -13,8 +13,6 @@ from prefrl.errors import ConfigError
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.graders.endpoint import ChatModel, Messages, Template, fill_rows, joined_prompt
 
-__all__ = ["LabelModel", "PairwiseModel", "ScoreModel"]
-
 T = TypeVar("T")
 _LogMetric = Callable[[str, float], None]
 # What models put around a label or a number.

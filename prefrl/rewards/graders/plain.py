@@ -15,8 +15,6 @@ from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.call import is_async
 from prefrl.rewards.graders.endpoint import Template, check_column, fill_rows, joined_prompt
 
-__all__ = ["StringCheck", "TextSimilarity", "PythonGrader"]
-
 _Operation = Literal["eq", "ne", "like", "regex", "fuzzy"]
 _DEFAULT_THRESHOLD = 0.9
 

@@ -11,26 +11,13 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from prefrl.data.formats import Message
 from prefrl.data.tools import Schema, tool_schemas
 from prefrl.errors import ConfigError
 from prefrl.printable import reason_of
 from prefrl.rollout.episodes.threads import MainThread, Worker, reported
-
-if TYPE_CHECKING:
-    from prefrl.data.formats import Message
-
-__all__ = [
-    "EMPTY_PROMPT",
-    "Environment",
-    "EnvironmentKind",
-    "Observation",
-    "environment_kinds",
-    "CallTimeout",
-    "Seat",
-    "Seats",
-]
 
 # The prompt of a dataset without prompts, which `reset` fills.
 EMPTY_PROMPT = [{"role": "user", "content": ""}]

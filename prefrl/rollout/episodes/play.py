@@ -8,11 +8,11 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefrl.data.chat import ChatTemplate, encode
 from prefrl.data.encode import TruncationSide, kept
-from prefrl.data.formats import read_messages
+from prefrl.data.formats import Message, read_messages
 from prefrl.data.next_turn import Answer, next_context, said_text
 from prefrl.data.tokenize import completion_text
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
@@ -20,13 +20,7 @@ from prefrl.errors import DataError, EpisodeError
 from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 from prefrl.printable import reason_of
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, EnvironmentKind, Observation, Seat
-from prefrl.types import Episode, Turn
-
-if TYPE_CHECKING:
-    from prefrl.data.formats import Message
-    from prefrl.types import Completion, StopReason
-
-__all__ = ["EpisodeLimits", "EnvironmentFailure", "Played", "Player", "Task"]
+from prefrl.types import Completion, Episode, StopReason, Turn
 
 
 @dataclass(frozen=True)

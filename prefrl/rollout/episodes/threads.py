@@ -20,8 +20,6 @@ from prefrl.errors import EpisodeError
 from prefrl.printable import reason_of
 from prefrl.rewards.call import EventLoopThread
 
-__all__ = ["MainThread", "Worker", "reported", "watched_loop"]
-
 # Other exceptions come from signals.
 _OF_USER_CODE = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 

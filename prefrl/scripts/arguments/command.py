@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig
 
-__all__ = [
-    "DType",
-    "ModelConfig",
-    "get_kbit_device_map",
-    "get_peft_config",
-    "get_quantization_config",
-    "lora_options",
-    "quantization_config",
-    "Given",
-    "RewardEntry",
-    "check_reward_files",
-    "reward_entries",
-    "CommandArguments",
-    "RewardArguments",
-]
-
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
 # The names of our options in peft.LoraConfig.

@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from prefrl.data.formats import AnyDataset
     from prefrl.data.sources import RowShape
 
-__all__ = [
-    "SHAPING",
-    "ColumnArguments",
-    "FILES",
-    "DatasetConfig",
-    "DatasetMixtureConfig",
-    "ScriptArguments",
-    "check_source",
-    "get_dataset",
-    "load_part",
-    "load_parts",
-]
-
 # The options of `ColumnArguments`, which are keys of a part of a mixture, too.
 SHAPING = ("columns", "prompt_template", "system_prompt", "conversational")
 _EXAMPLE = "Write {prompt: question}, the new name and then the dataset's own"

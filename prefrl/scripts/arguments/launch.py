@@ -18,18 +18,6 @@ from prefrl.options.fields import check_fields, check_no_effect, opt
 from prefrl.options.names import nearest
 from prefrl.scripts.arguments.command import Given
 
-__all__ = [
-    "AUTO",
-    "CONFIGS",
-    "CPU",
-    "LAUNCHED",
-    "ONLY_CHECK",
-    "LaunchArguments",
-    "ProcessArguments",
-    "config_file",
-    "launch_options",
-]
-
 # Folder of the accelerate configs that can be selected by name; examples/accelerate_configs links to it.
 CONFIGS = Path(__file__).parents[1] / "launch" / "accelerate_configs"
 AUTO, CPU = "auto", "cpu"  # values of `vllm` besides GPUs

@@ -36,8 +36,6 @@ from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.subject import Checkup, Section, Subject, logged_into, plan_of
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
-__all__ = ["check_before", "checkup_of"]
-
 
 def check_servers(section: Section, subject: Subject) -> None:
     """Note which servers answer. One that does not may still start: a run waits for it.

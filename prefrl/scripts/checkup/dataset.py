@@ -38,17 +38,6 @@ from prefrl.rewards.runner import RewardRunner, RewardScores
 from prefrl.scripts.checkup.subject import Section, Subject, logged_into
 from prefrl.trainer.online.prompts import prompts_per_generation
 
-__all__ = [
-    "UNLIMITED",
-    "check_dataset_columns",
-    "check_rows",
-    "rows_in_memory",
-    "row_lengths",
-    "show_rows",
-    "try_rewards",
-    "Batches",
-]
-
 ROWS_READ = 1000
 _MOST_CHARACTERS = 600  # of a part of a row that is shown
 # What no limit holds for.

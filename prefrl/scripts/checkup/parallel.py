@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prefrl.scripts.checkup.dataset import Batches
     from prefrl.scripts.checkup.subject import LaunchPlan, Section, Subject
 
-__all__ = ["check_parallelism", "footprint_of_process"]
-
 _UNEVEN = 1.05  # times an equal part, which is not worth a word
 _SMALL_FILES = 20  # of process 0: options, tokenizer, states of callbacks, ...
 _MANY_FILES = 10_000

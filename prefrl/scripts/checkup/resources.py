@@ -28,17 +28,6 @@ from prefrl.scripts.checkup.parallel import footprint_of_process
 from prefrl.scripts.checkup.subject import Section, Subject
 from prefrl.scripts.inputs import lora_of
 
-__all__ = [
-    "MicroBatch",
-    "check_memory",
-    "check_resources",
-    "estimated_footprint",
-    "footprint_of",
-    "large_micro_batch",
-    "least_seconds",
-    "products_per_second",
-]
-
 _MIB, _GIB = 2**20, 2**30
 _SECONDS = 0.1  # for which a speed is measured
 _PRODUCTS = 8  # between two waits for a GPU, which would otherwise idle while the next product is launched

@@ -39,8 +39,6 @@ from prefrl.trainer.online.prompts import tokenized_prompts
 from prefrl.trainer.reward_trainer import tokenized_pairs
 from prefrl.trainer.sft_trainer import tokenized_texts
 
-__all__ = ["Checkup", "Section", "logged_into", "LaunchPlan", "plan_of", "Subject"]
-
 Severity = Literal["ok", "note", "warning", "problem"]
 _SIGNS: dict[Severity, str] = {
     "ok": "[green]ok[/]",

@@ -22,8 +22,6 @@ from typing import IO
 from prefrl.errors import GenerationError
 from prefrl.generation.server import KEY_VARIABLE
 
-__all__ = ["Program", "StopNote", "kill_all", "stop_signals_noted", "with_variable", "Supervisor", "health"]
-
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

@@ -23,19 +23,6 @@ from prefrl.options.names import unpinned_code
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.launch.processes import Supervisor
 
-__all__ = [
-    "CONTRACT",
-    "CPU_FLAGS",
-    "FLAGS",
-    "REFUSED",
-    "REFUSED_SHORT",
-    "ServeArguments",
-    "check_port",
-    "main",
-    "serve_command",
-    "serve_environment",
-]
-
 _OLDEST_VLLM = (0, 32)
 _PLUGIN = "prefrl"
 

@@ -25,8 +25,6 @@ from prefrl.scripts.migrate.verl import migrate_verl
 from prefrl.scripts.parsing.option_parser import BOOLEANS
 from prefrl.scripts.parsing.yaml_file import parse_yaml
 
-__all__ = ["main"]
-
 Library = Literal["trl", "verl", "cosmos_rl", "ludwig"]
 _YAML = (".yaml", ".yml")
 

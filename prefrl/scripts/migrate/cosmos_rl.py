@@ -31,8 +31,6 @@ from prefrl.scripts.migrate.rows import (
 )
 from prefrl.scripts.migrate.values import ForeignRun, Values, of_toml
 
-__all__ = ["migrate_cosmos_rl"]
-
 # Rewards by name: what they are here, and the column of the answer that they read.
 REWARDS: dict[str, tuple[str, str | None]] = {
     "boxed_math": ("accuracy_reward", "solution"),

@@ -15,8 +15,6 @@ from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.migrate.rows import Counterpart
 from prefrl.scripts.schema.parser import options_of as schema_options
 
-__all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "option_names_of", "parsed_options", "switches"]
-
 
 @dataclass
 class Migrated:

@@ -16,8 +16,6 @@ from prefrl.scripts.migrate.trl_names import TRANSFORMERS, TRL
 from prefrl.scripts.migrate.verl import VERL_SFT
 from prefrl.scripts.migrate.verl_keys import VERL
 
-__all__ = ["LIBRARIES", "foreign_text"]
-
 # Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
 LIBRARIES: dict[str, Mapping[str, Counterpart]] = {
     **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},

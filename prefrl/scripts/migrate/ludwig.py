@@ -23,8 +23,6 @@ from prefrl.scripts.migrate.rows import (
 )
 from prefrl.scripts.migrate.values import ForeignRun, of_yaml
 
-__all__ = ["LUDWIG_KEYS", "migrate_ludwig"]
-
 _ENCODERS = "there are no multi-input encoders; a vision-language model reads images, see docs/images.md"
 
 LUDWIG: dict[str, Counterpart] = {

@@ -6,33 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = [
-    "AXOLOTL",
-    "OTHERS",
-    "LAUNCH",
-    "Counterpart",
-    "aside",
-    "betas",
-    "flag",
-    "if_true",
-    "unless",
-    "asked",
-    "becomes",
-    "column",
-    "if_set",
-    "if_set_key",
-    "instead",
-    "layers",
-    "loggers",
-    "not_needed",
-    "not_there",
-    "renamed",
-    "row_of",
-    "sampled_top_k",
-    "server",
-    "together",
-]
-
 # How many processes there are, and what each of them holds.
 LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
 _UNSET = (None, "", "None", -1)

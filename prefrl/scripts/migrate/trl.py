@@ -16,17 +16,6 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import Edit, Migrated, applied, converted, every_option, option_names_of, switches
 from prefrl.scripts.migrate.trl_names import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
 
-__all__ = [
-    "NAMES",
-    "UNKNOWN",
-    "config_name_of",
-    "missing_defaults",
-    "say_written",
-    "steps_of",
-    "migrate_trl_yaml",
-    "migrate_commands",
-]
-
 NAMES = {**TRANSFORMERS, **TRL}
 UNKNOWN = object()  # a value that is known only when the file runs
 

@@ -7,18 +7,6 @@ from typing import Any
 
 from prefrl.scripts.migrate.rows import Counterpart, aside, becomes, flag, not_needed, not_there, renamed, server
 
-__all__ = [
-    "DEFAULTS",
-    "METHODS",
-    "NAMES",
-    "REWARDS",
-    "SAME_VALUES",
-    "SCRIPT_OPTIONS",
-    "TRL",
-    "VALUES",
-    "TRANSFORMERS",
-]
-
 _NO_PADDING = "batches are laid out without padding"
 _LOCAL = "completions are sampled by prefrl's own loop or on a server"
 _SERVER = "a server runs in its own process, so give it --{} there"

@@ -16,8 +16,6 @@ from prefrl.scripts.arguments.datasets import SHAPING
 from prefrl.scripts.migrate.edits import Migrated, converted, every_option, option_names_of
 from prefrl.scripts.migrate.rows import Counterpart, row_of
 
-__all__ = ["Values", "library_of", "of_command", "of_toml", "of_yaml", "ForeignRun"]
-
 Values = dict[str, tuple[int, Any]]  # path of keys -> line number and value
 
 # Mappings with these names are arguments of something else.

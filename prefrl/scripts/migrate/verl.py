@@ -23,8 +23,6 @@ from prefrl.scripts.migrate.rows import (
 from prefrl.scripts.migrate.values import ForeignRun, Values, of_command, of_yaml
 from prefrl.scripts.migrate.verl_keys import KL_ESTIMATORS, LOSSES, PPO_DEFAULTS, VERL
 
-__all__ = ["VERL_SFT", "migrate_verl"]
-
 _NESTED = "make the nested texts columns of their own, and name these in columns"
 _PADDING = "batches are laid out without padding"
 _ACTOR = "actor_rollout_ref.actor."

@@ -28,8 +28,6 @@ from prefrl.scripts.migrate.rows import (
     unless,
 )
 
-__all__ = ["PPO_DEFAULTS", "KL_ESTIMATORS", "LOSSES", "VERL"]
-
 _PYTHON = "give the trainer a dataset in Python"
 _FOLLOWS = "passes without gradients choose their own size"
 # The estimate of the KL.

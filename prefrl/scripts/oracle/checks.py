@@ -17,8 +17,6 @@ from prefrl.losses.advantage.scored import Advantages, ScoredRows, ScoredTokens
 from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
 from prefrl.options.policy import ImportanceLevel
 
-__all__ = ["AdvantageLevel", "Check", "check_advantages", "check_kl", "check_policy_loss"]
-
 AdvantageLevel = Literal["row", "token"]
 PolicyFunction = Callable[[PolicyTokens], TokenLoss]
 AdvantageFunction = Callable[..., Advantages]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prefrl.scripts.oracle.checks import Check
     from prefrl.scripts.oracle.recipe import Measurement
 
-__all__ = ["VerifyArguments", "main"]
-
 # The number of positional arguments, and the signature of the function.
 _FORMS = {
     "policy": (1, "function(tokens: PolicyTokens, *, ...) -> TokenLoss"),

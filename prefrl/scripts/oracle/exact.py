@@ -27,22 +27,6 @@ from torch import Tensor
 from prefrl.losses.per_token import row_sums
 from prefrl.losses.truncation import TokenTruncation, Truncation
 
-__all__ = [
-    "END",
-    "OBJECTIVES",
-    "Agreement",
-    "Estimate",
-    "ObjectiveName",
-    "Problem",
-    "Samples",
-    "Tree",
-    "agreement",
-    "estimate",
-    "every_batch",
-    "exact_gradient",
-    "make_problem",
-]
-
 END = 0  # the token that ends a completion
 _WHOLE = Truncation()
 

@@ -36,28 +36,6 @@ from prefrl.scripts.oracle.exact import (
     make_problem,
 )
 
-__all__ = [
-    "PerToken",
-    "Recipe",
-    "reinforce_loss",
-    "row_advantages",
-    "row_total",
-    "sampling_weights",
-    "selection",
-    "token_advantages",
-    "whiten",
-    "centered_turns",
-    "credit_of_turns",
-    "STEPS",
-    "Measurement",
-    "measure_advantages",
-    "measure_kl",
-    "measure_policy_loss",
-    "one_prompt",
-    "silent",
-    "two_prompts",
-]
-
 # Maps batches to one value per token, [N]; constants, unless the value is a part of the loss.
 PerToken = Callable[["Samples"], "Tensor"]
 

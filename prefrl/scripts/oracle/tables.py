@@ -49,8 +49,6 @@ from prefrl.scripts.oracle.recipe import (
     whiten,
 )
 
-__all__ = ["EPSILON_HIGH", "HYPERPARAMETERS", "TABLES", "Line", "TableOfLines", "params_of"]
-
 # Hyperparameters that differ from their defaults, so that the small problem reaches the bounds; by the name of the
 # loss or estimator. All losses that have an epsilon_high get the same one.
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {

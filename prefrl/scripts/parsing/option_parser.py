@@ -22,19 +22,6 @@ from prefrl.scripts.arguments.command import RewardEntry
 from prefrl.scripts.arguments.datasets import DatasetConfig
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
 
-__all__ = [
-    "BOOLEANS",
-    "EarlyParser",
-    "Form",
-    "OptionParser",
-    "boolean",
-    "choice_of",
-    "default_in_words",
-    "form_of",
-    "has_switch",
-    "option_of",
-]
-
 # Words that mean yes or no.
 BOOLEANS = {
     **dict.fromkeys(("yes", "true", "t", "y", "1"), True),

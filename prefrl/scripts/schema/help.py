@@ -9,8 +9,6 @@ from typing import Any
 from prefrl.registry import REGISTRY
 from prefrl.scripts.parsing.option_parser import default_in_words
 
-__all__ = ["GROUPS", "all_options", "common_options", "found_options", "kind_of", "option_list"]
-
 _Options = Sequence[Mapping[str, Any]]
 _WIDTH = 118
 # The options that most runs set, in the order in which one thinks of them.

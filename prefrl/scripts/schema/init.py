@@ -13,8 +13,6 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.schema.help import GROUPS, kind_of
 from prefrl.scripts.schema.parser import options_of
 
-__all__ = ["main"]
-
 _USAGE = "usage: prefrl init ALGORITHM > run.yaml"
 _WIDTH = 100
 # What a first run has to set; everything else is a comment.

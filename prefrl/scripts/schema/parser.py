@@ -27,8 +27,6 @@ from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
 from prefrl.scripts.schema.help import all_options, common_options, found_options
 
-__all__ = ["HUGGINGFACE_FILE", "SchemaParser", "options_of"]
-
 HUGGINGFACE_FILE = Path(__file__).with_name("huggingface.json")
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
 

@@ -20,8 +20,6 @@ from prefrl.scripts.schema.parser import HUGGINGFACE_FILE
 from prefrl.trainer.base_config import KNOWN_OPTIMIZERS
 from prefrl.trainer.scheduler import SCHEDULE_NAMES
 
-__all__ = ["huggingface_text"]
-
 _KINDS = {"int": "int", "float": "float", "string_to_bool": "bool"}
 # Help for options of transformers with which prefrl does something else.
 _HELP = {

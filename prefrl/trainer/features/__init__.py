@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from transformers import PreTrainedModel
+
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.features.averages import moving_average, soup_of_checkpoints
 from prefrl.trainer.features.early_stopping import add_early_stopping
 from prefrl.trainer.features.flops import count_flops
@@ -25,11 +28,6 @@ from prefrl.trainer.features.router import router_loss
 from prefrl.trainer.features.sizes import automatic_sizes
 from prefrl.trainer.features.uploads import uploaded_checkpoints
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from prefrl.trainer.base_config import BaseConfig
 
 __all__ = ["Hub", "MovingReference", "count_flops", "parts_of", "parts_of_models"]
 

@@ -15,23 +15,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, NonFiniteError
 from prefrl.metrics import Max, Mean, Metric, merge
 from prefrl.run.checkpoints import find_last
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import GoBack, Part, Run
 from prefrl.trainer.steps import dump_step, dumped_before
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from prefrl.trainer.base_config import BaseConfig
-
-__all__ = ["EarlyRead", "Guard", "Rollback", "StepGuard", "has_problem"]
 
 _log = logging.getLogger(__name__)
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch import nn
 
 from prefrl.models.kernels import OffloadActivations, apply_liger, compile_layers, compute_in_fp8
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Role, Run
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from prefrl.trainer.base_config import BaseConfig
-    from prefrl.types import LossOutput, TokenBatch
-
-__all__ = ["Kernels", "Offloading", "kernels", "offloading"]
+from prefrl.types import LossOutput, TokenBatch
 
 
 def kernels(args: BaseConfig) -> Kernels | None:

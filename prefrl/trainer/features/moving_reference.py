@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from prefrl.models.reference import Reference
 
-__all__ = ["MovingReference"]
-
 _FILE = "reference.safetensors"
 
 

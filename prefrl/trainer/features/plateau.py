@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.base_config import BaseConfig
 
-__all__ = ["WatchPlateau", "plateau_watch"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerAction, profile, schedule
@@ -12,12 +11,8 @@ from torch.profiler import ProfilerAction, profile, schedule
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.checkpoint import ProfileParams
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base_config import BaseConfig
-
-__all__ = ["FOLDER", "StepProfiler", "profiler"]
 
 logger = logging.getLogger(__name__)
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean
 from prefrl.models.routers import RouterRecord, router_loss_coef
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
-from prefrl.types import LossOutput
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from prefrl.trainer.base_config import BaseConfig
-    from prefrl.types import TokenBatch
-
-__all__ = ["RouterLoss", "router_loss"]
+from prefrl.types import LossOutput, TokenBatch
 
 
 def router_loss(args: BaseConfig, model: PreTrainedModel) -> RouterLoss | None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from prefrl import distributed
+from prefrl.options.checkpoint import UploadParams
 from prefrl.run.checkpoints import own_checkpoints
 from prefrl.run.uploads import Place, Uploads
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from prefrl.options.checkpoint import UploadParams
-    from prefrl.trainer.base_config import BaseConfig
-
-__all__ = ["UploadedCheckpoints", "uploaded_checkpoints"]
 
 _log = logging.getLogger(__name__)
 

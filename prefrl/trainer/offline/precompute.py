@@ -8,26 +8,21 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
 from prefrl import distributed
 from prefrl.data.packing import list_lengths
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.fingerprint import joint_digest, rows_fingerprint
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from prefrl.types import TokenBatch
-
-__all__ = ["REFERENCE_COLUMNS", "precompute_reference"]
+from prefrl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
 

@@ -6,29 +6,18 @@ import heapq
 import json
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from torch import Tensor
 
 from prefrl import distributed
 from prefrl.data.samplers import dealing_of
 from prefrl.errors import ConfigError
 from prefrl.trainer.evaluation import NO_TOKEN
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.types import LabeledBatch, TokenBatch
-
-__all__ = [
-    "RunningMean",
-    "longest_rows",
-    "predicted_pairs",
-    "predicted_rows",
-    "predicted_tokens",
-]
+from prefrl.types import LabeledBatch, TokenBatch
 
 
 def longest_rows(dataset: Any, num_rows: int, *, hidden_size: int) -> list[dict[str, Any]]:

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.offline.preference import RowKind
 
-__all__ = ["OfflineTrainer", "TrainerArguments"]
-
 _REWARD_MEAN_FILE = "reward_mean.json"
 
 

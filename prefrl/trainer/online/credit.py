@@ -34,19 +34,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.scorer import Scores
     from prefrl.types import Rollout, SampledBatch, TokenBatch
 
-__all__ = [
-    "ADVANTAGE_EPSILON",
-    "BalancedEstimator",
-    "ContestedPrefixes",
-    "HighCovariance",
-    "HighEntropy",
-    "KLInReward",
-    "RewardedRows",
-    "TokenCredit",
-    "TurnCredit",
-    "Whitening",
-]
-
 # Added to standard deviations before dividing by them, as in TRL.
 ADVANTAGE_EPSILON = 1e-4
 

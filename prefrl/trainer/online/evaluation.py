@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.configs import OnlineConfig
     from prefrl.trainer.evaluation import PredictedRows
 
-__all__ = ["EvaluationRollouts", "add_rollouts"]
-
 _log = logging.getLogger(__name__)
 
 _NOT_IN_NAMES = r"[^\w.-]"  # of files

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import LossOutput, Rollout, SampledBatch
 
-__all__ = ["Learned", "Learner", "Objective", "restore", "state_of"]
-
 Rows = TypeVar("Rows", bound=TokenBatch)  # the rows that a learner makes
 Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
 

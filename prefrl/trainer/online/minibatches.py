@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.steps import MicroStep
     from prefrl.types import IdleBatch
 
-__all__ = ["MinibatchMaker", "share_out", "OverlapStep", "LongestRollouts"]
-
 
 @dataclass
 class MinibatchMaker(Generic[Rows, Ready]):

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import Rollout, SampledBatch
 
-__all__ = ["PolicyGradient"]
-
 
 class PolicyGradient:
     """`Learner` of a policy loss that is weighted by advantages.

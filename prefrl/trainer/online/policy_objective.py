@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import TokenBatch
 
-__all__ = ["PolicyObjective"]
-
 
 class PolicyObjective:
     """Sum over tokens of policy loss + beta * KL with the policy loss's token weights, minus an entropy bonus.

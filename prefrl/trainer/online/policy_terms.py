@@ -31,21 +31,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.types import SampledBatch, TokenBatch
 
-__all__ = [
-    "CriticBatch",
-    "PolicyBatch",
-    "Adaptation",
-    "AdaptiveEntropy",
-    "AdaptiveKL",
-    "EntropyBonus",
-    "KLTerm",
-    "LikelihoodTerm",
-    "LossPass",
-    "LossTerm",
-    "OffPolicyMask",
-    "SamplingCorrection",
-]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyBatch(ReadyBatch):

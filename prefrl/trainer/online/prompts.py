@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import datasets
 import torch
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from prefrl import distributed
+from prefrl.data.images import ProcessingClass
 from prefrl.data.samplers import (
     EmptyItems,
     EpochDataLoader,
@@ -24,27 +25,12 @@ from prefrl.data.samplers import (
 )
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.rollout import ResamplingParams
 from prefrl.options.types import TRUNCATION_SIDES
-from prefrl.rollout.collect import Collected, PrefetchQueue, Request, add_greedy, prompt_seed
+from prefrl.rollout.collect import Collected, Collector, PrefetchQueue, Request, add_greedy, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
-
-if TYPE_CHECKING:
-    from prefrl.data.images import ProcessingClass
-    from prefrl.options.rollout import ResamplingParams
-    from prefrl.rollout.collect import Collector
-    from prefrl.trainer.configs import PolicyGradientConfig
-
-__all__ = [
-    "Prompts",
-    "check_prompts",
-    "evaluation_loader",
-    "most_completions",
-    "numbered_rows",
-    "prompt_loader",
-    "prompts_per_generation",
-    "tokenized_prompts",
-]
+from prefrl.trainer.configs import PolicyGradientConfig
 
 
 def tokenized_prompts(

@@ -49,16 +49,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.configs import OnlineConfig
     from prefrl.types import Rollout
 
-__all__ = [
-    "EnvironmentFactory",
-    "Episodes",
-    "Tools",
-    "OnlineArguments",
-    "make_generator",
-    "server_metrics",
-    "sync_method",
-]
-
 Tools = list[Callable[..., Any]]
 EnvironmentFactory = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 

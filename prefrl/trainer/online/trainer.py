@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
 
-__all__ = ["OnlineTrainer"]
-
 # The checkpoint file of adaptive coefficients and running moments.
 _STATE_FILE = "learning_state.json"
 

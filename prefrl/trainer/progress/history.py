@@ -5,32 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from prefrl.printable import printable
 from prefrl.rollout.summary import as_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from prefrl.types import Rollout
-
-__all__ = [
-    "History",
-    "Row",
-    "Sample",
-    "duration",
-    "number",
-    "quantity",
-    "samples_of",
-    "show_banner",
-    "sparkline",
-]
-
+from prefrl.types import Rollout
 
 # What is shown of a log, in this order: its name in the log and its title. Of two with one title, the first is shown.
 _TITLES = {

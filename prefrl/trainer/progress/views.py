@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
 
-__all__ = ["LineView", "Recorder", "RichProgressCallback", "add_views", "closed_at_end", "contain_trackers", "line"]
-
 _log = logging.getLogger(__name__)
 
 _WIDTH = 9  # of a number with four digits, such as 1.234e-05
