@@ -7,8 +7,6 @@ before they are averaged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from transformers import PreTrainedModel
 
 from prefrl.trainer.base_config import BaseConfig
