@@ -298,8 +298,7 @@ class Collector:
                 columns = {
                     name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()
                 }
-        if any(rollout.episode is not None for rollout in rollouts):
-            self.sampler.release(rollouts)
+        self.sampler.release(rollouts)
         return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
 
 

@@ -130,9 +130,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         scores, values = self.scorer.scores_and_values(
             model, batch, self.critic, want=self.objective.want, ref_hidden=batch.ref_hidden
         )
-        if self._keeps_logprobs:
-            self._fresh_logprobs.append(scores.logprobs.detach())
-        output = self.objective(batch, scores)
+        output = self._policy_loss(batch, scores)
         value = critic_loss(self.args, batch, values)
         weight = 0.0 if self._is_warmup else 1.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)

@@ -136,7 +136,7 @@ class LocalGenerator:
             raise ConfigError(f"max_rows={max_rows}: must be at least 1")
         self._model = model
         self._base = model.get_base_model() if is_peft_model(model) else model
-        self._end_ids = end_token_ids(self._base, tokenizer)
+        self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._gathers = gathers
         self._offloads_cache = offloads_cache
@@ -176,7 +176,7 @@ class LocalGenerator:
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
         completions: dict[SampleRow, Completion] = {}
-        stop_ids = {*sampling.stop_token_ids, *self._end_ids}
+        stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
         is_sharded = distributed.is_sharded(self._model)

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.generation.base import Generator
+    from prefrl.losses.per_token import TokenScores
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.evaluation import ComputeMetrics
@@ -189,15 +190,17 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
         self.health = SignalHealth(args)
-        self._keeps_logprobs = args.num_iterations > 1  # of a training pass, for the later visits of its batch
         self._fresh_logprobs: list[Tensor] = []
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
     def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
         """See the objective."""
         ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
-        scores = self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden)
-        if self._keeps_logprobs:
+        return self._policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
+
+    def _policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
+        """See the objective; keeps the log-probs for the later visits of the batch."""
+        if self.args.num_iterations > 1:
             self._fresh_logprobs.append(scores.logprobs.detach())
         return self.objective(batch, scores)
 
