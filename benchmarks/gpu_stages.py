@@ -141,18 +141,17 @@ def _figures_of_plan(
 def _only(name: str, *, must_serve: bool) -> Iterator[None]:
     """Flat attention has one kernel; padded rows do not use it."""
     from prefrl.models.attention import interface
-    from prefrl.models.attention import interface as choice
 
-    kernels = {kernel.name: kernel for kernel in choice.KERNELS}
+    kernels = {kernel.name: kernel for kernel in interface.KERNELS}
+    original = interface.choose_kernel
 
-    def choose(inputs: choice.Inputs, layout: Any) -> choice.Kernel:
-        kernel, last = kernels[name], choice.KERNELS[-1]
-        chosen = choice.choose_kernel(inputs, layout, (kernel, last))
+    def choose(inputs: interface.Inputs, layout: Any) -> interface.Kernel:
+        kernel, last = kernels[name], interface.KERNELS[-1]
+        chosen = original(inputs, layout, (kernel, last))
         if must_serve and chosen is not kernel:
             raise RuntimeError(f"{name} does not serve {inputs}")
         return chosen
 
-    original = interface.choose_kernel
     interface.choose_kernel = choose if name else original
     try:
         yield

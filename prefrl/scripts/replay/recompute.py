@@ -32,6 +32,7 @@ from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.records import Identity
 from prefrl.trainer.online.config import OnlineConfig
+from prefrl.trainer.run_folder import StartingPoint
 from prefrl.trainer.step_dump import DumpedBatch, read_dump
 
 if TYPE_CHECKING:
@@ -283,7 +284,8 @@ class Replay:
         trainer = self._trainer()
         console = Console()
         try:
-            trainer._train(str(self.checkpoint))
+            trainer.start = StartingPoint(trainer.start.run, self.checkpoint)
+            trainer._train()
         except NonFiniteError as error:  # about the weights after the step
             console.print(escape(str(error)))
         finally:
