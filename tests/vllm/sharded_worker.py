@@ -68,7 +68,7 @@ class Watched(PolicyWeights):
 
 def run(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[str, Any]:
     """Six steps; the server and the trainer's own model agree after each sync, or this raises."""
-    options = dict(job["runs"][number])
+    options = {"max_steps": 6} | job["runs"][number]
     server = SimpleNamespace(url=options.pop("url"), model_dir=Path(job["model_dir"]))
     strikes = options.pop("strikes", False)
     if options.pop("lora", False):
