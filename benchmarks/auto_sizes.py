@@ -30,7 +30,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.features.sizes import AutomaticSizes
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import make_trainer, weights_of

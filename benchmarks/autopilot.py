@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 
 from benchmarks.learning import COMMON, expected_reward, start
 from prefrl import GRPOConfig, GRPOTrainer
-from prefrl.scripts.demo import tiny as demo_tiny
+from prefrl.scripts import demo as demo_tiny
 from prefrl.trainer.features.guard import Guard
 
 RESULTS = Path(__file__).parent / "results" / "autopilot.json"

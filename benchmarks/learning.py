@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PrinterCallback
 
 from prefrl.options.presets import PRESETS
 from prefrl.registry import REGISTRY
-from prefrl.scripts.demo import tiny as demo_tiny
+from prefrl.scripts import demo as demo_tiny
 from prefrl.trainer.online.trainer import OnlineTrainer
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"

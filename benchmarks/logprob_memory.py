@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs
-from prefrl.losses.scores import WantName
+from prefrl.losses.per_token import WantName
 
 MIB = 2**20
 ENTROPY: tuple[WantName, ...] = ("entropy",)

@@ -23,7 +23,7 @@ from transformers import PrinterCallback
 from prefrl import SFTConfig, SFTTrainer, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS
-from prefrl.scripts.demo.tiny import make_model, make_questions, make_tokenizer
+from prefrl.scripts.demo import make_model, make_questions, make_tokenizer
 from prefrl.trainer import optimizers
 from prefrl.trainer.optimizers import works_under
 from tests.distributed.backends import enter

@@ -20,9 +20,9 @@ from benchmarks.inputs import (
 from benchmarks.job import Job, Setup, job_of, offline_arguments
 from prefrl.generation.base import OnDemand, Pending, SamplingParams, WeightSource
 from prefrl.generation.local import generator as local
-from prefrl.generation.local.sampling import uniform_numbers
+from prefrl.generation.local.decoding import uniform_numbers
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.types import Completion, Images
 
 __all__ = ["ScriptedGenerator", "build", "config_of", "force_lengths"]

@@ -39,8 +39,8 @@ from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.weights.sync import SyncMethod, WeightSync
 from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
-from prefrl.scripts.demo import tiny as demo_tiny
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.scripts import demo as demo_tiny
+from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, ragged_reward

@@ -28,7 +28,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import dataset_of, ragged_reward

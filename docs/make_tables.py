@@ -32,8 +32,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.flat_names import flat_names
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.fields import flat_names
+from prefrl.options.params import kwargs_options
 
 DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
@@ -180,15 +180,15 @@ def rows_of(name: str) -> str:
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
         "commands": (["command", "what it does"], _commands),
         "names": (["TRL", "prefrl"], _names),
-        "trl": (["TRL", "prefrl"], lambda: _foreign("trl.TRL")),
+        "trl": (["TRL", "prefrl"], lambda: _foreign("trl_names.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
         "trl_names": (["name", "prefrl"], _trl_names),
-        "transformers": (["transformers 4", "prefrl"], lambda: _foreign("trl.TRANSFORMERS")),
+        "transformers": (["transformers 4", "prefrl"], lambda: _foreign("trl_names.TRANSFORMERS")),
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
-        "verl": (["verl", "prefrl"], lambda: _foreign("verl.VERL")),
+        "verl": (["verl", "prefrl"], lambda: _foreign("verl_keys.VERL")),
         "verl_sft": (["verl", "prefrl"], _verl_sft),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
-        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("others.AXOLOTL")),
+        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("rows.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
         "ludwig_keys": (["Ludwig", "prefrl"], lambda: _of_sections("ludwig.LUDWIG_KEYS", "trainer.")),
         "errors": (["class", "meaning"], _errors),
@@ -300,7 +300,7 @@ def _errors() -> Iterator[list[str]]:
         yield [f"`{name}`", f"{error.__doc__.strip().splitlines()[0]} Subclass of `{error.__bases__[-1].__name__}`."]
 
 
-_FOREIGN = "prefrl.scripts.migrate.foreign"
+_FOREIGN = "prefrl.scripts.migrate"
 _KINDS = {
     **{"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: "},
     **{"not there": "no counterpart: ", "aside": "no counterpart: "},
@@ -316,8 +316,8 @@ def _foreign(path: str) -> Iterator[list[str]]:
 
 def _verl_sft() -> Iterator[list[str]]:
     """The rows that are not those of the other trainer."""
-    others = [*_foreign("verl.VERL")]
-    yield from (row for row in _foreign("verl_sft.VERL_SFT") if row not in others)
+    others = [*_foreign("verl_keys.VERL")]
+    yield from (row for row in _foreign("verl.VERL_SFT") if row not in others)
 
 
 def _of_sections(path: str, without: str) -> Iterator[list[str]]:
@@ -326,16 +326,16 @@ def _of_sections(path: str, without: str) -> Iterator[list[str]]:
 
 
 def _trl_arguments() -> Iterator[list[str]]:
-    yield from ([f"`{name}`", text] for name, text in load("prefrl.options.foreign.ARGUMENTS").items())
+    yield from ([f"`{name}`", text] for name, text in load("prefrl.options.names.ARGUMENTS").items())
 
 
 def _trl_names() -> Iterator[list[str]]:
-    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.trl.NAMES").items())
+    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.trl_names.NAMES").items())
 
 
 def _trl_defaults() -> Iterator[list[str]]:
     configs: dict[tuple[str, str, str], list[str]] = {}
-    defaults = load(f"{_FOREIGN}.trl.DEFAULTS")
+    defaults = load(f"{_FOREIGN}.trl_names.DEFAULTS")
     for config, values in defaults.items():
         ours = {field.name: field for field in dataclasses.fields(load(f"prefrl.{config}"))}
         for option, value in values.items():

@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.data.chat_templates import maybe_convert_to_chatml as maybe_convert_to_chatml
     from prefrl.data.chat_templates import prepare_multimodal_messages as prepare_multimodal_messages
     from prefrl.data.chat_templates import supports_tool_calling as supports_tool_calling
-    from prefrl.data.convert import extract_prompt as extract_prompt
-    from prefrl.data.convert import maybe_extract_prompt as maybe_extract_prompt
-    from prefrl.data.convert import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
-    from prefrl.data.convert import unpair_preference_dataset as unpair_preference_dataset
     from prefrl.data.packing import pack_dataset as pack_dataset
+    from prefrl.data.sources import extract_prompt as extract_prompt
+    from prefrl.data.sources import maybe_extract_prompt as maybe_extract_prompt
+    from prefrl.data.sources import maybe_unpair_preference_dataset as maybe_unpair_preference_dataset
     from prefrl.data.sources import mix_datasets as mix_datasets
+    from prefrl.data.sources import unpair_preference_dataset as unpair_preference_dataset
     from prefrl.errors import CheckpointError as CheckpointError
     from prefrl.errors import ConfigError as ConfigError
     from prefrl.errors import DataError as DataError
@@ -41,80 +41,80 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.models.reference import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
-    from prefrl.scripts.arguments.dataset_config import DatasetConfig as DatasetConfig
-    from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig as DatasetMixtureConfig
-    from prefrl.scripts.arguments.dataset_config import ScriptArguments as ScriptArguments
-    from prefrl.scripts.arguments.dataset_config import get_dataset as get_dataset
-    from prefrl.scripts.arguments.model_config import ModelConfig as ModelConfig
-    from prefrl.scripts.arguments.model_config import get_kbit_device_map as get_kbit_device_map
-    from prefrl.scripts.arguments.model_config import get_peft_config as get_peft_config
-    from prefrl.scripts.arguments.model_config import get_quantization_config as get_quantization_config
+    from prefrl.scripts.arguments.command import ModelConfig as ModelConfig
+    from prefrl.scripts.arguments.command import get_kbit_device_map as get_kbit_device_map
+    from prefrl.scripts.arguments.command import get_peft_config as get_peft_config
+    from prefrl.scripts.arguments.command import get_quantization_config as get_quantization_config
+    from prefrl.scripts.arguments.datasets import DatasetConfig as DatasetConfig
+    from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
+    from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
+    from prefrl.scripts.arguments.datasets import get_dataset as get_dataset
     from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
     from prefrl.scripts.startup import init_zero_verbose as init_zero_verbose
-    from prefrl.trainer.bco_config import BCOConfig as BCOConfig
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
-    from prefrl.trainer.callbacks.bema import BEMACallback as BEMACallback
-    from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback as LogCompletionsCallback
-    from prefrl.trainer.cpo_config import CPOConfig as CPOConfig
+    from prefrl.trainer.callbacks import BEMACallback as BEMACallback
+    from prefrl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from prefrl.trainer.configs import BCOConfig as BCOConfig
+    from prefrl.trainer.configs import CPOConfig as CPOConfig
+    from prefrl.trainer.configs import DPOConfig as DPOConfig
+    from prefrl.trainer.configs import GRPOConfig as GRPOConfig
+    from prefrl.trainer.configs import KTOConfig as KTOConfig
+    from prefrl.trainer.configs import OnlineDPOConfig as OnlineDPOConfig
+    from prefrl.trainer.configs import ORPOConfig as ORPOConfig
+    from prefrl.trainer.configs import PPOConfig as PPOConfig
+    from prefrl.trainer.configs import ReinforcePlusPlusConfig as ReinforcePlusPlusConfig
+    from prefrl.trainer.configs import RewardConfig as RewardConfig
+    from prefrl.trainer.configs import RLOOConfig as RLOOConfig
+    from prefrl.trainer.configs import SFTConfig as SFTConfig
     from prefrl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
-    from prefrl.trainer.dpo_config import DPOConfig as DPOConfig
     from prefrl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
-    from prefrl.trainer.grpo_config import GRPOConfig as GRPOConfig
     from prefrl.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
-    from prefrl.trainer.kto_config import KTOConfig as KTOConfig
     from prefrl.trainer.kto_trainer import KTOTrainer as KTOTrainer
-    from prefrl.trainer.online_dpo_config import OnlineDPOConfig as OnlineDPOConfig
     from prefrl.trainer.online_dpo_trainer import OnlineDPOTrainer as OnlineDPOTrainer
-    from prefrl.trainer.orpo_config import ORPOConfig as ORPOConfig
     from prefrl.trainer.orpo_trainer import ORPOTrainer as ORPOTrainer
-    from prefrl.trainer.ppo_config import PPOConfig as PPOConfig
     from prefrl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
-    from prefrl.trainer.progress.live import RichProgressCallback as RichProgressCallback
-    from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig as ReinforcePlusPlusConfig
+    from prefrl.trainer.progress.views import RichProgressCallback as RichProgressCallback
     from prefrl.trainer.reinforce_plus_plus_trainer import ReinforcePlusPlusTrainer as ReinforcePlusPlusTrainer
-    from prefrl.trainer.reward_config import RewardConfig as RewardConfig
     from prefrl.trainer.reward_trainer import RewardTrainer as RewardTrainer
-    from prefrl.trainer.rloo_config import RLOOConfig as RLOOConfig
     from prefrl.trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
-    from prefrl.trainer.sft_config import SFTConfig as SFTConfig
     from prefrl.trainer.sft_trainer import SFTTrainer as SFTTrainer
 
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
     "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
-    "BEMACallback": "prefrl.trainer.callbacks.bema:BEMACallback",
-    "DatasetConfig": "prefrl.scripts.arguments.dataset_config:DatasetConfig",
-    "DatasetMixtureConfig": "prefrl.scripts.arguments.dataset_config:DatasetMixtureConfig",
+    "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
+    "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
-    "LogCompletionsCallback": "prefrl.trainer.callbacks.log_completions:LogCompletionsCallback",
-    "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
+    "ModelConfig": "prefrl.scripts.arguments.command:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
-    "RichProgressCallback": "prefrl.trainer.progress.live:RichProgressCallback",
-    "ScriptArguments": "prefrl.scripts.arguments.dataset_config:ScriptArguments",
+    "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
+    "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
+    "LogCompletionsCallback": "prefrl.trainer.callbacks:LogCompletionsCallback",
+    "RichProgressCallback": "prefrl.trainer.progress.views:RichProgressCallback",
     "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
     "apply_chat_template": "prefrl.data.chat_templates:apply_chat_template",
     "clone_chat_template": "prefrl.data.chat_templates:clone_chat_template",
     "create_reference_model": "prefrl.models.reference:create_reference_model",
-    "extract_prompt": "prefrl.data.convert:extract_prompt",
-    "get_dataset": "prefrl.scripts.arguments.dataset_config:get_dataset",
-    "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",
-    "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
-    "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
+    "extract_prompt": "prefrl.data.sources:extract_prompt",
+    "get_dataset": "prefrl.scripts.arguments.datasets:get_dataset",
+    "get_kbit_device_map": "prefrl.scripts.arguments.command:get_kbit_device_map",
+    "get_peft_config": "prefrl.scripts.arguments.command:get_peft_config",
+    "get_quantization_config": "prefrl.scripts.arguments.command:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
     "init_zero_verbose": "prefrl.scripts.startup:init_zero_verbose",
     "is_conversational": "prefrl.data.chat_templates:is_conversational",
     "is_conversational_from_value": "prefrl.data.chat_templates:is_conversational_from_value",
     "maybe_apply_chat_template": "prefrl.data.chat_templates:maybe_apply_chat_template",
     "maybe_convert_to_chatml": "prefrl.data.chat_templates:maybe_convert_to_chatml",
-    "maybe_extract_prompt": "prefrl.data.convert:maybe_extract_prompt",
-    "maybe_unpair_preference_dataset": "prefrl.data.convert:maybe_unpair_preference_dataset",
+    "maybe_extract_prompt": "prefrl.data.sources:maybe_extract_prompt",
+    "maybe_unpair_preference_dataset": "prefrl.data.sources:maybe_unpair_preference_dataset",
     "mix_datasets": "prefrl.data.sources:mix_datasets",
     "pack_dataset": "prefrl.data.packing:pack_dataset",
     "prepare_multimodal_messages": "prefrl.data.chat_templates:prepare_multimodal_messages",
     "supports_tool_calling": "prefrl.data.chat_templates:supports_tool_calling",
-    "unpair_preference_dataset": "prefrl.data.convert:unpair_preference_dataset",
+    "unpair_preference_dataset": "prefrl.data.sources:unpair_preference_dataset",
 }
 _PATHS |= {name: f"prefrl.errors:{name}" for name in errors.__all__}
 

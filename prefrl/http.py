@@ -16,8 +16,6 @@ try:  # installed with huggingface_hub: httpx2 from its version 2 on, httpx befo
 except ImportError:  # pragma: no cover - depends on the installed huggingface_hub
     import httpx  # type: ignore[import-not-found, no-redef]
 
-__all__ = ["Http", "HttpError", "Overdue", "Refused", "Unreachable"]
-
 T = TypeVar("T")
 # Status codes of gateways and vLLM while the server behind them is down, starting or too busy.
 _NOT_THERE = frozenset({429, 502, 503, 504})

@@ -5,29 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "Difference",
-    "EffectiveShare",
-    "ExplainedVariance",
-    "Max",
-    "Mean",
-    "Metric",
-    "Min",
-    "Std",
-    "Sum",
-    "from_json",
-    "host",
-    "merge",
-    "to_json",
-    "values_of",
-]
+from torch import Tensor
 
 # A variance below this share of the mean square is the rounding error of equal float32 numbers: eps^2 is 1.4e-14.
 _ROUNDING_SHARE = 1e-13
@@ -49,6 +30,11 @@ class Mean:
         """As a host number."""
         count = float(self.count)
         return float(self.total) / count if count else self.empty
+
+
+def token_mean(values: Tensor, trainable: Tensor) -> Mean:
+    """Mean of [N] values over the tokens that are trainable, [N] bool."""
+    return Mean((values * trainable).sum(), trainable.sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from prefrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-__all__ = ["MissingPackageError", "is_installed", "require"]
 
 
 class MissingPackageError(ConfigError, ImportError):

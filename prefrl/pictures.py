@@ -7,8 +7,6 @@ from typing import Any
 
 from prefrl.errors import DataError
 
-__all__ = ["IMAGE_COLUMNS", "has_images", "images_of", "in_blocks", "in_rgb", "opened", "with_placeholders"]
-
 # Columns that hold images, one or a list of them.
 IMAGE_COLUMNS = ("images", "image")
 

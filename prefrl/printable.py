@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MASK", "masked", "plain", "printable", "reason_of", "without_secrets"]
-
 MASK = "***"
 # The `token` of a Hub is a secret, `pad_token` is not.
 _SECRET = (

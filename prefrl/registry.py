@@ -6,8 +6,6 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["REGISTRY", "Algorithm", "load"]
-
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -45,7 +43,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="sft",
             options="prefrl.options.offline:SFTOptions",
-            config="prefrl.trainer.sft_config:SFTConfig",
+            config="prefrl.trainer.configs:SFTConfig",
             trainer="prefrl.trainer.sft_trainer:SFTTrainer",
             dataset="language modeling or prompt-completion",
             docs="docs/trainers/sft.md",
@@ -53,7 +51,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="dpo",
             options="prefrl.options.offline:DPOOptions",
-            config="prefrl.trainer.dpo_config:DPOConfig",
+            config="prefrl.trainer.configs:DPOConfig",
             trainer="prefrl.trainer.dpo_trainer:DPOTrainer",
             dataset="preference: prompt, chosen, rejected",
             docs="docs/trainers/dpo.md",
@@ -61,7 +59,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="kto",
             options="prefrl.options.offline:KTOOptions",
-            config="prefrl.trainer.kto_config:KTOConfig",
+            config="prefrl.trainer.configs:KTOConfig",
             trainer="prefrl.trainer.kto_trainer:KTOTrainer",
             dataset="unpaired preference (prompt, completion, label), or preference",
             docs="docs/trainers/kto.md",
@@ -69,7 +67,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="orpo",
             options="prefrl.options.offline:ORPOOptions",
-            config="prefrl.trainer.orpo_config:ORPOConfig",
+            config="prefrl.trainer.configs:ORPOConfig",
             trainer="prefrl.trainer.orpo_trainer:ORPOTrainer",
             dataset="preference: prompt, chosen, rejected",
             docs="docs/trainers/orpo.md",
@@ -77,7 +75,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="cpo",
             options="prefrl.options.offline:CPOOptions",
-            config="prefrl.trainer.cpo_config:CPOConfig",
+            config="prefrl.trainer.configs:CPOConfig",
             trainer="prefrl.trainer.cpo_trainer:CPOTrainer",
             dataset="preference: prompt, chosen, rejected",
             docs="docs/trainers/cpo.md",
@@ -85,7 +83,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="bco",
             options="prefrl.options.offline:BCOOptions",
-            config="prefrl.trainer.bco_config:BCOConfig",
+            config="prefrl.trainer.configs:BCOConfig",
             trainer="prefrl.trainer.bco_trainer:BCOTrainer",
             dataset="unpaired preference (prompt, completion, label), or preference",
             docs="docs/trainers/bco.md",
@@ -93,7 +91,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="reward",
             options="prefrl.options.offline:RewardModelOptions",
-            config="prefrl.trainer.reward_config:RewardConfig",
+            config="prefrl.trainer.configs:RewardConfig",
             trainer="prefrl.trainer.reward_trainer:RewardTrainer",
             dataset="preference: chosen, rejected",
             docs="docs/trainers/reward.md",
@@ -101,7 +99,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="grpo",
             options="prefrl.options.algorithms:GRPOOptions",
-            config="prefrl.trainer.grpo_config:GRPOConfig",
+            config="prefrl.trainer.configs:GRPOConfig",
             trainer="prefrl.trainer.grpo_trainer:GRPOTrainer",
             dataset="prompt-only, with the columns that the rewards read",
             docs="docs/trainers/grpo.md",
@@ -109,7 +107,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="rloo",
             options="prefrl.options.algorithms:RLOOOptions",
-            config="prefrl.trainer.rloo_config:RLOOConfig",
+            config="prefrl.trainer.configs:RLOOConfig",
             trainer="prefrl.trainer.rloo_trainer:RLOOTrainer",
             dataset="prompt-only, with the columns that the rewards read",
             docs="docs/trainers/rloo.md",
@@ -117,7 +115,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="reinforce_plus_plus",
             options="prefrl.options.algorithms:ReinforcePlusPlusOptions",
-            config="prefrl.trainer.reinforce_plus_plus_config:ReinforcePlusPlusConfig",
+            config="prefrl.trainer.configs:ReinforcePlusPlusConfig",
             trainer="prefrl.trainer.reinforce_plus_plus_trainer:ReinforcePlusPlusTrainer",
             dataset="prompt-only, with the columns that the rewards read",
             docs="docs/trainers/reinforce_plus_plus.md",
@@ -125,7 +123,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="ppo",
             options="prefrl.options.algorithms:PPOOptions",
-            config="prefrl.trainer.ppo_config:PPOConfig",
+            config="prefrl.trainer.configs:PPOConfig",
             trainer="prefrl.trainer.ppo_trainer:PPOTrainer",
             dataset="prompt-only, with the columns that the rewards read",
             docs="docs/trainers/ppo.md",
@@ -133,7 +131,7 @@ REGISTRY: dict[str, Algorithm] = {
         Algorithm(
             name="online_dpo",
             options="prefrl.options.algorithms:OnlineDPOOptions",
-            config="prefrl.trainer.online_dpo_config:OnlineDPOConfig",
+            config="prefrl.trainer.configs:OnlineDPOConfig",
             trainer="prefrl.trainer.online_dpo_trainer:OnlineDPOTrainer",
             dataset="prompt-only, with the columns that the rewards read",
             docs="docs/trainers/online_dpo.md",

@@ -14,34 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 
 from prefrl.forest import Forest
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.metrics import Metric
-
-__all__ = [
-    "Completion",
-    "Episode",
-    "FinishReason",
-    "IdleBatch",
-    "Images",
-    "LabeledBatch",
-    "LossOutput",
-    "MarginBatch",
-    "ReadyBatch",
-    "ReferencedBatch",
-    "Rollout",
-    "SampledBatch",
-    "StopReason",
-    "TokenBatch",
-    "Turn",
-]
+from prefrl.metrics import Metric
 
 FinishReason = Literal["stop", "length", "abort"]
 # Why an episode ended: the model called no tool and got no answer; max_turns or max_tool_calling_iterations;
@@ -220,12 +199,12 @@ class TokenBatch(Forest):
         return dataclasses.replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy with all tensors on `device`."""
-        given = self.given()
-        for name, value in given.items():
-            if isinstance(value, torch.Tensor):
-                given[name] = value.to(device, non_blocking=True)
-        return type(self)(**given)
+        """The batch with all tensors on `device`: itself, if they are there."""
+        found = self.tensors()
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
+        if all(moved[name] is tensor for name, tensor in found.items()):
+            return self
+        return dataclasses.replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields that are set, by name. All but the prompts' ids have an entry for each response token."""
@@ -236,7 +215,7 @@ class TokenBatch(Forest):
         return torch.tensor(values).to(self.device, non_blocking=True)
 
     def select(self, rows: Sequence[int]) -> Self:
-        """A batch of the given rows, in the given order. Prompts that none of them uses are dropped.
+        """The given rows, in the given order, without the prompts that none of them uses; itself, if that is all.
 
         Raises:
             IndexError: A row number is outside 0 .. B-1.
@@ -245,6 +224,8 @@ class TokenBatch(Forest):
         if bad:
             raise IndexError(f"rows {bad} are outside 0..{self.num_rows - 1}")
         prompts = self.used_prompts(rows)
+        if [*rows] == [*range(self.num_rows)] and prompts == [*range(self.num_prompts)]:
+            return self
         position = {-1: -1, **{prompt: i for i, prompt in enumerate(prompts)}}
         responses = [response for row in rows for response in self.responses[row]]
         layout: dict[str, Any] = {

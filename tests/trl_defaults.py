@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prefrl.options.flat_names import flat_names
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.options.fields import flat_names
+from prefrl.trainer.configs import GRPOConfig
 
 __all__ = ["CONFIGS", "NOT_COMPARED", "defaults_of"]
 

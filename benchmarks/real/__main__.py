@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _inputs(options: argparse.Namespace) -> Any:
     from benchmarks.real.inputs import Inputs
-    from prefrl.scripts.demo.smollm2 import cached_smollm2
+    from prefrl.scripts.demo import cached_smollm2
 
     return Inputs(model=options.model or cached_smollm2(print), gsm8k=options.gsm8k)
 

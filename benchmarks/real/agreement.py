@@ -13,7 +13,7 @@ from benchmarks.inputs import Completions
 from benchmarks.prefrl_side import ScriptedGenerator
 from benchmarks.real.inputs import Inputs, graded_solutions, pairs, worked_examples
 from benchmarks.trl_side import ScriptedGenerate
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from tests.golden import cases
 from tests.golden.cases import AgreementCase, prefrl_values

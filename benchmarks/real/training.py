@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.real.inputs import Inputs, pairs, split, worked_examples
 from prefrl.registry import REGISTRY
-from prefrl.scripts.demo import smollm2 as demo_smollm2
+from prefrl.scripts import demo as demo_smollm2
 
 __all__ = ["measure_demo", "measure_dpo", "measure_sft"]
 
@@ -39,7 +39,7 @@ def measure_demo(inputs: Inputs) -> Iterator[dict[str, Any]]:
     """A row for each seed of `prefrl demo --model smollm2`."""
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
-            yield demo_smollm2.run(seed, Path(folder), Console(width=120), model_folder=inputs.model)
+            yield demo_smollm2.run_smollm2(seed, Path(folder), Console(width=120), model_folder=inputs.model)
         gc.collect()
 
 

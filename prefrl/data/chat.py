@@ -23,22 +23,6 @@ if TYPE_CHECKING:
 
     ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
-__all__ = [
-    "MARKER",
-    "ChatTemplate",
-    "EncodedText",
-    "Span",
-    "assistant_spans",
-    "common_length",
-    "completion_start",
-    "encode",
-    "join_prompt",
-    "last_special",
-    "prompt_text",
-    "special_tokens",
-    "trim_after_end_token",
-]
-
 # Stands for a text where the place of the text in a rendering is looked for.
 MARKER = "prefrlTurnContentMarker"
 
@@ -193,11 +177,6 @@ def completion_start(
 ) -> int:
     """The character of `text` at which a completion starts.
 
-    Args:
-        template: Rendered both texts.
-        prompt: The conversation before the completion.
-        conversation: Prompt and completion, as `join_prompt` makes it.
-        text: The rendered conversation.
     Raises:
         DataError: Neither the rendered prompt nor the turn's own content shows where; names the turn.
     """
@@ -214,13 +193,8 @@ def completion_start(
 def assistant_spans(
     template: ChatTemplate, conversation: Sequence[Message], text: str, *, first_turn: int = 0
 ) -> list[Span]:
-    """The spans of a rendered conversation that the assistant writes, each with the token that ends the turn.
+    """The spans of a rendered conversation that the assistant writes from a turn on, each with the token that ends it.
 
-    Args:
-        template: Rendered the text.
-        conversation: All messages.
-        text: The rendered conversation.
-        first_turn: Number of the first message to consider.
     Raises:
         DataError: A turn cannot be found; names it.
     """

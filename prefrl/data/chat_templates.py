@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from prefrl.data.chat import ProcessingClass
     from prefrl.data.formats import Message
 
-__all__ = [
-    "apply_chat_template",
-    "is_conversational",
-    "is_conversational_from_value",
-    "maybe_apply_chat_template",
-    "maybe_convert_to_chatml",
-    "prepare_multimodal_messages",
-    "add_response_schema",
-    "clone_chat_template",
-    "get_training_chat_template",
-    "supports_tool_calling",
-]
-
 _TEXTS = ("prompt", "chosen", "rejected", "completion", "messages")
 _SIDES = ("chosen", "rejected", "completion")
 # The columns of a row that a chat template can be applied to.

@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 
 from prefrl.data.chat import special_tokens
 from prefrl.data.formats import AnyDataset
-from prefrl.data.packing import is_packed
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import is_packed, list_lengths
 from prefrl.distributed import is_main
 from prefrl.errors import DataError
 
@@ -26,22 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from prefrl.models.plans import PositionLimit
-    from prefrl.options.length_bound import LengthBound
-
-__all__ = [
-    "num_ids_of",
-    "with_lists",
-    "read_flags",
-    "read_ids",
-    "read_labels",
-    "ID_COLUMNS",
-    "check_known_ids",
-    "check_positions",
-    "last_written",
-    "warn_of_unknown_end",
-    "num_duplicates",
-    "warn_of_shared_rows",
-]
+    from prefrl.options.types import LengthBound
 
 NOT_LEARNED = -100  # the label of a token without a loss
 
@@ -62,10 +46,6 @@ def num_ids_of(tokenizer: PreTrainedTokenizerBase) -> int:
 def read_ids(row: Mapping[str, Any], column: str, num_ids: int) -> list[int]:
     """The token ids of a cell.
 
-    Args:
-        row: A row of a dataset.
-        column: The name of the cell's column.
-        num_ids: Ids are below it.
     Raises:
         DataError: The value is not a non-empty list of ids in 0 .. num_ids - 1.
     """
@@ -301,11 +281,6 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
     """Warn on the main process if rows of an evaluation dataset have the tokens of a row that is trained on.
 
     Of packed rows, the sequences are compared. Streams are not read.
-
-    Args:
-        training: A prepared dataset or None.
-        evaluation: Prepared: one dataset, several by name, or None.
-        columns: Those of ids; datasets may lack some.
     """
     parts = evaluation if isinstance(evaluation, Mapping) else {None: evaluation}
     parts = {name: part for name, part in parts.items() if isinstance(part, datasets.Dataset)}
@@ -328,12 +303,7 @@ def warn_of_shared_rows(training: Any, evaluation: Any, *, columns: Sequence[str
 
 
 def num_duplicates(dataset: datasets.Dataset, *, columns: Sequence[str]) -> int:
-    """How many rows of a prepared dataset have the tokens and images of an earlier one.
-
-    Args:
-        dataset: Prepared.
-        columns: Those of ids; the dataset may lack some.
-    """
+    """How many rows of a prepared dataset have the tokens and images of an earlier one; it may lack columns."""
     hashes = [tokens for _, tokens in _sequences(dataset, columns)]
     return len(hashes) - len(set(hashes))
 

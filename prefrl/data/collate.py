@@ -20,18 +20,6 @@ from prefrl.data.chat import common_length
 from prefrl.errors import DataError
 from prefrl.types import Images, LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
 
-__all__ = [
-    "Segments",
-    "share_prefixes",
-    "flat_batch",
-    "preference_batch",
-    "reward_batch",
-    "sft_batch",
-    "unpaired_batch",
-    "batch_of",
-    "parts_of_batch",
-]
-
 # From this many tokens on, what prompts have in common becomes a segment of its own even if none of them ends there.
 # Less, like the header of a chat template's turn, saves less than a segment costs: a call of the kernel, copied keys.
 _SHORTEST_SHARED = 16
@@ -473,14 +461,7 @@ def parts_of_batch(batch: TokenBatch, prefix: str) -> tuple[dict[str, Tensor], d
 
 
 def batch_of(stage: type[Stage], host: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Stage:
-    """The batch that `parts_of_batch` took apart.
-
-    Args:
-        stage: Its class.
-        host: Its fields that are tuples.
-        tensors: Those with other prefixes are ignored.
-        prefix: Of its tensors.
-    """
+    """The batch that `parts_of_batch` took apart; tensors with other prefixes are ignored."""
     values: dict[str, Any] = {name: tuple(value) for name, value in host.items()}
     own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     values |= {name: tensor for name, tensor in own.items() if not name.startswith(_IMAGES)}

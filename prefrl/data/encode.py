@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from prefrl.data.chat import (
     ChatTemplate,
@@ -28,25 +30,10 @@ from prefrl.data.images import (
     tokenizer_of,
     with_stored_images,
 )
+from prefrl.data.packing import EncodeRow
 from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
 from prefrl.pictures import has_images, images_of, with_placeholders
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from prefrl.data.rows import EncodeRow
-
-__all__ = [
-    "EncodedPair",
-    "RowEncoder",
-    "TruncationSide",
-    "check_limit",
-    "kept",
-    "of_environment",
-    "row_encoder",
-    "with_readable_images",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +123,7 @@ class RowEncoder:
         return ChatTemplate(
             self.tokenizer,
             self.special_tokens,
-            tools=self._tools(row),
+            tools=read_tools(row) if self.tools is None else of_environment(row, self.tools),
             kwargs=kwargs,
             reader=self.reader,
             images=self.images(row),
@@ -168,9 +155,6 @@ class RowEncoder:
     def image_features(self) -> Mapping[str, Any]:
         """The column of images in prepared datasets."""
         return {} if self.reader is None else IMAGE_FEATURES
-
-    def _tools(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        return read_tools(row) if self.tools is None else of_environment(row, self.tools)
 
     def check_end_of_text(self) -> None:
         """Refuse plain text for a tokenizer without EOS.

@@ -27,26 +27,6 @@ import datasets
 
 from prefrl.errors import DataError
 
-__all__ = [
-    "REASONING_FIELDS",
-    "ROLES",
-    "AnyDataset",
-    "Format",
-    "DatasetKind",
-    "Message",
-    "Style",
-    "check_answered",
-    "check_not_reserved",
-    "column_names",
-    "convert_from_value",
-    "convert_message",
-    "detect_format",
-    "has_columns",
-    "read_messages",
-    "read_text",
-    "read_tools",
-]
-
 DatasetKind = Literal["language_modeling", "prompt_only", "prompt_completion", "preference", "unpaired"]
 Style = Literal["standard", "conversational"]
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -186,12 +166,7 @@ def check_not_reserved(dataset: AnyDataset, reserved: Sequence[str]) -> None:
 
 
 def convert_from_value(dataset: AnyDataset, dataset_format: Format) -> AnyDataset:
-    """Turn `{"from": "human", "value": ...}` messages into `{"role": "user", "content": ...}`, if there are any.
-
-    Args:
-        dataset: A dataset of the format.
-        dataset_format: As `detect_format` found it.
-    """
+    """Turn `{"from": "human", "value": ...}` messages into `{"role": "user", "content": ...}`, if there are any."""
     if not dataset_format.from_value:
         return dataset
     about = {} if isinstance(dataset, datasets.IterableDataset) else {"desc": "Converting from/value messages"}

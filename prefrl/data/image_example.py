@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from prefrl.data.collate import flat_batch
-from prefrl.data.images import tokenizer_of
+from prefrl.data.images import ImageReader, tokenizer_of
 from prefrl.optional import require
-
-if TYPE_CHECKING:
-    from prefrl.data.images import ImageReader
-    from prefrl.types import TokenBatch
-
-__all__ = ["example_batch"]
+from prefrl.types import TokenBatch
 
 
 def example_batch(reader: ImageReader) -> TokenBatch:

@@ -11,30 +11,15 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import datasets
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from prefrl.data.formats import AnyDataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.pictures import IMAGE_COLUMNS, in_rgb, opened
 from prefrl.types import Images
-
-if TYPE_CHECKING:
-    from prefrl.data.formats import AnyDataset
-
-__all__ = [
-    "IMAGE_FEATURES",
-    "ExpandedText",
-    "ImageReader",
-    "ProcessingClass",
-    "file_bytes",
-    "image_column",
-    "image_reader",
-    "tokenizer_of",
-    "with_named_images",
-    "with_stored_images",
-]
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from prefrl.data.formats import Message
     from prefrl.types import Turn
 
-__all__ = ["Answer", "NextContext", "next_context", "said_text"]
-
 # Stands for the content of a message that is new in the conversation.
 _NEW_MARKER = "prefrlNewMessage{}Marker"
 _TEXT_SHOWN = 60
@@ -293,10 +291,6 @@ def _accepted(template: ChatTemplate, messages: Sequence[Message], known: int) -
 
     A form is the messages as they are, with the arguments of calls as JSON text, or with contents as lists of parts.
 
-    Args:
-        template: Of the conversation.
-        messages: All of it.
-        known: How many of them are not new.
     Raises:
         DataError: The template refuses a message, or drops the content of a new one.
     """

@@ -16,13 +16,6 @@ import datasets
 
 from prefrl.data.chat import EncodedText, common_length, join_prompt
 from prefrl.data.checks import num_ids_of, read_ids, with_lists
-from prefrl.data.convert import (
-    MISMATCHED,
-    common_prompt,
-    extract_prompt,
-    unpair_preference_dataset,
-    with_mismatched_completions,
-)
 from prefrl.data.encode import (
     EncodedPair,
     RowEncoder,
@@ -42,11 +35,16 @@ from prefrl.data.formats import (
     read_text,
 )
 from prefrl.data.images import ProcessingClass, tokenizer_of
-from prefrl.data.rows import REMEDY, EncodeRow, InvalidRows, map_rows
+from prefrl.data.packing import REMEDY, EncodeRow, InvalidRows, map_rows
+from prefrl.data.sources import (
+    MISMATCHED,
+    common_prompt,
+    extract_prompt,
+    unpair_preference_dataset,
+    with_mismatched_completions,
+)
 from prefrl.distributed import is_main
 from prefrl.errors import DataError
-
-__all__ = ["prepare_preference_dataset", "prepare_reward_dataset", "prepare_unpaired_dataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +80,7 @@ def prepare_preference_dataset(
         max_length: Tokens of prompt and completion; None: no limit.
         truncation: "right" cuts off the ends of completions, "left" the start of the prompt so that the longer side
             fits; with "error", longer rows cannot be used.
-        invalid_rows: What happens to rows that cannot be used, see `prefrl.data.rows.map_rows`.
+        invalid_rows: What happens to rows that cannot be used, see `prefrl.data.packing.map_rows`.
         chat_template_kwargs: For the template of all rows; a row's own column of that name takes precedence.
         num_proc: Number of processes that tokenize; None for a stream.
     Returns:

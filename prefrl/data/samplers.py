@@ -2,6 +2,9 @@
 
 The order of rows depends only on (seed, epoch); ranks and micro-batches only divide it up. The rows of an optimizer
 step are therefore the same however the work is cut, and a group of completions is sampled on one rank.
+
+Streams are cut in the same way as `StepBatchSampler` cuts a map-style dataset, or by position: every rank reads the
+whole stream and takes its share.
 """
 
 from __future__ import annotations
@@ -9,35 +12,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
+from itertools import count, islice, repeat
 from math import fsum
 from operator import add
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from prefrl.data.rows import list_lengths
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from prefrl.data.formats import AnyDataset
-
-__all__ = [
-    "Dealing",
-    "cost_of_segments",
-    "deal",
-    "dealing_of",
-    "forward_cost",
-    "EpochDataLoader",
-    "GenerationBatchSampler",
-    "StepBatchSampler",
-    "cut_step",
-    "positions_of_rank",
-]
+from prefrl.data.formats import AnyDataset
+from prefrl.data.packing import list_lengths
+from prefrl.errors import DataError
 
 T = TypeVar("T")
 Lengths = TypeVar("Lengths", float, "NDArray[np.float64]")
@@ -262,72 +251,42 @@ class StepBatchSampler(Sampler[list[int]]):
 
 
 class GenerationBatchSampler(Sampler[list[int]]):
-    """Prompts for the generation batches of one rank, one item for each micro-batch that learns from them.
+    """The prompts of generation batches, and an empty item for each micro-batch that learns from them.
 
-    In each window of `items_per_window` micro-batches, the first item has the rank's prompts and the others are empty.
-    HuggingFace's step count and its skipping of data on resume therefore stay correct, and no prompt is delivered
-    twice. Prompts that do not fill a last window are skipped in the epoch.
+    Prompts are read by the number of their generation batch, perhaps steps ahead. HuggingFace counts the items, so its
+    epochs and its skipping of data on resume are correct. Prompts that do not fill a last window of `items_per_window`
+    micro-batches are skipped in the epoch.
 
     Args:
         num_rows: Number of prompts in the dataset.
         prompts_per_window: Prompts of a generation batch over all ranks.
         items_per_window: Micro-batches that learn from a generation batch, including repeated iterations.
-        num_updates: Optimizer steps that a generation batch is cut into, see `positions_of_rank`.
-        rank: This process's number.
-        world_size: Number of processes.
         shuffle: A new order each epoch, or the dataset's own.
         seed: Seed of the order.
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        *,
-        prompts_per_window: int,
-        items_per_window: int,
-        num_updates: int,
-        rank: int,
-        world_size: int,
-        shuffle: bool,
-        seed: int,
+        self, num_rows: int, *, prompts_per_window: int, items_per_window: int, shuffle: bool, seed: int
     ) -> None:
         self.num_rows = num_rows
         self.prompts_per_window = prompts_per_window
+        self.num_windows = num_rows // prompts_per_window  # in an epoch
         self.items_per_window = items_per_window
-        self.positions = positions_of_rank(
-            prompts_per_window, num_updates=num_updates, rank=rank, world_size=world_size
-        )
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
-        self.epoch = epoch
+        """The items of all epochs are equal."""
 
     def __len__(self) -> int:
-        return self._num_windows * self.items_per_window
+        return self.num_windows * self.items_per_window
 
     def __iter__(self) -> Iterator[list[int]]:
-        for window in range(self._num_windows):
-            yield self._rows_of(self.epoch, window)
-            for _ in range(self.items_per_window - 1):
-                yield []
+        return iter([[] for _ in range(len(self))])
 
     def rows_of_generation(self, number: int) -> list[int]:
         """The prompts of all ranks in the generation batch with this number, counted from the start of training."""
-        epoch, window = divmod(number, self._num_windows)
-        return self._window(epoch, window)
-
-    @property
-    def _num_windows(self) -> int:
-        return self.num_rows // self.prompts_per_window
-
-    def _rows_of(self, epoch: int, window: int) -> list[int]:
-        rows = self._window(epoch, window)
-        return [rows[position] for position in self.positions]
-
-    def _window(self, epoch: int, window: int) -> list[int]:
+        epoch, window = divmod(number, self.num_windows)
         order = _order(self.num_rows, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         return order[window * self.prompts_per_window :][: self.prompts_per_window]
 
@@ -341,3 +300,147 @@ class EpochDataLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]  # one of ours, see __init__
+
+
+Row = dict[str, Any]
+
+
+class _MicroBatches(IterableDataset[list[Row]]):
+    """The rows of each micro-batch of a rank, see `StreamLoader`."""
+
+    def __init__(
+        self,
+        stream: datasets.IterableDataset,
+        *,
+        cut: Callable[[list[Row]], list[list[Row]]],
+        rows_per_step: int,
+        drop_last: bool,
+        repeat: bool,
+    ) -> None:
+        self.stream = stream
+        self.cut = cut
+        self.rows_per_step = rows_per_step
+        self.drop_last = drop_last
+        self.repeat = repeat
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        for epoch in count(self.epoch) if self.repeat else [self.epoch]:
+            self.stream.set_epoch(epoch)
+            is_empty = True
+            for step in self._steps():
+                is_empty = False
+                yield from self.cut(step)
+            if is_empty:
+                missing = f"full step of {self.rows_per_step} rows (drop_last=True)" if self.drop_last else "rows"
+                raise DataError(f"the stream has no {missing}. Check its source and its filters")
+
+    def _steps(self) -> Iterator[list[Row]]:
+        """The rows of each step over all ranks; the last may have fewer."""
+        rows = iter(self.stream)
+        while step := list(islice(rows, self.rows_per_step)):
+            if len(step) == self.rows_per_step or not self.drop_last:
+                yield step
+
+
+class StreamLoader(DataLoader[Any]):
+    """Collated micro-batches of one rank from a stream, in the stream's order.
+
+    Each step takes the next rows of the stream and is cut as `StepBatchSampler` cuts it. The loader has no length, so
+    HuggingFace asks for `max_steps`. Rows of other ranks are read but not collated.
+
+    HuggingFace treats a whole run over a stream as one epoch. On resume it skips the items of all earlier steps, which
+    may be more than one pass over the stream has. With `repeat`, a single iteration goes through the stream again and
+    again, so that a run can resume after any step.
+
+    Args:
+        dataset: Prepared rows.
+        micro_batch_size: Rows of a micro-batch on one rank.
+        micro_batches_per_step: Gradient accumulation steps.
+        rank: This process's number.
+        world_size: Number of processes.
+        dealing: Which rows of a step a rank takes, see `cut_step`.
+        drop_last: Skip the shorter step at the end of the stream.
+        collate_fn: Turns the rows of a micro-batch into an item; it may be called with `[]`.
+        repeat: At the end, start again with the stream's next epoch, and never stop.
+    Raises:
+        DataError: When read: the stream has no rows, or no full step and `drop_last`.
+    """
+
+    dataset: _MicroBatches
+
+    def __init__(  # noqa: PLR0913 - the arguments of StepBatchSampler that apply to a stream, and three more
+        self,
+        dataset: datasets.IterableDataset,
+        *,
+        micro_batch_size: int,
+        micro_batches_per_step: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Row]], Any],
+        repeat: bool = False,
+        dealing: Dealing | None = None,
+    ) -> None:
+        cut = partial(
+            cut_step,
+            micro_batch_size=micro_batch_size,
+            micro_batches_per_step=micro_batches_per_step,
+            rank=rank,
+            world_size=world_size,
+            dealing=dealing,
+        )
+        rows_per_step = micro_batch_size * micro_batches_per_step * world_size
+        micro_batches = _MicroBatches(
+            dataset, cut=cut, rows_per_step=rows_per_step, drop_last=drop_last, repeat=repeat
+        )
+        # Its own generator, so that torch's global one is not used.
+        super().__init__(micro_batches, batch_size=None, collate_fn=collate_fn, generator=torch.Generator())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the stream that is read next."""
+        self.dataset.epoch = epoch
+
+
+class StreamRows:
+    """Rows of a stream by position, in the stream's order. At its end, the stream starts again with its next epoch.
+
+    Rows are read when they are asked for, and not kept: to go back, the stream is read again from its start.
+
+    Args:
+        stream: Prepared rows.
+    """
+
+    def __init__(self, stream: datasets.IterableDataset) -> None:
+        self._stream = stream
+        self._rows = self._endless()
+        self._next = 0  # position of the row that is read next
+
+    def __getitem__(self, position: int) -> Row:
+        """The row at a position, counted from 0 through all epochs.
+
+        Raises:
+            DataError: The stream has no rows.
+        """
+        if position < self._next:
+            self._rows, self._next = self._endless(), 0
+        row = next(islice(self._rows, position - self._next, None))
+        self._next = position + 1
+        return row
+
+    def _endless(self) -> Iterator[Row]:
+        for epoch in count():
+            self._stream.set_epoch(epoch)
+            is_empty = True
+            for row in self._stream:
+                is_empty = False
+                yield row
+            if is_empty:
+                raise DataError("the stream has no rows. Check its source and its filters")
+
+
+class EmptyItems(IterableDataset[list[Row]]):
+    """Items without rows, for ever: for a loop that counts items, where rows are read by position."""
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        return repeat([])

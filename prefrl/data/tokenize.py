@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
+from transformers import PreTrainedTokenizerBase
 
 from prefrl.data.chat import (
     ChatTemplate,
@@ -38,11 +39,8 @@ from prefrl.data.formats import (
     read_text,
 )
 from prefrl.data.images import ProcessingClass, image_column, tokenizer_of
-from prefrl.data.rows import EncodeRow, InvalidRows, drop_rows, map_rows
+from prefrl.data.packing import EncodeRow, InvalidRows, drop_rows, map_rows
 from prefrl.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["SFT_COLUMNS", "TruncationSide", "completion_text", "prepare_prompt_dataset", "prepare_sft_dataset"]
 
@@ -212,7 +210,7 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
             with a chat template.
         max_length: Tokens of a row; None: no limit.
         truncation: The side that is cut off; with "error", longer rows cannot be used.
-        invalid_rows: What happens to rows that cannot be used, see `prefrl.data.rows.map_rows`.
+        invalid_rows: What happens to rows that cannot be used, see `prefrl.data.packing.map_rows`.
         completion_only_loss: Only the completion has a loss. None: True exactly for the prompt-completion format.
         assistant_only_loss: Only what the assistant writes has a loss (in the completion, if both are set).
         text_field: Column of standard language modeling.

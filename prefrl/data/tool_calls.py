@@ -12,22 +12,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from prefrl.data.chat import ChatTemplate, common_length
-from prefrl.data.formats import REASONING_FIELDS
+from prefrl.data.formats import REASONING_FIELDS, Message
 from prefrl.data.tools import CALLS, TEXT, Schema, call_problem, known_formats
 from prefrl.errors import ConfigError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.printable import printable, reason_of
-
-if TYPE_CHECKING:
-    from prefrl.data.formats import Message
-
-__all__ = ["ParsedTurn", "ToolCall", "ToolCallReader", "ToolParser", "tool_call_reader"]
 
 # The option `tool_parser`: the name of a format, a response template, or a function that makes a message of a text.
 ToolParser = str | Mapping[str, Any] | Callable[[str], "Message"]

@@ -17,10 +17,8 @@ from typing import Any, get_type_hints
 from transformers.utils import get_json_schema
 
 from prefrl.errors import ConfigError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.printable import reason_of
-
-__all__ = ["Schema", "call_problem", "tool_schema", "tool_schemas", "CALLS", "TEXT", "known_formats"]
 
 Schema = Mapping[str, Any]  # of a tool, as chat templates take it: {"type": "function", "function": {"name": ...}}
 
@@ -88,11 +86,6 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
 
 def call_problem(name: str, arguments: Mapping[str, Any], schemas: Mapping[str, Schema]) -> str | None:
     """What is wrong with a call, in words that can be told to the model; None if the tool can be run.
-
-    Args:
-        name: The tool that the model called.
-        arguments: What the model gave.
-        schemas: All tools by name.
 
     Returns:
         The first of: no such tool, unknown arguments, missing arguments, an argument that does not agree with its

@@ -22,10 +22,10 @@ from importlib import import_module
 from math import prod
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
@@ -33,9 +33,6 @@ from prefrl.distributed.processes import from_main, is_main, num_processes, rank
 from prefrl.distributed.shards import is_sharded, unwrap, whole
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import WRITER, check_has_state
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def check_quantized(accelerator: Any, model: Any) -> None:
         )
 
 
-def check_optimizer(accelerator: Any, name: str, works_under: Mapping[str, bool]) -> None:
+def check_works_under(accelerator: Any, name: str, works_under: Mapping[str, bool]) -> None:
     """Refuse an optimizer that would make another update of partitioned weights than of whole ones, or fail.
 
     Args:

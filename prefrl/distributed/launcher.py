@@ -10,12 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-__all__ = ["as_worker", "first_failure", "is_recorded", "main", "words_of"]
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 T = TypeVar("T")
 

@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-__all__ = []
-
 T = TypeVar("T")
 
 

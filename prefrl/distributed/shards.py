@@ -25,8 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefrl.distributed.processes import gather_objects, max_over_ranks, min_over_ranks, world_size
 
-__all__ = []
-
 M = TypeVar("M", bound=nn.Module)
 
 # An attribute that only ZeRO-3 parameters have.
@@ -54,8 +52,8 @@ def _zero3(tensor: torch.Tensor) -> Any:
 
 def _is_absent(tensor: torch.Tensor) -> bool:
     """Whether it is a ZeRO-3 parameter that is empty now. Persistent and not yet released parameters are whole."""
-    parameter = _zero3(tensor)
-    return parameter is not None and parameter.ds_status.name == "NOT_AVAILABLE"
+    status = getattr(tensor, "ds_status", None)
+    return status is not None and status.name == "NOT_AVAILABLE"
 
 
 def is_sharded(model: nn.Module) -> bool:

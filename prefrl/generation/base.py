@@ -17,18 +17,6 @@ if TYPE_CHECKING:
 
     from prefrl.types import Completion, Images
 
-__all__ = [
-    "Conversations",
-    "Generator",
-    "Home",
-    "LogprobsMode",
-    "OnDemand",
-    "Pending",
-    "SamplingParams",
-    "TurnSampler",
-    "WeightSource",
-]
-
 Sampled = TypeVar("Sampled")
 
 # "sampled": log-probs of the distribution that was sampled from; "raw": untruncated, at temperature 1.

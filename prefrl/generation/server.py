@@ -20,17 +20,6 @@ from typing import Any
 
 from prefrl.errors import ConfigError, GenerationError
 
-__all__ = [
-    "INFO_PATH",
-    "PROTOCOL",
-    "ServerInfo",
-    "vocabulary_fingerprint",
-    "KEY_VARIABLE",
-    "check_key",
-    "key_file",
-    "key_of_user",
-]
-
 INFO_PATH = "/prefrl/info"
 # Increased when a server and a trainer of different releases can no longer work together.
 PROTOCOL = 2

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "Chunk",
-    "ChunkPlan",
-    "Head",
-    "add_product",
-    "chunks",
-    "in_product_dtype",
-    "product_dtype_of",
-    "room_for_probs",
-    "score_dtype",
-    "slices_of",
-]
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +17,6 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-
-
-def slices_of(num_rows: int, chunk_size: int) -> list[slice]:
-    """Rows 0 .. num_rows-1 cut into slices of at most `chunk_size` rows."""
-    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
 
 
 def score_dtype(tensor: Tensor) -> torch.dtype:
@@ -72,8 +51,9 @@ class Chunk:
 
     rows: slice
     hidden: Tensor  # [c, h] in the dtype of the product
+    weight: Tensor  # [V, h] of the head, in the dtype of the product
     product: Tensor  # [c, V] in the dtype of the product; shares memory with `logits` if the dtypes are equal
-    logits: Tensor  # [c, V] in the dtype of scores, after `_fill`; the consumer may overwrite it
+    logits: Tensor  # [c, V] in the dtype of scores: cap(scale * z) / temperature; the consumer may overwrite it
     scratch: Tensor  # [c, V] in the dtype of scores; shares memory with `logits` unless `with_scratch`
     probs: Tensor | None  # [c, V] softmax(logits) if it was kept from forward; `logits` is then not filled
 
@@ -87,52 +67,26 @@ def chunks(
     with_scratch: bool,
     kept: Tensor | None = None,
 ) -> Iterator[Chunk]:
-    """Yield the chunks in order, all in the same buffers. `weight` and `bias` are in the dtype of the product."""
+    """Yield the chunks in order, all in the same buffers, with the logits that `plan` describes."""
+    weight, bias = weight.to(plan.product_dtype), None if bias is None else bias.to(plan.product_dtype)
     logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=plan.dtype)
     product = logits if plan.product_dtype == plan.dtype else torch.empty_like(logits, dtype=plan.product_dtype)
     scratch = torch.empty_like(logits) if with_scratch else logits
-    for rows in slices_of(hidden.shape[0], plan.chunk_size):
-        n = rows.stop - rows.start
+    for start in range(0, hidden.shape[0], plan.chunk_size):
+        rows = slice(start, min(start + plan.chunk_size, hidden.shape[0]))
+        n = rows.stop - start
         probs = None if kept is None else kept[rows]
-        chunk = Chunk(rows, hidden[rows].to(plan.product_dtype), product[:n], logits[:n], scratch[:n], probs)
+        inputs = hidden[rows].to(plan.product_dtype)
+        chunk = Chunk(rows, inputs, weight, product[:n], logits[:n], scratch[:n], probs)
         if probs is None:
-            _fill(chunk, weight, bias, plan)
+            if bias is None:
+                torch.mm(inputs, weight.t(), out=chunk.product)
+            else:
+                torch.addmm(bias, inputs, weight.t(), out=chunk.product)
+            if product is not logits:
+                chunk.logits.copy_(chunk.product)
+            if plan.softcap is not None:
+                chunk.logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
+            elif plan.scale != plan.temperature:
+                chunk.logits.mul_(plan.scale / plan.temperature)
         yield chunk
-
-
-def _fill(chunk: Chunk, weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> None:
-    """Compute the chunk's logits: cap(scale * z) / temperature."""
-    logits = chunk.logits
-    if bias is None:
-        torch.mm(chunk.hidden, weight.t(), out=chunk.product)
-    else:
-        torch.addmm(bias, chunk.hidden, weight.t(), out=chunk.product)
-    if chunk.product.dtype != logits.dtype:
-        logits.copy_(chunk.product)
-    if plan.softcap is not None:
-        logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
-    elif plan.scale != plan.temperature:
-        logits.mul_(plan.scale / plan.temperature)
-
-
-def room_for_probs(hidden: Tensor, weight: Tensor, plan: ChunkPlan) -> Tensor | None:
-    """A buffer [M, V] to keep probabilities for backward, or None if it would be too large or logits are capped.
-
-    The gradient of a capped logit needs more than its probability.
-    """
-    if plan.softcap is not None or len(hidden) * len(weight) * plan.dtype.itemsize > plan.keep_bytes:
-        return None
-    return hidden.new_empty(len(hidden), len(weight), dtype=plan.dtype)
-
-
-def in_product_dtype(weight: Tensor, bias: Tensor | None, plan: ChunkPlan) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias cast to the dtype of the product, as `chunks` needs them."""
-    return weight.to(plan.product_dtype), None if bias is None else bias.to(plan.product_dtype)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which may have a wider dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -37,30 +37,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from prefrl.losses.reduce import check_same_shape
+from prefrl.losses.per_token import check_same_shape
+from prefrl.losses.truncation import Mask, TokenTruncation
 from prefrl.options.policy import SequenceKLParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.losses.truncation import Mask, TokenTruncation
-
-__all__ = [
-    "KL_ESTIMATORS",
-    "importance_corrected",
-    "k1",
-    "k2",
-    "k3",
-    "row_prefix_sums",
-    "sequence_kl",
-    "ReferenceLogits",
-    "full_kl",
-    "reference_log_probs",
-]
 
 # This bound keeps float32 finite and is almost never reached: of tokens sampled from q, at most one in e^20 = 5e8 has
 # a larger log p - log q, because E[p / q] = 1 (Markov's inequality).

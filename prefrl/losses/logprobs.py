@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, get_args
+from functools import partial
+from typing import Any, Self, get_args
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -20,21 +22,13 @@ from prefrl.losses.chunks import (
     Chunk,
     ChunkPlan,
     Head,
-    add_product,
     chunks,
-    in_product_dtype,
     product_dtype_of,
-    room_for_probs,
     score_dtype,
-    slices_of,
 )
 from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
-from prefrl.losses.reduce import check_same_shape
-from prefrl.losses.scores import ScoreName, TokenScores, WantName
+from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "KEPT_BYTES",
@@ -61,7 +55,7 @@ def default_chunk_size(device: torch.device) -> int:
 
 def num_chunks_of(hidden: Tensor) -> int:
     """Number of times that `module_logprobs` calls the head for hidden states [M, h]."""
-    return max(len(slices_of(hidden.shape[0], default_chunk_size(hidden.device))), 1)
+    return max(-(-hidden.shape[0] // default_chunk_size(hidden.device)), 1)
 
 
 def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and how it is computed
@@ -198,7 +192,7 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
         return (scaled.gather(1, row_targets[:, None]) - log_normalizers).squeeze(1), columns
 
     # Empty chunks call the head too, so that its parameters get a gradient of zeros.
-    slices = slices_of(hidden.shape[0], chunk_size)
+    slices = [slice(start, start + chunk_size) for start in range(0, hidden.shape[0], chunk_size)]
     slices += [slice(0, 0)] * (min_chunks - len(slices))
     parts = [checkpoint(score, rows, use_reentrant=False) for rows in slices]
     columns = zip(*(found for _, found in parts), strict=True)
@@ -269,12 +263,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         columns = _Columns.empty(hidden, targets, plan.dtype, wanted)
-        kept = room_for_probs(hidden, weight, plan)
+        kept = None
+        # The gradient of a capped logit needs more than its probability.
+        if plan.softcap is None and len(hidden) * len(weight) * plan.dtype.itemsize <= plan.keep_bytes:
+            kept = hidden.new_empty(len(hidden), len(weight), dtype=plan.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            product_weight, product_bias = in_product_dtype(weight, bias, plan)
             # Divergence and entropy need the logits and the probabilities at the same time.
             with_scratch = kept is None and (columns.entropy is not None or columns.full_kl is not None)
-            for chunk in chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch):
+            for chunk in chunks(hidden, weight, bias, plan, with_scratch=with_scratch):
                 columns.fill(
                     chunk, targets[chunk.rows], chunk.scratch if kept is None else kept[chunk.rows], plan, wanted
                 )
@@ -320,11 +316,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
             (others[-1], expected_differences),
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            product_weight, product_bias = in_product_dtype(weight, bias, plan)
             with_scratch = grads.logits is not None
             if with_scratch:
                 kept = None  # gradients of entropy and full_kl need the logits
-            for chunk in chunks(hidden, product_weight, product_bias, plan, with_scratch=with_scratch, kept=kept):
+            for chunk in chunks(hidden, weight, bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
                 _logits_to_grad(chunk, targets[rows], grads[rows], plan, wanted, kept_set)
                 if grad_bias is not None:
@@ -332,9 +327,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if chunk.product.dtype != dtype:
                     chunk.product.copy_(chunk.logits)
                 if grad_hidden is not None:
-                    grad_hidden[rows] = chunk.product @ product_weight
-                if grad_weight is not None:
-                    add_product(grad_weight, chunk.product.t(), chunk.hidden)
+                    grad_hidden[rows] = chunk.product @ chunk.weight
+                if grad_weight is not None and plan.product_dtype == dtype:
+                    grad_weight.addmm_(chunk.product.t(), chunk.hidden)
+                elif grad_weight is not None:
+                    grad_weight += chunk.product.t() @ chunk.hidden
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -362,20 +359,18 @@ class _Columns:
 
     @classmethod
     def empty(cls, hidden: Tensor, targets: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Self:
-        def column(is_wanted: bool) -> Tensor | None:
-            return hidden.new_empty(hidden.shape[0], dtype=dtype) if is_wanted else None
-
         want, has_reference = wanted.names, wanted.ref_log_probs is not None
+        column = partial(hidden.new_empty, hidden.shape[0], dtype=dtype)
         return cls(
-            logprobs=hidden.new_empty(hidden.shape[0], dtype=dtype),
-            entropy=column("entropy" in want),
-            expected_logits=column("entropy" in want),
+            logprobs=column(),
+            entropy=column() if "entropy" in want else None,
+            expected_logits=column() if "entropy" in want else None,
             correct=torch.empty_like(targets, dtype=torch.bool) if "correct" in want else None,
             predicted=torch.empty_like(targets) if "predicted" in want else None,
-            mean_logit=column("mean_logit" in want),
-            log_collision=column("log_collision" in want),
-            full_kl=column(has_reference),
-            expected_differences=column(has_reference),
+            mean_logit=column() if "mean_logit" in want else None,
+            log_collision=column() if "log_collision" in want else None,
+            full_kl=column() if has_reference else None,
+            expected_differences=column() if has_reference else None,
             kept=None if wanted.truncation is None else wanted.truncation.empty(hidden, dtype),
         )
 
@@ -388,7 +383,11 @@ class _Columns:
             self.predicted[rows] = logits.argmax(1)
         if self.mean_logit is not None and plan.softcap is not None:
             self.mean_logit[rows] = logits.mean(1) * plan.temperature
-        target_logits, mask = self._truncate(logits, targets, rows, wanted.truncation)
+        mask = None
+        if wanted.truncation is None:
+            target_logits = logits.gather(1, targets[:, None]).squeeze(1)
+        else:
+            target_logits, mask = self._truncate(logits, targets, rows, wanted.truncation)
         largest = logits.amax(1)
         probs = torch.softmax(logits, 1, out=room)
         # From p = exp(z - log sum exp z) at the largest logit, where p >= 1 / V cannot underflow.
@@ -408,15 +407,14 @@ class _Columns:
             self.entropy[rows] = log_normalizers - self.expected_logits[rows]
 
     def _truncate(
-        self, logits: Tensor, targets: Tensor, rows: slice, truncation: TokenTruncation | None
+        self, logits: Tensor, targets: Tensor, rows: slice, truncation: TokenTruncation
     ) -> tuple[Tensor, Mask | None]:
         """Truncate the chunk's logits, in place. Returns the targets' logits [c] after the penalty, and S."""
-        if truncation is not None:
-            penalties = truncation[rows].penalties(logits)
-            if penalties is not None:
-                logits.mul_(penalties)
+        penalties = truncation[rows].penalties(logits)
+        if penalties is not None:
+            logits.mul_(penalties)
         target_logits, mask = logits.gather(1, targets[:, None]).squeeze(1), None
-        if truncation is not None and self.kept is not None:
+        if self.kept is not None:
             kept = truncation.kept(logits)
             assert kept is not None
             self.kept[rows], mask = kept, kept.mask(logits, targets)
@@ -459,7 +457,7 @@ class _RowGrads:
 def _logits_to_grad(
     chunk: Chunk, targets: Tensor, grads: _RowGrads, plan: ChunkPlan, wanted: _Wanted, kept: KeptSet | None
 ) -> None:
-    """Replace the chunk's logits by the gradient with respect to the logits before `_fill` transforms them."""
+    """Replace the chunk's logits by the gradient with respect to z, before scale, cap and temperature."""
     logits, rows = chunk.logits, chunk.rows
     slope = None if plan.softcap is None else 1 - (logits * (plan.temperature / plan.softcap)).square_()
     penalties, mask = None, None

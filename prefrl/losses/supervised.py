@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from prefrl.losses.per_token import check_same_shape
 from prefrl.losses.policy.tokens import TokenLoss
-from prefrl.losses.reduce import check_same_shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["SUPERVISED_LOSSES", "dft", "nll", "value_loss"]
 
 
 def nll(logprobs: Tensor) -> Tensor:

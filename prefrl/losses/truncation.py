@@ -23,14 +23,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["cumsum_permitted", "TokenHistory", "KeptSet", "Mask", "TokenTruncation", "Truncation"]
+from torch import Tensor
 
 
 @contextmanager

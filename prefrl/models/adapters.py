@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = [
-    "TaskType",
-    "add_adapter",
-    "bitsandbytes_config",
-    "is_peft_model",
-    "lora_config",
-    "prepare_quantized",
-    "saved_config",
-]
-
 TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 _LAYER_NAME = re.compile(r"[\w.]+")  # neither "all-linear" nor a regular expression
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from prefrl.errors import ConfigError
 from prefrl.models.forward import inputs_of, verdict_of, with_idle_image
+from prefrl.models.plans import Plan
+from prefrl.models.routers import RouterRecord
 from prefrl.models.scoring import inner_model, prepare_for_scoring, score_sequences
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from prefrl.models.plans import Plan
-    from prefrl.models.routers import RouterRecord
-    from prefrl.types import TokenBatch
-
-__all__ = ["sequence_scores", "add_classifier", "check_has_body"]
+from prefrl.types import TokenBatch
 
 
 def sequence_scores(

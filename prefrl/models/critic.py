@@ -13,32 +13,25 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError
+from prefrl.losses.per_token import WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.classifier import add_classifier
 from prefrl.models.forward import in_pieces, inputs_of, prepare_like, verdict_of, with_idle_image
 from prefrl.models.modes import eval_mode, seeded
 from prefrl.models.plans import Plan
-from prefrl.models.scoring import inner_model, is_classifier, read_out
+from prefrl.models.scoring import ScoringRequest, inner_model, is_classifier, read_out
 from prefrl.optional import require
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.losses.scores import WantName
-    from prefrl.models.scoring import ScoringRequest
-    from prefrl.types import TokenBatch
-
-__all__ = ["Critic", "HeadCritic", "ModelCritic", "ValueHead", "value_model"]
+from prefrl.types import TokenBatch
 
 _HEAD_FILE = "value_head.safetensors"
 

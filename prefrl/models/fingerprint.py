@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["combined", "is_neutral_adapter", "rows_fingerprint", "weights_fingerprint"]
-
 _BYTES_PER_PIECE = 1 << 26
 _ROWS_PER_PIECE = 10_000
 
@@ -52,7 +50,7 @@ def weights_fingerprint(model: nn.Module) -> str:
     inner: Any = user_model(model)
     digest_of = _Digests()
     if not is_peft_model(inner):
-        return combined([type(inner).__name__, digest_of(_tensors(inner))])
+        return joint_digest([type(inner).__name__, digest_of(_tensors(inner))])
     adapters = {name: _adapter_tensors(inner, name) for name in inner.peft_config}
     owned = {memory_of(tensor) for tensors in adapters.values() for tensor in tensors.values()}
     base = inner.get_base_model()
@@ -60,7 +58,7 @@ def weights_fingerprint(model: nn.Module) -> str:
     parts = [type(base).__name__, digest_of(tensors)]
     for name in _deciding_adapters(inner):
         parts += [digest_of(adapters[name]), _config_digest(inner.peft_config[name])]
-    return combined(parts)
+    return joint_digest(parts)
 
 
 def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
@@ -85,10 +83,10 @@ def rows_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:
                     values[column].update(image["bytes"] or str(image["path"]).encode())
             else:
                 values[column].update(_bytes_of(flat))
-    return combined([[column, lengths[column].hexdigest(), values[column].hexdigest()] for column in columns])
+    return joint_digest([[column, lengths[column].hexdigest(), values[column].hexdigest()] for column in columns])
 
 
-def combined(parts: Sequence[Any]) -> str:
+def joint_digest(parts: Sequence[Any]) -> str:
     """Digest of strings, numbers, and lists and dictionaries of them."""
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True, default=_plain).encode()).hexdigest()
 
@@ -118,7 +116,7 @@ class _Digests:
         self._known: dict[tuple[object, ...], str] = {}
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> str:
-        return combined([[name, self._of(tensors[name])] for name in sorted(tensors)])
+        return joint_digest([[name, self._of(tensors[name])] for name in sorted(tensors)])
 
     def _of(self, tensor: Tensor) -> str:
         key = (memory_of(tensor), tensor.dtype, shape_of(tensor), tensor.stride())
@@ -168,7 +166,7 @@ def _config_digest(config: PeftConfig) -> str:
         for field in dataclasses.fields(config)
         if field.name not in _PEFT_ORIGIN and getattr(config, field.name) != _default(field)
     }
-    return combined([values])
+    return joint_digest([values])
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -32,15 +33,7 @@ from prefrl.distributed import is_sharded, shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inner_model, is_classifier, needed_head
-from prefrl.types import IdleBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from prefrl.types import TokenBatch
-
-__all__ = ["FlopCounter", "ModelCost", "Products", "floor_flops", "model_cost", "num_weights", "recomputed_share"]
+from prefrl.types import IdleBatch, TokenBatch
 
 _ATTENTION = ("sdpa", "eager", "prefrl_sdpa", "prefrl_eager")
 _LAYER_TYPES = ("full_attention", "sliding_attention")

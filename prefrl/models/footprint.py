@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-__all__ = ["outline_of", "Footprint", "activations_of", "cache_bytes", "head_bytes", "optimizer_bytes", "weights_of"]
-
 
 def outline_of(
     name: str | os.PathLike[str], *, model_init_kwargs: Mapping[str, Any] | None = None, is_classifier: bool = False

@@ -10,30 +10,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
-from prefrl.losses.scores import TokenScores, WantName
-from prefrl.losses.truncation import TokenHistory, TokenTruncation
+from prefrl.losses.kl import ReferenceLogits
+from prefrl.losses.per_token import TokenScores, WantName
+from prefrl.losses.truncation import TokenHistory, TokenTruncation, Truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
+from prefrl.models.routers import RouterRecord
 from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scoring, score_tokens
-from prefrl.models.selfcheck import check_plans, fingerprint
+from prefrl.models.selfcheck import check_plans
 from prefrl.types import IdleBatch, TokenBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.losses.kl import ReferenceLogits
-    from prefrl.losses.truncation import Truncation
-    from prefrl.models.routers import RouterRecord
 
 __all__ = [
     "Scoring",
@@ -97,15 +93,16 @@ def score_pieces(
         Pieces, in any order, and their results, for `in_batch_order`. `group_index` of a piece holds the row numbers
         in `batch`. Without rows, the only piece is an idle row.
     """
-    idle = IdleBatch.of_token().to(batch.device)
     pieces: list[TokenBatch] = [batch.replace(group_index=tuple(range(batch.num_rows)))]
     if not batch.num_rows:
-        pieces = [idle]
+        pieces = [IdleBatch.of_token().to(batch.device)]
     elif max_tokens is not None:
         pieces = pieces[0].split(max_tokens)
-    num_missing = missing_passes(model, len(pieces), batch.device)
+    passes = pieces
+    if num_missing := missing_passes(model, len(pieces), batch.device):
+        passes = [*pieces, *[IdleBatch.of_token().to(batch.device)] * num_missing]
     with torch.no_grad():
-        results = [score(piece) for piece in [*pieces, *[idle] * num_missing]]
+        results = [score(piece) for piece in passes]
     release(model)
     return pieces, results[: len(pieces)]
 
@@ -143,10 +140,7 @@ def scores_in_pieces(
     Raises:
         ConfigError: Hidden states are wanted, but cannot be read from this model.
     """
-
-    def score(piece: TokenBatch) -> TokenScores:
-        return token_logprobs(model, piece, **vars(scoring), want=want)
-
+    score = partial(token_logprobs, model, **vars(scoring), want=want)
     pieces, scores = score_pieces(model, score, batch, max_tokens=max_tokens)
     names = list(scores[0].wanted)
     logprobs = in_batch_order(batch, pieces, [each.logprobs for each in scores])
@@ -229,12 +223,13 @@ def token_logprobs(
             hidden states are wanted and cannot be read.
         ValueError: The batch has no rows.
     """
-    if prepare_for_scoring(model).is_classifier:
+    state = prepare_for_scoring(model)
+    if state.is_classifier:
         raise ConfigError(
             f"model is a {type(inner_model(model)).__name__}, which scores sequences, but log-probs need a "
             "language-model head. Load it with AutoModelForCausalLM."
         )
-    verdict, rows = verdict_of(model), with_idle_image(model, batch)
+    verdict, rows = verdict_of(model), batch if state.image_example is None else with_idle_image(model, batch)
     if reference is not None and rows is not batch:
         more = rows.num_tokens - batch.num_tokens
         reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
@@ -309,7 +304,7 @@ def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: PlanVerd
 def verdict_of(model: nn.Module) -> PlanVerdict:
     """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed."""
     state = prepare_for_scoring(model)
-    if state.verdict is None or state.verdict.fingerprint != fingerprint(model):
+    if state.verdict is None or state.verdict.fingerprint != state.fingerprint(model):
         state.verdict = check_plans(model, state.image_example)
         _report(model, state.verdict, has_images=state.image_example is not None)
     return state.verdict

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from prefrl.types import Images
 
-__all__ = ["ImageRules", "RowPositions", "adapts_images", "image_rules", "placeholder_ids"]
-
 # Models whose processors put the images of a sequence along the second dimension, after that of the sequences.
 _NESTED = ("idefics2", "idefics3", "smolvlm")
 # Arguments of the forward that are 1 at placeholders and 0 elsewhere.

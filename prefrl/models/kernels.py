@@ -26,34 +26,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.scoring import inner_model, prepare_for_scoring
 from prefrl.optional import require
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-__all__ = [
-    "freeze_parameters",
-    "compile_layers",
-    "compute_in_fp8",
-    "without_fp8",
-    "apply_liger",
-    "liger_options",
-    "without_liger",
-    "OffloadActivations",
-]
-
 
 # Layers, and which of their weights are trained.
 

@@ -30,31 +30,12 @@ from prefrl.models.classifier import add_classifier, check_has_body
 from prefrl.models.kernels import freeze_parameters
 from prefrl.models.modes import seeded
 from prefrl.models.tokenizer_changes import TokenizerChanges, check_special_tokens
-from prefrl.options.remote_code import unpinned_code
+from prefrl.options.names import unpinned_code
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import nn
     from transformers import BitsAndBytesConfig
-
-__all__ = [
-    "CAUSAL",
-    "REWARD",
-    "Kind",
-    "arguments_for_other",
-    "arguments_for_reward",
-    "auto_class_of",
-    "check_dtype",
-    "load_error",
-    "load_model",
-    "load_processing_class",
-    "load_renamed",
-    "load_reward_model",
-    "load_tokenizer",
-    "num_embeddings",
-    "reads_images",
-    "repository_arguments",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = [
-    "checkpoint_activations",
-    "disable_dropout",
-    "dropout_rates",
-    "eval_mode",
-    "uncompiled",
-    "coarsest_dtype",
-    "of_products",
-    "seeded",
-]
-
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:

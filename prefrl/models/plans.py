@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from prefrl.models.images import ImageRules
     from prefrl.types import Images, TokenBatch
 
-__all__ = [
-    "FlatInputs",
-    "ForwardPlan",
-    "ModelInputs",
-    "PaddedInputs",
-    "Plan",
-    "PlanVerdict",
-    "lay_out",
-    "padded_with",
-    "part_of",
-    "PositionLimit",
-    "position_limit",
-]
-
 ForwardPlan = Literal["shared_prefix", "packed", "padded"]
 Plan = Literal["auto", "shared_prefix", "packed", "padded"]
 
@@ -113,7 +99,7 @@ def lay_out(batch: TokenBatch, plan: ForwardPlan, rules: ImageRules | None = Non
         return _flat(batch, [*prompts, *responses], [*batch.prompt_parent, *batch.prompt_index], batch.images, rules)
     numbers = range(batch.num_responses)
     contexts = [torch.cat([prompts[prompt] for prompt in batch.contexts[i]]) for i in numbers]
-    images = [batch.images_of(i) for i in numbers]
+    images = [batch.images_of(i) for i in numbers] if batch.has_images else []
     if plan == "padded":
         return _padded(batch, contexts, responses, images, rules)
     return _flat(batch, [*contexts, *responses], [*[-1] * len(contexts), *numbers], images, rules)

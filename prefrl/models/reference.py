@@ -11,28 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.losses.per_token import TokenScores, WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
-from prefrl.models.forward import prepare_like, scores_in_pieces
+from prefrl.models.forward import Scoring, prepare_like, scores_in_pieces
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import head_logits, inner_model, needed_head
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.losses.scores import TokenScores, WantName
-    from prefrl.models.forward import Scoring
-    from prefrl.types import TokenBatch
-
-__all__ = ["Reference", "make_reference", "create_reference_model"]
+from prefrl.types import TokenBatch
 
 
 def make_reference(

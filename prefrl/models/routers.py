@@ -7,6 +7,7 @@ therefore the same in every forward plan and micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,46 @@ import torch
 
 from prefrl.distributed import sum_over_team
 from prefrl.errors import ConfigError
-from prefrl.losses.router_balance import routed, sequence_balance
 from prefrl.models.plans import PaddedInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from prefrl.models.plans import ModelInputs
 
-__all__ = ["RouterRecord", "router_loss_coef"]
+
+def routed(router_logits: Sequence[Tensor], *, top_k: int) -> Tensor:
+    """How the routers of all layers treat each token, summed over layers.
+
+    Args:
+        router_logits: For each layer with a router, [T, E]; gradient flows.
+        top_k: Number of experts of a token.
+
+    Returns:
+        [T, 2, E] float32 or wider: how many layers choose the expert, a constant; and the sum of its probabilities.
+    """
+    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    probabilities = [logits.softmax(-1, dtype=dtype) for logits in router_logits]
+    chosen = torch.zeros_like(probabilities[0])
+    for values in probabilities:
+        experts = values.detach().topk(top_k, dim=-1).indices
+        chosen += torch.zeros_like(chosen).scatter_(-1, experts, 1.0)
+    return torch.stack([chosen, torch.stack(probabilities).sum(0)], 1)
+
+
+def sequence_balance(sums: Tensor, num_routed: Tensor) -> Tensor:
+    """The loss of each sequence, see above.
+
+    Args:
+        sums: [R, 2, E], `routed` summed over the tokens of each sequence; gradient flows.
+        num_routed: [R] tokens times layers.
+
+    Returns:
+        [R] without a unit, between 0 and E.
+    """
+    fractions, probabilities = (sums / num_routed[:, None, None]).unbind(1)
+    return sums.size(-1) * (fractions * probabilities).sum(-1)
 
 
 def router_loss_coef(model: PreTrainedModel, coef: float | None) -> float:

@@ -16,50 +16,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol, Self, get_args
+from typing import Any, Protocol, Self, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
-from prefrl.losses.scores import ScoreName, TokenScores, WantName
+from prefrl.losses.per_token import ScoreName, TokenScores, WantName
+from prefrl.losses.truncation import TokenTruncation
 from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
 from prefrl.models.modes import uncompiled
-from prefrl.models.plans import FlatInputs, padded_with
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.losses.truncation import TokenTruncation
-    from prefrl.models.plans import ModelInputs, PlanVerdict
-    from prefrl.models.routers import RouterRecord
-    from prefrl.types import TokenBatch
-
-__all__ = [
-    "is_classifier",
-    "needed_head",
-    "output_head",
-    "pad_token_id",
-    "HEAD_FORWARD",
-    "Readout",
-    "ScoringRequest",
-    "TokenReadout",
-    "head_logits",
-    "inner_model",
-    "inside",
-    "packed",
-    "prepare_for_scoring",
-    "read_out",
-    "score_sequences",
-    "score_tokens",
-    "sequence_readout",
-    "unpacked",
-    "user_model",
-]
+from prefrl.models.plans import FlatInputs, ModelInputs, PlanVerdict, padded_with
+from prefrl.models.routers import RouterRecord
+from prefrl.types import TokenBatch
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
@@ -140,11 +113,17 @@ class ScoringState:
     original_forward: Callable[..., Any]
     is_classifier: bool  # whether it returns one vector of scores per sequence
     transform: tuple[float, float | None]  # `logit_transform`
+    head: nn.Module | None = None  # `output_head`, when the model was last prepared
     liger_options: dict[str, bool] | None = None  # with which Liger's kernels were put into it; None: it has none
     verdict: PlanVerdict | None = None
     image_example: TokenBatch | None = None  # rows with images, for the self-check
     is_inside: bool = False  # whether a task is running inside the model's call
     is_compiled: bool = False  # whether passes that score run compiled layers
+
+    def fingerprint(self, model: nn.Module) -> tuple[object, ...]:
+        """What a verdict depends on: the kind of head, of PEFT, of attention and of kernels; `model` has wrappers."""
+        attention_name = self.model.config.get_text_config()._attn_implementation
+        return type(self.head), uses_prompt_learning(model), attention_name, self.liger_options
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A state whose forward is bound to the copied model."""
@@ -170,6 +149,12 @@ def user_model(model: nn.Module) -> nn.Module:
             )
         inner = wrapped
     return inner
+
+
+def uses_prompt_learning(model: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens in front of each row."""
+    peft_config = getattr(user_model(model), "active_peft_config", None)
+    return bool(getattr(peft_config, "is_prompt_learning", False))
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
@@ -210,8 +195,9 @@ def prepare_for_scoring(model: nn.Module) -> ScoringState:
         state = ScoringState(inner, inner.forward, is_classifier(inner), logit_transform(inner))
         setattr(inner, _STATE, state)
         inner.forward = MethodType(_scoring_forward(inner.forward), inner)
-    head = None if state.is_classifier else output_head(inner)  # LoRA and new tokens may have put another one there
-    if head is not None and HEAD_FORWARD not in vars(head):
+    # LoRA and new tokens may have put another one there.
+    state.head = head = output_head(inner) if state.is_classifier else inner.get_output_embeddings()
+    if head is not None and not state.is_classifier and HEAD_FORWARD not in vars(head):
         setattr(head, HEAD_FORWARD, head.forward)
         head.forward = MethodType(_reading_forward, head)
     return state
@@ -408,7 +394,7 @@ class TokenReadout:
             "truncation": self.cuts,
             "reference": self.reference,
         }
-        head = None if request.own_logits else output_head(model)
+        head: nn.Module | None = None if request.own_logits else getattr(model, _STATE).head
         if head is None:
             return packed(module_logprobs(rows, targets, _identity, **options))
         hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
@@ -431,15 +417,10 @@ def _in_head(
         linear = Head(head.weight, head.bias, scale=scale, softcap=softcap)
         return packed(chunked_logprobs(rows, targets, linear, **options))
     # Modules inside the head gather their own weights, chunk by chunk.
-    num_chunks = most_chunks(rows) if is_sharded(head) else 1
+    num_chunks = int(max_over_ranks([num_chunks_of(rows)], rows.device)[0]) if is_sharded(head) else 1
     return packed(
         module_logprobs(rows, targets, partial(head_logits, model, forward), min_chunks=num_chunks, **options)
     )
-
-
-def most_chunks(rows: Tensor) -> int:
-    """The largest number of chunks on any rank. All ranks must call it."""
-    return int(max_over_ranks([num_chunks_of(rows)], rows.device)[0])
 
 
 def packed(scores: TokenScores, **more: Tensor) -> dict[str, Tensor]:

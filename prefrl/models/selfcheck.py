@@ -7,22 +7,26 @@ therefore scores a few random rows, and the result is compared with one plain fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
 from prefrl.models.attention import interface as attention
 from prefrl.models.images import image_rules
 from prefrl.models.kernels import without_fp8, without_liger
 from prefrl.models.modes import coarsest_dtype, eval_mode, uncompiled
-from prefrl.models.plans import FlatInputs, PlanVerdict, lay_out
+from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, PlanVerdict, lay_out
 from prefrl.models.scoring import (
+    Readout,
+    ScoringRequest,
     TokenReadout,
     inner_model,
     needed_head,
-    output_head,
     pad_token_id,
     prepare_for_scoring,
     read_out,
@@ -30,19 +34,9 @@ from prefrl.models.scoring import (
     sequence_readout,
     unpacked,
     user_model,
+    uses_prompt_learning,
 )
 from prefrl.types import TokenBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.models.plans import ForwardPlan, ModelInputs
-    from prefrl.models.scoring import Readout, ScoringRequest
-
-__all__ = ["check_plans", "fingerprint"]
 
 _FLAT_PLANS: tuple[ForwardPlan, ...] = ("shared_prefix", "packed")
 
@@ -68,13 +62,6 @@ _NO_EXAMPLE = "the self-check had no row with images: see set_image_example"
 # The rows of the check are longer than windows up to this size. For longer windows we only check that attention
 # receives them.
 _LONGEST_TESTED_WINDOW = 128
-
-
-def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """The properties that a verdict depends on: the kind of head, of PEFT, of attention and of kernels."""
-    state = prepare_for_scoring(model)
-    attention_name = state.model.config.get_text_config()._attn_implementation
-    return type(output_head(state.model)), _uses_prompt_learning(model), attention_name, state.liger_options
 
 
 def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> PlanVerdict:
@@ -119,7 +106,7 @@ def _checked_plans(model: nn.Module, image_example: TokenBatch | None) -> PlanVe
         if scores_rows and own_logits:
             _check_own_padding(bare, batch)
     image_reasons = failures[1] if len(failures) > 1 else dict.fromkeys(_FLAT_PLANS, _NO_EXAMPLE)
-    return PlanVerdict(failures[0], image_reasons, own_logits, fingerprint(model))
+    return PlanVerdict(failures[0], image_reasons, own_logits, state.fingerprint(model))
 
 
 def _compared(
@@ -179,7 +166,7 @@ def _known_limit(model: nn.Module) -> str | None:
         return "it has a recurrent state"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "it soft-caps attention scores (attn_logit_softcapping)"
-    if _uses_prompt_learning(model):
+    if uses_prompt_learning(model):
         return "PEFT prompt learning inserts virtual tokens at the start of each row"
     return None
 
@@ -193,11 +180,6 @@ def _foreign_parts(model: PreTrainedModel) -> str | None:
     if parts == {"score"}:
         return None
     return f"besides its base model, it has {', '.join(sorted(parts)) or 'no head'}"
-
-
-def _uses_prompt_learning(model: nn.Module) -> bool:
-    peft_config = getattr(user_model(model), "active_peft_config", None)
-    return bool(getattr(peft_config, "is_prompt_learning", False))
 
 
 def _sliding_window(model: PreTrainedModel) -> int | None:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from prefrl.errors import ConfigError
 
-__all__ = ["Ingredient", "Soup", "check_folders", "greedy_choice"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ingredient:

@@ -12,12 +12,10 @@ from prefrl.distributed import shape_of
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.modes import seeded
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["CHAT_FORMATS", "TokenizerChanges", "check_special_tokens"]
 
 
 @dataclass(frozen=True)

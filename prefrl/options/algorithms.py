@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import opt
-from prefrl.options.kwargs import ParamsOf, kwargs
 from prefrl.options.online import OnlineOptions
-from prefrl.options.params import Params, hyperparameters
+from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import ImportanceLevel, LossType
 from prefrl.options.policy_gradient import KLEstimate, PolicyGradientOptions
 from prefrl.options.policy_rules import (
@@ -19,20 +18,11 @@ from prefrl.options.policy_rules import (
     PAIRS_RULES,
     REINFORCE_PLUS_PLUS_RULES,
     RLOO_RULES,
-    name_scale,
 )
-from prefrl.options.reference import REFERENCE_RULES, ReferenceOptions
+from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.rules import apply
+from prefrl.options.schedule import takes_warmup
 from prefrl.options.types import NumSamples
-
-__all__ = [
-    "CriticOptimizer",
-    "GRPOOptions",
-    "OnlineDPOOptions",
-    "PPOOptions",
-    "RLOOOptions",
-    "ReinforcePlusPlusOptions",
-]
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -51,7 +41,8 @@ class GRPOOptions(PolicyGradientOptions):
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: rewards scaled True means by "group", False "none"."""
         super().take_other_forms()
-        name_scale(self)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -196,7 +187,7 @@ class PPOOptions(PolicyGradientOptions):
     @property
     def has_own_schedule(self) -> bool:
         """See `ScheduleOptions`; a warm-up of the critic is more than schedules of transformers have."""
-        has_warmup = self.critic_params.warmup_steps is not None and self.takes_warmup
+        has_warmup = self.critic_params.warmup_steps is not None and takes_warmup(self)
         return super().has_own_schedule or has_warmup
 
     @property
@@ -229,9 +220,9 @@ class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
         return super().rows_per_micro_batch * self.num_generations
 
     @property
-    def prompts_per_evaluation_batch(self) -> int:
+    def prompts_per_evaluation_batch(self: Any) -> int:
         """`per_device_eval_batch_size` counts prompts, too."""
-        return int(self._all.per_device_eval_batch_size)
+        return int(self.per_device_eval_batch_size)
 
     @property
     def corrects_sampling(self) -> bool:

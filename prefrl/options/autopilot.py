@@ -10,15 +10,6 @@ from prefrl.options.fields import opt, plain_value
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Example, Rule, example, unset, when
 
-__all__ = [
-    "AUTOPILOT_RULES",
-    "EarlyStoppingParams",
-    "GrowthParams",
-    "SoupParams",
-    "SpikeParams",
-    "name_best_metric",
-]
-
 _WATCHED = ("loss", "grad_norm", "kl")
 
 

@@ -16,12 +16,27 @@ from prefrl.options.autopilot import (
     SpikeParams,
     name_best_metric,
 )
-from prefrl.options.checkpoint import CheckpointParams, UploadParams, check_checkpoints
-from prefrl.options.fields import about, check_fields, json_mapping, opt, parse_json, read_json, take_other_forms
-from prefrl.options.flat_names import fill_places, set_aside, without_flat_values
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs, kwargs_options
-from prefrl.options.length_bound import LengthBound
+from prefrl.options.checkpoint import (
+    PROFILE_RULES,
+    PROFILED_PROCESSES_RULES,
+    CheckpointParams,
+    UploadParams,
+    check_checkpoints,
+)
+from prefrl.options.fields import (
+    about,
+    check_fields,
+    fill_places,
+    json_mapping,
+    opt,
+    parse_json,
+    read_json,
+    set_aside,
+    take_other_forms,
+    without_flat_values,
+)
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
+from prefrl.options.params import KwargsValue, ParamsOf, kwargs, kwargs_options
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import (
     COMMON_RULES,
@@ -35,17 +50,14 @@ from prefrl.options.run_rules import (
     check_intervals,
     check_paths,
 )
-from prefrl.options.schedule_rules import (
+from prefrl.options.schedule import (
     METRIC_SCHEDULE_RULES,
     PLATEAU_RULES,
     SCHEDULE_RULES,
     WARMUP_RULES,
 )
-from prefrl.options.size import RATE_RULES, derive_sizes, take_automatic
-from prefrl.options.training import TrainingOptions
-
-__all__ = ["BaseOptions"]
-
+from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
+from prefrl.options.types import LengthBound
 
 _WATCHED = ("loss", "grad_norm", "kl")
 
@@ -254,7 +266,9 @@ class BaseOptions(TrainingOptions):
         fill_places(self)
         self.automatic = take_automatic(self)  # the options that are "auto"
         self.take_other_forms()
-        check_fields(self, self._all_hints())  # before HuggingFace's __post_init__, which already compares numbers
+        bases = reversed(type(self).__mro__)
+        hints = {name: hint for base in bases for name, hint in vars(base).get("hints", {}).items()}
+        check_fields(self, hints)  # before HuggingFace's __post_init__, which already compares numbers
         check_intervals(self)
         self._check_json()
         self._set_both_names()
@@ -269,11 +283,6 @@ class BaseOptions(TrainingOptions):
         super().__init_subclass__()
         if "__post_init__" in vars(cls):
             cls.__post_init__ = without_flat_values(cls.__post_init__)  # type: ignore[method-assign]
-
-    @classmethod
-    def _all_hints(cls) -> dict[str, Any]:
-        """The `hints` of this class and of its bases."""
-        return {name: hint for base in reversed(cls.__mro__) for name, hint in vars(base).get("hints", {}).items()}
 
     def take_other_forms(self) -> None:
         """Give options one form that may be given in several, in place, before their types are checked."""
@@ -324,9 +333,9 @@ class BaseOptions(TrainingOptions):
         return self.upload_to is not None
 
     @property
-    def rows_per_micro_batch(self) -> int:
+    def rows_per_micro_batch(self: Any) -> int:
         """Rows that a micro-batch of one process starts from: dataset rows, or completions."""
-        return int(self._all.per_device_train_batch_size)
+        return int(self.per_device_train_batch_size)
 
     @property
     def steps_of_a_generation(self) -> int:
@@ -351,7 +360,8 @@ class BaseOptions(TrainingOptions):
         Raises:
             ConfigError: Names the field, its value, what is allowed and what to do.
         """
-        for option in kwargs_options(self._all.__class__):
+        config_class: Any = type(self)
+        for option in kwargs_options(config_class):
             option.check(self)
         self._check_processes()
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")
@@ -375,8 +385,9 @@ class BaseOptions(TrainingOptions):
         apply(self, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
         check_rates(self)
         self._check_optimizer()
-        apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES)
-        self._check_profile()
+        apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES, PROFILE_RULES)
+        if self.knows_sizes:
+            apply(self, PROFILED_PROCESSES_RULES)
 
     def _check_processes(self) -> None:
         """Check how the processes of the run are laid out."""
@@ -399,6 +410,3 @@ class BaseOptions(TrainingOptions):
 
     def _check_optimizer(self) -> None:
         """Make the optimizer, for its own checks."""
-
-    def _check_profile(self) -> None:
-        """Check what can be recorded on the device."""

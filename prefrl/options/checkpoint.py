@@ -1,4 +1,4 @@
-"""Options of what checkpoints hold, what is read of them, and where they are uploaded to."""
+"""Options of what a run writes besides its model: checkpoints, their uploads, and traces of steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import apply, example, when
 from prefrl.options.types import Seconds
 from prefrl.printable import without_secrets
-
-__all__ = ["CheckpointParams", "UploadParams", "check_checkpoints"]
 
 
 @hyperparameters
@@ -117,3 +115,34 @@ class ProfileParams(Params):
     profile_memory: bool = opt(False, "Record the memory that operations allocate and free.")
     with_stack: bool = opt(False, "Record the lines of Python that called operations.")
     memory_snapshot: bool = opt(False, "Also write the history of the GPU's memory in these steps.")
+
+
+def _lacks_history(o: Any) -> bool:
+    known = ("cuda", "unknown")  # unknown: the command's early checks
+    return bool(o.profile and o.profile_params.memory_snapshot and o.device.type not in known)
+
+
+def _names_no_process(o: Any) -> bool:
+    ranks = o.profile_params.ranks if o.profile else None
+    return ranks is not None and (not ranks or not all(0 <= rank < o.world_size for rank in ranks))
+
+
+PROFILE_RULES = (
+    when(
+        _lacks_history,
+        "profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on the "
+        "{where}. Set profile_memory=True, which traces allocations on every device.",
+        example("sft", profile=True, profile_kwargs={"memory_snapshot": True}),
+        where=lambda o: o.device.type.upper(),
+    ),
+)
+# Where the number of processes is known.
+PROFILED_PROCESSES_RULES = (
+    when(
+        _names_no_process,
+        "profile_kwargs: ranks={ranks}: must be numbers of processes from 0 to {last}, or None for all",
+        example("sft", profile=True, profile_kwargs={"ranks": [1]}),
+        ranks=lambda o: o.profile_params.ranks,
+        last=lambda o: o.world_size - 1,
+    ),
+)

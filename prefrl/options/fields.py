@@ -1,4 +1,4 @@
-"""Declares and checks options: the fields of configs, and of the hyperparameters that they map to."""
+"""Declares and checks options: the fields of configs and of hyperparameters, and keywords that fill their keys."""
 
 from __future__ import annotations
 
@@ -6,32 +6,15 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.types import check_value
-
-__all__ = [
-    "About",
-    "about",
-    "check_fields",
-    "check_no_effect",
-    "check_unset",
-    "default_of",
-    "hints_of",
-    "json_mapping",
-    "mapping_of",
-    "opt",
-    "parse_json",
-    "plain_value",
-    "read_json",
-    "take_other_forms",
-]
 
 
 @dataclass(frozen=True)
@@ -57,7 +40,7 @@ def opt(default: Any, description: str, *, decides: bool = True, needs: Sequence
         description: What `--help` and the tables in the docs say.
         decides: Whether it decides the updates, so that a resumed run may not change it.
         needs: The switches without which it has no effect: names of options, or episodes.
-        kwargs: See `prefrl.options.kwargs.kwargs`.
+        kwargs: See `prefrl.options.params.kwargs`.
     """
     text = Help(description.replace("%", "%%"))  # argparse formats it
     text.about = About(decides, tuple(needs), kwargs)
@@ -199,3 +182,103 @@ def _typed_fields(config_class: type) -> dict[str, tuple[Any, Any]]:
     """The type of each field, and its default."""
     hints = hints_of(config_class)
     return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(config_class)}
+
+
+@dataclass(frozen=True)
+class FlatName:
+    """The place of a keyword of a config that is no option of its own.
+
+    `vespo_k_pos=4.0` fills a key of the option `loss_kwargs`. Such a keyword is a `dataclasses.InitVar` of the config:
+    its constructor and the command line take it, and nothing else does.
+
+    Args:
+        option: The option that it fills.
+        key: The key of that option's mapping; None: the option itself.
+    """
+
+    option: str
+    key: str | None
+
+
+def flat(option: str, key: str | None = None, *, default: Any = None) -> Any:
+    """The declaration of a keyword, as the default of an `InitVar`; at that default, it counts as not given.
+
+    Args:
+        option: See `FlatName`.
+        key: See `FlatName`.
+        default: For keywords of which None is a value.
+    """
+    return dataclasses.field(default=default, metadata={"place": FlatName(option, key)})
+
+
+def flat_names(config_class: Any) -> dict[str, FlatName]:
+    """The places of the keywords of a config."""
+    declared = config_class.__dataclass_fields__
+    return {name: field.metadata["place"] for name, field in declared.items() if "place" in field.metadata}
+
+
+def init_vars(config_class: Any) -> dict[str, Any]:
+    """The `InitVar`s of a dataclass with their defaults, in the order in which `__post_init__` gets their values."""
+    every = config_class.__dataclass_fields__.values()  # dataclasses.fields leaves them out
+    kind = dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]  # there is no public name
+    return {field.name: field.default for field in every if field._field_type is kind}
+
+
+def without_flat_values(post_init: Callable[..., None]) -> Callable[..., None]:
+    """The `__post_init__` of a derived class, which gets the values of its own `InitVar`s only.
+
+    `dataclass` passes the values of all `InitVar`s by position, but who derives a class from a config does not know
+    that the config has some.
+    """
+
+    @wraps(post_init)
+    def with_own_values(self: Any, *values: Any) -> None:
+        post_init(self, *set_aside(self, values))
+
+    return with_own_values
+
+
+def set_aside(config: Any, values: Sequence[Any]) -> list[Any]:
+    """Keep the values of flat names for `fill_places`, if `values` are those that `dataclass` passes.
+
+    Args:
+        config: The config.
+        values: What its `__post_init__` gets: from `dataclass`, or from that of a derived class, which comes first.
+
+    Returns:
+        The other values.
+    """
+    if "_flat_values" in vars(config):
+        return list(values)
+    given, places = dict(zip(init_vars(type(config)), values, strict=False)), flat_names(type(config))
+    config._flat_values = {name: value for name, value in given.items() if name in places}
+    return [value for name, value in given.items() if name not in places]
+
+
+def fill_places(config: Any) -> None:
+    """Put the values of keywords that were given into their places. A default means: not given.
+
+    Args:
+        config: The config, after `set_aside`.
+
+    Raises:
+        ConfigError: A value has another type, or a place is taken.
+    """
+    config_class: Any = type(config)
+    defaults, hints, places = init_vars(config_class), hints_of(config_class), flat_names(config_class)
+    for name, value in vars(config).pop("_flat_values").items():
+        check_value(name, value, hints[name].type)
+        if value != defaults[name]:
+            _fill(config, name, value, places[name])
+
+
+def _fill(config: Any, name: str, value: Any, place: FlatName) -> None:
+    if place.key is None:
+        is_taken, filled = getattr(config, place.option) is not None, value
+    else:
+        there = mapping_of(config, place.option)
+        is_taken, filled = place.key in there, {**there, place.key: value}
+    if is_taken:
+        given = getattr(config, place.option)
+        raise ConfigError(f"{name}={value!r} and {place.option}={given!r}: given both ways. Remove {name}.")
+    setattr(config, place.option, filled)

@@ -16,26 +16,26 @@ from prefrl.options.generation_rules import (
     GENERATION_MODE_RULES,
     GENERATION_SIZE_RULES,
     LEAST_TEMPERATURE,
+    LOCAL_RULES,
+    NO_SERVER_RULES,
     NUMBERS_RULES,
     PROMPTS_RULES,
+    SERVER_RULES,
 )
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
-from prefrl.options.length_bound import LengthBound
+from prefrl.options.params import KwargsValue, ParamsOf, kwargs
 from prefrl.options.rollout import AtKParams, EvalSamplingParams, RolloutOptions
 from prefrl.options.rules import apply
-from prefrl.options.server_rules import LOCAL_RULES, NO_SERVER_RULES, SERVER_RULES
 from prefrl.options.types import (
     BatchSize,
     EnvironmentErrorMode,
     Length,
+    LengthBound,
     NumSamples,
     ReasoningInHistory,
     Seconds,
     ToolErrorMode,
     TruncationMode,
 )
-
-__all__ = ["OnlineOptions"]
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -196,50 +196,50 @@ class OnlineOptions(RolloutOptions):
     def needs_whole_batch(self) -> dict[str, str]:
         """Options with which training on a group has to wait for the whole batch, and the remedy for each."""
         given = {
-            "reward_shaping_kwargs: normalize": self._all.shaping_params.normalize,
-            "dynamic_sampling": self._all.dynamic_sampling,
-            "curriculum": self._all.curriculum,
+            "reward_shaping_kwargs: normalize": self.shaping_params.normalize,
+            "dynamic_sampling": self.dynamic_sampling,
+            "curriculum": self.curriculum,
         }
         return {f"{name}={value!r}": "Remove it." for name, value in given.items() if value}
 
     @property
-    def micro_batches_per_generation(self) -> int:
+    def micro_batches_per_generation(self: Any) -> int:
         """The effective value of `steps_per_generation`: at least that of an optimizer step."""
-        steps, accumulation = self._all.steps_per_generation, int(self._all.gradient_accumulation_steps)
-        if self._all.generation_batch_size is not None:
-            steps = self._all.generation_batch_size // int(self._all.rows_per_micro_batch * self._all.world_size)
+        steps, accumulation = self.steps_per_generation, int(self.gradient_accumulation_steps)
+        if self.generation_batch_size is not None:
+            steps = self.generation_batch_size // int(self.rows_per_micro_batch * self.world_size)
         return accumulation if steps is None or accumulation % steps == 0 else int(steps)
 
     @property
-    def updates_per_generation(self) -> int:
+    def updates_per_generation(self: Any) -> int:
         """Optimizer steps in one pass over a generation batch."""
-        return self.micro_batches_per_generation // int(self._all.gradient_accumulation_steps)
+        return int(self.micro_batches_per_generation // self.gradient_accumulation_steps)
 
     @property
     def samples_per_evaluated_prompt(self) -> int:
         """The effective value of `num_generations_eval`."""
-        return int(self._all.num_generations_eval or self._all.num_generations)
+        return int(self.num_generations_eval or self.num_generations)
 
     @property
     def completions_per_rank(self) -> int:
         """Completions of a generation batch on one process."""
-        return int(self._all.rows_per_micro_batch) * self.micro_batches_per_generation
+        return int(self.rows_per_micro_batch) * self.micro_batches_per_generation
 
     @property
-    def completions_of_generation(self) -> int:
+    def completions_of_generation(self: Any) -> int:
         """Completions of a generation batch, over all processes."""
-        return self.completions_per_rank * int(self._all.world_size)
+        return int(self.completions_per_rank * self.world_size)
 
     @property
     def steps_of_a_generation(self) -> int:
         """Optimizer steps that learn from one generation batch."""
-        return self.updates_per_generation * int(self._all.num_iterations)
+        return self.updates_per_generation * int(self.num_iterations)
 
     @property
     def generations_ahead(self) -> int:
         """Generation batches that may be requested in advance, in addition to the one that training needs."""
-        is_async = self._all.generation_mode == "async"
-        return int(self._all.max_staleness) // self.steps_of_a_generation if is_async else 0
+        is_async = self.generation_mode == "async"
+        return int(self.max_staleness) // self.steps_of_a_generation if is_async else 0
 
     @property
     def longest_completion(self) -> int:
@@ -262,9 +262,9 @@ class OnlineOptions(RolloutOptions):
         return LengthBound(self.max_prompt_length, options, sampled=self.longest_completion)
 
     @property
-    def prompts_per_evaluation_batch(self) -> int:
+    def prompts_per_evaluation_batch(self: Any) -> int:
         """Prompts of an evaluation batch on one process."""
-        return max(1, int(self._all.per_device_eval_batch_size) // self.samples_per_evaluated_prompt)
+        return max(1, int(self.per_device_eval_batch_size // self.samples_per_evaluated_prompt))
 
     @property
     def needs_greedy(self) -> bool:

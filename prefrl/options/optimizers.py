@@ -15,22 +15,9 @@ from annotated_types import Ge
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import mapping_of, plain_value
+from prefrl.options.names import nearest
 from prefrl.options.rules import Example, Rule, apply, example, unset, when
-from prefrl.options.suggest import nearest
 from prefrl.options.types import check_value
-
-__all__ = [
-    "UPDATE_RULES",
-    "NAMED_OPTIMIZER_RULES",
-    "OPTIMIZERS",
-    "REFUSED",
-    "NamedOptimizer",
-    "check_not_refused",
-    "check_rates",
-    "decay_rule",
-    "given_arguments",
-    "optimizer_of",
-]
 
 # These take the model, or make an optimizer for each weight: there are no parameter groups.
 _WITHOUT_GROUPS = ("lomo", "layerwise")

@@ -12,31 +12,6 @@ from prefrl.options.fields import opt
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import Rule, example, when
 
-__all__ = [
-    "AipoParams",
-    "BoundParams",
-    "ClipCovParams",
-    "ClipParams",
-    "CovarianceBand",
-    "DppoParams",
-    "EntropyParams",
-    "GmpoParams",
-    "HighestCovariance",
-    "ImportanceLevel",
-    "KLParams",
-    "KL_PARAMS",
-    "KlCovParams",
-    "LossType",
-    "POLICY_LOSS_FACTS",
-    "PolicyLossFacts",
-    "PolicyLossParams",
-    "Reduction",
-    "SampledKLParams",
-    "SapoParams",
-    "SequenceKLParams",
-    "VespoParams",
-]
-
 Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS, AdvantageParams
-from prefrl.options.fields import opt
-from prefrl.options.flat_names import flat
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
+from prefrl.options.fields import flat, opt
+from prefrl.options.generation_rules import TRUNCATION_RULES
 from prefrl.options.online import OnlineOptions
-from prefrl.options.params import Params
+from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import (
     KL_PARAMS,
     POLICY_LOSS_FACTS,
@@ -28,16 +26,187 @@ from prefrl.options.policy_rules import (
     KL_RULES,
     LEVEL_RULES,
     RATIO_RULES,
-    kl_part,
     normalizes_each_reward,
     scales_by_batch,
 )
-from prefrl.options.reference import REFERENCE_RULES, ReferenceOptions
+from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.rollout import SELECTIONS, RowSelection
-from prefrl.options.rules import apply
-from prefrl.options.server_rules import TRUNCATION_RULES
+from prefrl.options.rules import Rule, apply, ascending, example, when
 
-__all__ = ["CreditOptions", "KLEstimate", "PolicyGradientOptions"]
+RewardScale = Literal["group", "batch", "none"]
+
+
+@hyperparameters
+class AdvantageParams(Params):
+    """Hyperparameters that go with every estimator."""
+
+    clip_range: list[float] | None = opt(
+        None, "Clip advantages to this range: smallest value (<= 0) and largest value (>= 0); None: no clipping."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ascending("clip_range", example("grpo", advantage_kwargs={"clip_range": [1.0]})),
+        when(
+            lambda p: p.clip_range is not None and not p.clip_range[0] <= 0 <= p.clip_range[1],
+            "clip_range={clip_range}: must contain 0, as in [-5, 5]",  # or rows without a reward would have a gradient
+            example("grpo", advantage_kwargs={"clip_range": [1.0, 2.0]}),
+        ),
+    )
+
+
+@hyperparameters
+class ScaleParams(AdvantageParams):
+    """What centered rewards are divided by; hyperparameters of `grpo_passk`."""
+
+    scale_rewards: RewardScale = opt("group", "Divide by the standard deviation of the group, the batch, or nothing.")
+    advantage_epsilon: Annotated[float, Ge(0)] = opt(1e-4, "Added to standard deviations before dividing by them.")
+
+
+@hyperparameters
+class GrpoParams(ScaleParams):
+    """Hyperparameters of `grpo`."""
+
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
+        "sum_then_normalize", "Several rewards: take their weighted sum first, or normalize each first (GDPO)."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.multi_objective_aggregation == "normalize_then_sum" and p.scale_rewards != "group",
+            "scale_rewards={scale_rewards!r} has no effect with multi_objective_aggregation='normalize_then_sum', "
+            "which normalizes by group and then by batch. Use scale_rewards='group'.",
+            example(
+                "grpo",
+                scale_rewards="none",
+                advantage_kwargs={"multi_objective_aggregation": "normalize_then_sum"},
+            ),
+        ),
+    )
+
+
+@hyperparameters
+class GpgParams(AdvantageParams):
+    """Hyperparameters of `gpg`."""
+
+    f_norm: Annotated[float, Gt(0)] = opt(1.0, "Advantages are divided by this; 1 in the paper.")
+
+
+@hyperparameters
+class DiscountParams(AdvantageParams):
+    """Hyperparameters of `reinforce_plus_plus`."""
+
+    gamma: Annotated[float, Ge(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
+
+
+@hyperparameters
+class GaeParams(DiscountParams):
+    """Hyperparameters of `gae`."""
+
+    lam: Annotated[float, Ge(0), Le(1)] = opt(
+        0.95,
+        "0: the advantage is the one-step TD error, with the critic's bias; 1: it uses all later rewards, with their "
+        "variance.",
+    )
+
+
+@hyperparameters
+class BaselineParams(AdvantageParams):
+    """Hyperparameters of `optimal_token_baseline`."""
+
+    zero_tail: bool = opt(
+        True,
+        "No baseline at positions that only one completion of a prompt reaches. False: the completion is its own "
+        "baseline there, so its advantage is 0.",
+    )
+
+
+@hyperparameters
+class UncertaintyParams(Params):
+    """Hyperparameters of `uncertainty`."""
+
+    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-scales.")
+
+
+@hyperparameters
+class GradnormParams(Params):
+    """Hyperparameters of `gradnorm`."""
+
+    alpha: Annotated[float, Ge(0)] = opt(1.5, "How strongly rewards that lag behind are favored.")
+    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-weights.")
+
+
+@hyperparameters
+class FamoParams(Params):
+    """Hyperparameters of `famo`."""
+
+    rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
+    decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits; rate * decay must be below 1.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.rate * p.decay >= 1,
+            "rate={rate} * decay={decay}: must be below 1. Lower one of them.",
+            example("grpo", reward_balance="famo", balance_kwargs={"decay": 1.0}),
+        ),
+    )
+
+
+@hyperparameters
+class ParetoParams(Params):
+    """Hyperparameters of `pareto`."""
+
+    smoothing: Annotated[float, Gt(0)] = opt(0.5, "Smoothing of the maximum; smaller is closer to it.")
+
+
+@dataclass(frozen=True)
+class EstimatorFacts:
+    """What is known of an advantage estimator without its function, which is in `prefrl.losses.advantage`."""
+
+    params: type[AdvantageParams]
+    level: Literal["row", "token"]
+    source: str
+    whitened: bool = False  # the caller whitens the result over the trainable tokens of all ranks
+    needs: frozenset[str] = frozenset()  # optional fields of `ScoredRows` or `ScoredTokens` that it requires
+
+
+ESTIMATOR_FACTS: dict[str, EstimatorFacts] = {
+    "grpo": EstimatorFacts(GrpoParams, "row", "Shao et al. 2024, arXiv 2402.03300, section 4.1.2"),
+    "rloo": EstimatorFacts(AdvantageParams, "row", "Ahmadian et al. 2024, arXiv 2402.14740"),
+    "reinforce_plus_plus_baseline": EstimatorFacts(
+        AdvantageParams, "row", "Hu et al. 2025, arXiv 2501.03262", whitened=True
+    ),
+    "remax": EstimatorFacts(AdvantageParams, "row", "Li et al. 2023, arXiv 2310.10505", needs=frozenset({"greedy"})),
+    "opo": EstimatorFacts(AdvantageParams, "row", "Hao et al. 2025, arXiv 2505.23585"),
+    "gpg": EstimatorFacts(GpgParams, "row", "Chu et al. 2025, arXiv 2504.02546"),
+    "grpo_passk": EstimatorFacts(ScaleParams, "row", "Tang et al. 2025, arXiv 2503.19595"),
+    "maxrl": EstimatorFacts(AdvantageParams, "row", "Tajwar et al. 2026, arXiv 2602.02710"),
+    "gae": EstimatorFacts(
+        GaeParams,
+        "token",
+        "Schulman et al. 2015, arXiv 1506.02438, eq. 16",
+        whitened=True,
+        needs=frozenset({"values"}),
+    ),
+    "reinforce_plus_plus": EstimatorFacts(DiscountParams, "token", "Hu et al. 2025, arXiv 2501.03262", whitened=True),
+    "optimal_token_baseline": EstimatorFacts(
+        BaselineParams,
+        "token",
+        "Li et al. 2026, arXiv 2602.07078",
+        needs=frozenset({"logprobs", "log_collision"}),
+    ),
+}
+
+# The hyperparameters of each method of `reward_balance`.
+BALANCE_PARAMS: dict[str, type[Params]] = {
+    "fixed": Params,
+    "log_transform": Params,
+    "uncertainty": UncertaintyParams,
+    "gradnorm": GradnormParams,
+    "famo": FamoParams,
+    "nash": Params,
+    "pareto": ParetoParams,
+}
+
 
 KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "sequence"]
 
@@ -191,7 +360,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     @property
     def kl_part(self) -> str | None:
         """The estimator of the KL term; None: there is no term."""
-        return kl_part(self)
+        return str(self.kl_estimator) if self.beta > 0 else None
 
     @property
     def levels(self) -> tuple[ImportanceLevel, ...]:
@@ -231,46 +400,45 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     @property
     def needs_whole_batch(self) -> dict[str, str]:
         """See `GenerationRules.needs_whole_batch`."""
-        options, needs = self._all, super().needs_whole_batch
-        if options.normalize_advantages:
+        needs = super().needs_whole_batch
+        if self.normalize_advantages:
             needs["normalize_advantages=True"] = "Set it to False."
-        if options.top_entropy_quantile < 1:
-            needs[f"top_entropy_quantile={options.top_entropy_quantile}"] = "Set it to 1."
-        if options.loss_type in ("clip_cov", "kl_cov"):
-            needs[f"loss_type={options.loss_type!r}"] = "Use another loss."
+        if self.top_entropy_quantile < 1:
+            needs[f"top_entropy_quantile={self.top_entropy_quantile}"] = "Set it to 1."
+        if self.loss_type in ("clip_cov", "kl_cov"):
+            needs[f"loss_type={self.loss_type!r}"] = "Use another loss."
         if self.bonus_has_own_count:
-            bonus = f"entropy_coef={options.entropy_coef}" if options.entropy_coef else "use_adaptive_entropy=True"
-            if options.reduction != "token":
-                needs[f"{bonus} and loss_type={options.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
+            bonus = f"entropy_coef={self.entropy_coef}" if self.entropy_coef else "use_adaptive_entropy=True"
+            if self.reduction != "token":
+                needs[f"{bonus} and loss_type={self.loss_type!r}"] = "Use loss_type='dapo', or no entropy bonus."
             else:
                 needs[f"{bonus} and a selection of tokens"] = "Remove one of them."
-        if scales_by_batch(options):
+        if scales_by_batch(self):
             needs["scale_rewards='batch'"] = "Use scale_rewards='group'."
-        if normalizes_each_reward(options):
+        if normalizes_each_reward(self):
             needs["multi_objective_aggregation='normalize_then_sum'"] = (
                 "Use multi_objective_aggregation='sum_then_normalize'."
             )
-        if options.estimator == "gpg":
+        if self.estimator == "gpg":
             needs["advantage_estimator='gpg'"] = "Use another estimator."
-        resamples = options.rollout_selection in ("pow", "max_min", "max_random")
+        resamples = self.rollout_selection in ("pow", "max_min", "max_random")
         given = {
-            "rollout_selection": options.rollout_selection if resamples else None,
-            "loss_kwargs: positive_nll_coef": options.loss_params.positive_nll_coef,
-            "reward_balance": options.reward_balance,
+            "rollout_selection": self.rollout_selection if resamples else None,
+            "loss_kwargs: positive_nll_coef": self.loss_params.positive_nll_coef,
+            "reward_balance": self.reward_balance,
         }
         return needs | {f"{name}={value!r}": "Remove it." for name, value in given.items() if value is not None}
 
     @property
     def has_bonus(self) -> bool:
         """Whether the loss has an entropy bonus."""
-        return bool(self._all.entropy_coef > 0 or self._all.use_adaptive_entropy)
+        return bool(self.entropy_coef > 0 or self.use_adaptive_entropy)
 
     @property
     def bonus_has_own_count(self) -> bool:
         """Whether the bonus is a mean over something else than the items that the loss is divided by."""
-        options = self._all
-        selects = options.top_entropy_quantile < 1 or options.loss_params.min_filter_prefix_tokens is not None
-        return self.has_bonus and (selects or options.reduction != "token")
+        selects = self.top_entropy_quantile < 1 or self.loss_params.min_filter_prefix_tokens is not None
+        return self.has_bonus and (selects or self.reduction != "token")
 
     @property
     def scores_truncated(self) -> bool:

@@ -9,39 +9,16 @@ from typing import Any
 
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.rules import Example, Rule, example, unset, when
-from prefrl.options.schedule_rules import takes_warmup
-
-__all__ = [
-    "CRITIC_RULES",
-    "GROUP_RULES",
-    "HYPERPARAMETERS_RULES",
-    "KL_RULES",
-    "LEVEL_RULES",
-    "PAIRS_RULES",
-    "RATIO_RULES",
-    "REINFORCE_PLUS_PLUS_RULES",
-    "RLOO_RULES",
-    "kl_part",
-    "name_scale",
-]
-
-
-def kl_part(config: Any) -> str | None:
-    """The estimator of the KL term; None: there is no term."""
-    return str(config.kl_estimator) if config.beta > 0 else None
-
-
-def name_scale(config: Any) -> None:
-    """Give `scale_rewards` the name of its value: True means "group", False "none"."""
-    if isinstance(config.scale_rewards, bool):
-        config.scale_rewards = "group" if config.scale_rewards else "none"
+from prefrl.options.schedule import takes_warmup
 
 
 def scales_by_batch(o: Any) -> bool:
+    """Whether rewards are divided by the deviation of a whole batch."""
     return "scale_rewards" in o.advantage_params.names() and o.advantage_params.scale_rewards == "batch"
 
 
 def normalizes_each_reward(o: Any) -> bool:
+    """Whether each reward is normalized by itself before they are added."""
     params = o.advantage_params
     has_choice = "multi_objective_aggregation" in params.names()
     return has_choice and params.multi_objective_aggregation == "normalize_then_sum"

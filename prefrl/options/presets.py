@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from prefrl.options.fields import json_mapping
-
-if TYPE_CHECKING:
-    from prefrl.options.flat_names import FlatName
-
-__all__ = ["PRESETS", "Preset", "combined"]
+from prefrl.options.fields import FlatName, json_mapping
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,27 +10,11 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import opt
-from prefrl.options.flat_names import flat
-from prefrl.options.kwargs import KwargsValue, ParamsOf, kwargs
-from prefrl.options.params import Params, hyperparameters
+from prefrl.options.fields import flat, opt
+from prefrl.options.generation_rules import unscored
+from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.rules import Rule, ascending, example, when
-from prefrl.options.server_rules import unscored
 from prefrl.options.types import Seconds
-
-__all__ = [
-    "AtKParams",
-    "CurriculumParams",
-    "CurriculumWeighting",
-    "KeptParams",
-    "PowParams",
-    "ResamplingParams",
-    "ReweightMethod",
-    "RowSelection",
-    "SELECTIONS",
-    "SelectionRule",
-    "ShapingParams",
-]
 
 CurriculumWeighting = Literal["variance", "band"]
 

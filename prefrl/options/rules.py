@@ -13,8 +13,6 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, plain_value
 
-__all__ = ["Example", "Rule", "apply", "ascending", "example", "unset", "when"]
-
 
 @dataclass(frozen=True)
 class Example:

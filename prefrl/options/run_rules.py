@@ -12,23 +12,9 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import plain_value
-from prefrl.options.references import check_references
+from prefrl.options.names import check_references
 from prefrl.options.rules import Example, Rule, apply, example, unset, when
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, check_value
-
-__all__ = [
-    "COMMON_RULES",
-    "COMPILATION_RULES",
-    "CPU_RULES",
-    "HUGGINGFACE",
-    "IGNORED_RULES",
-    "IGNORED_PARTS_RULES",
-    "LIGER_RULES",
-    "STEPS_RULES",
-    "check_device",
-    "check_intervals",
-    "check_paths",
-]
 
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 # HuggingFace's options whose annotations say less, or other than what they take: bounds that it does not check, and

@@ -1,4 +1,4 @@
-"""Checks that a value is what its type annotation allows: the type itself, and the bounds of numbers."""
+"""The types of options with their bounds, and checks of values against them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-
-__all__ = ["LARGEST_INTEGER", "BatchSize", "Length", "NumSamples", "Seconds", "check_value"]
 
 LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT = 1e38  # in round numbers what 32 bits hold
@@ -42,6 +40,7 @@ EnvironmentErrorMode = Literal["retry", "drop", "raise"]
 
 _LONGEST = 200  # characters of a value in a message
 
+_UNIONS = (typing.Union, types.UnionType)
 # Kind of bound -> its sign, the attribute that holds the limit, and the comparison.
 _BOUNDS: dict[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
     Ge: (">=", "ge", operator.ge),
@@ -87,7 +86,7 @@ def check_value(name: str, value: Any, hint: Any) -> None:
 
 def _check_bounds(name: str, value: Any, hint: Any) -> None:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if _is_union(hint):
+    if origin in _UNIONS:
         _check_bounds(name, value, next(part for part in arguments if _kind_of(part).fits(value)))
     elif origin is list:
         for number, item in enumerate(value):
@@ -95,29 +94,26 @@ def _check_bounds(name: str, value: Any, hint: Any) -> None:
     elif origin is dict:
         for key, item in value.items():
             _check_bounds(f"{name}[{key!r}]", item, arguments[1])
-    elif (arguments[0] if origin is Annotated else hint) in _DEFAULT_BOUNDS:
-        bounds = _bounds_of(hint)
-        broken = [bound for bound in _all_bounds(hint) if not _holds(value, bound)]
-        if broken:
-            described = _described([*bounds, *(bound for bound in broken if bound not in bounds)])
-            raise ConfigError(f"{name}={_shown(value)}: must be a number {described}")
+    elif (number_type := arguments[0] if origin is Annotated else hint) in _DEFAULT_BOUNDS:
+        _check_number(name, value, _bounds_of(hint), *_DEFAULT_BOUNDS[number_type])
 
 
 def _bounds_of(hint: Any) -> list[Any]:
     return [bound for bound in typing.get_args(hint)[1:] if type(bound) in _BOUNDS]
 
 
-def _all_bounds(hint: Any) -> list[Any]:
-    """The bounds of a number, and the default ones on the sides on which it has none."""
-    bounds = _bounds_of(hint)
-    low, high = _DEFAULT_BOUNDS[typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint]
+def _check_number(name: str, value: Any, bounds: list[Any], low: Any, high: Any) -> None:
+    """Check a number against its bounds, and against the default ones on the sides on which it has none."""
     sides = {type(bound) in (Ge, Gt) for bound in bounds}
-    return [*bounds, *[low] * (True not in sides), *[high] * (False not in sides)]
-
-
-def _holds(value: Any, bound: Any) -> bool:
-    _, attribute, comparison = _BOUNDS[type(bound)]
-    return bool(comparison(value, getattr(bound, attribute)))
+    every = [*bounds, *[low] * (True not in sides), *[high] * (False not in sides)]
+    broken = []
+    for bound in every:
+        _, attribute, comparison = _BOUNDS[type(bound)]
+        if not comparison(value, getattr(bound, attribute)):
+            broken.append(bound)
+    if broken:
+        described = _described([*bounds, *(bound for bound in broken if bound not in bounds)])
+        raise ConfigError(f"{name}={_shown(value)}: must be a number {described}")
 
 
 def _described(bounds: Iterable[Any]) -> str:
@@ -125,41 +121,24 @@ def _described(bounds: Iterable[Any]) -> str:
     return " and ".join(f"{sign} {limit}" for sign, limit in limits if (sign, limit) != ("<=", math.inf))
 
 
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
 def _is_enum(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, enum.Enum)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not _is_switch_type(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not _is_switch_type(value)
-
-
-def _is_switch_type(value: Any) -> bool:
+def _is_switch(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_")  # the latter is NumPy's, which is not imported for this
 
 
-def _is_switch(value: Any) -> bool:
-    return _is_switch_type(value) or (isinstance(value, int) and value in (0, 1))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 _KINDS: dict[Any, _Kind] = {
-    float: _Kind("a number", _is_number),
-    int: _Kind("an integer", _is_integer),
-    bool: _Kind("True or False", _is_switch),
-    str: _Kind("a string", _is_text),
+    float: _Kind("a number", lambda value: isinstance(value, numbers.Real) and not _is_switch(value)),
+    int: _Kind("an integer", lambda value: isinstance(value, numbers.Integral) and not _is_switch(value)),
+    bool: _Kind("True or False", lambda value: _is_switch(value) or (isinstance(value, int) and value in (0, 1))),
+    str: _Kind("a string", lambda value: isinstance(value, str)),
     type(None): _Kind("None", lambda value: value is None),
-    dict: _Kind('a mapping such as {"key": 1}', lambda value: isinstance(value, dict) and all(map(_is_text, value))),
+    dict: _Kind(
+        'a mapping such as {"key": 1}',
+        lambda value: isinstance(value, dict) and all(isinstance(key, str) for key in value),
+    ),
     list: _Kind("a list", lambda value: isinstance(value, list | tuple)),
     os.PathLike: _Kind("a path", lambda value: isinstance(value, os.PathLike)),
 }
@@ -175,13 +154,18 @@ def _kind_of(hint: Any) -> _Kind:
         return _Kind(f"{base.words} {_described(_bounds_of(hint))}".rstrip(), base.fits)
     if origin is Literal:
         return _choice(arguments)
-    if _is_union(hint):
+    if origin in _UNIONS:
         # HuggingFace makes an enum of a text, which must be one of its values.
         has_enum = any(map(_is_enum, arguments))
         kinds = [_kind_of(part) for part in arguments if not (has_enum and part is str)]
-        return _any_of(kinds)
+        *others, last = [kind.words for kind in kinds]
+        words = f"{', '.join(others)}, or {last}" if others else last
+        return _Kind(words, lambda value: any(kind.fits(value) for kind in kinds))
     if origin is list:
-        return _list(_kind_of(arguments[0]))
+        item = _kind_of(arguments[0])
+        return _Kind(
+            f"a list, each entry {item.words}", lambda value: _KINDS[list].fits(value) and all(map(item.fits, value))
+        )
     if origin is dict:
         return _mapping(*arguments)
     return _class(origin or hint)
@@ -192,18 +176,6 @@ def _choice(choices: tuple[Any, ...]) -> _Kind:
     return _Kind(
         f"one of {words}" if len(choices) > 1 else words,
         lambda value: any(isinstance(value, type(choice)) and value == choice for choice in choices),
-    )
-
-
-def _any_of(kinds: list[_Kind]) -> _Kind:
-    *others, last = [kind.words for kind in kinds]
-    words = f"{', '.join(others)}, or {last}" if others else last
-    return _Kind(words, lambda value: any(kind.fits(value) for kind in kinds))
-
-
-def _list(item: _Kind) -> _Kind:
-    return _Kind(
-        f"a list, each entry {item.words}", lambda value: _KINDS[list].fits(value) and all(map(item.fits, value))
     )
 
 
@@ -256,10 +228,29 @@ def _parts(hint: Any) -> list[Any]:
     """The members of a union, without their bounds."""
     if typing.get_origin(hint) is Annotated:
         return _parts(typing.get_args(hint)[0])
-    return [part for argument in typing.get_args(hint) for part in _parts(argument)] if _is_union(hint) else [hint]
+    return (
+        [part for argument in typing.get_args(hint) for part in _parts(argument)]
+        if typing.get_origin(hint) in _UNIONS
+        else [hint]
+    )
 
 
 def _literal(number: float) -> str:
     """The number as both Python and YAML read it: 1.0e-05, because YAML reads 1e-05 as a string."""
     mantissa, e, exponent = repr(number).partition("e")
     return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else repr(number)
+
+
+@dataclass(frozen=True)
+class LengthBound:
+    """What options say about the length of rows.
+
+    Args:
+        max_length: Tokens of a prepared row; None: no limit.
+        options: How the message calls the options to lower.
+        sampled: Tokens that are sampled after each row, which is a prompt.
+    """
+
+    max_length: int | None
+    options: str
+    sampled: int = 0

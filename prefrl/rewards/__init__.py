@@ -1,7 +1,7 @@
 """Rewards: the protocol, the runner that calls them, and the built-in rewards."""
 
-from prefrl.rewards.adapted import PairwiseJudge, get_judge_reward
 from prefrl.rewards.base import RewardFunction, RewardSource
+from prefrl.rewards.call import PairwiseJudge, get_judge_reward
 from prefrl.rewards.code import get_code_reward
 from prefrl.rewards.format import (
     format_reward,
@@ -21,8 +21,7 @@ from prefrl.rewards.maths import (
     reasoning_accuracy_reward,
 )
 from prefrl.rewards.model import ModelReward
-from prefrl.rewards.named import REWARD_FUNCTIONS
-from prefrl.rewards.reasoning_gym import ReasoningGym, reasoning_gym_dataset
+from prefrl.rewards.named import REWARD_FUNCTIONS, ReasoningGym, reasoning_gym_dataset
 from prefrl.rewards.runner import RewardRunner, RewardScores
 from prefrl.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits
 

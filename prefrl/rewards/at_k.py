@@ -12,16 +12,6 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "PromptSamples",
-    "at_k_metrics",
-    "best_at_k",
-    "majority_at_k",
-    "mean_interval",
-    "pass_at_k",
-    "share_interval",
-]
-
 _MOST_SUBSETS = 1000  # of the samples of a prompt
 _NUM_RESAMPLES = 1000
 _CONFIDENCE = 0.95
@@ -126,9 +116,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
     It has no width if all values are equal.
 
-    Args:
-        values: [P] values, of any size.
-
     Source: Efron 1979
     """
     drawn = np.random.default_rng(0).integers(len(values), size=(_NUM_RESAMPLES, len(values)))
@@ -142,10 +129,6 @@ def at_k_metrics(prompts: Iterable[PromptSamples], sizes: Sequence[int]) -> dict
 
     The names are `pass@4`, `pass@4_low` and `pass@4_high`, and `pass@4/<source>` and so on for a source. Prompts with
     fewer than k samples are left out. The order of prompts and of samples changes nothing.
-
-    Args:
-        prompts: The samples of each prompt.
-        sizes: The numbers k.
     """
     ordered = sorted(map(_ordered, prompts))
     sources = dict.fromkeys(prompt.source for prompt in ordered if prompt.source)

@@ -1,4 +1,7 @@
-"""What rewards stand on: the protocol, the text that they read, what graders share, threads for many questions."""
+"""What rewards stand on: the protocol, the text that they read, what graders share, threads for many questions.
+
+What reward functions return and what they log is checked here, too.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
+import pyarrow as pa
+import torch
 from torch import nn
 
-from prefrl.errors import ConfigError
-
-__all__ = [
-    "RewardFunction",
-    "RewardSource",
-    "completion_text",
-    "message_text",
-    "Grader",
-    "check_name",
-    "check_threshold",
-    "passed",
-    "answer_all",
-]
+from prefrl.errors import ConfigError, RewardError
 
 
 class RewardFunction(Protocol):
@@ -181,3 +176,170 @@ def answer_all(
     if errors:
         raise errors[0]
     return answers
+
+
+# Rewards become float32 tensors.
+_LARGEST = float(np.finfo(np.float32).max)
+_ALLOWED = "allowed is a finite number (in float32) for each completion, or None if the reward does not apply to it"
+_EXCERPT = 60
+
+
+def checked_values(
+    name: str, result: object, prompts: Sequence[Any], completions: Sequence[str | list[dict[str, Any]]]
+) -> list[float | None]:
+    """Convert the values that a reward function returned for B completions to floats.
+
+    Lists, tuples, other sequences, and one-dimensional arrays and tensors are accepted. Values may be any real
+    numbers, including those of NumPy, and zero-dimensional tensors. True is 1 and False is 0.
+
+    Raises:
+        RewardError: The result has another type or length, or a value is NaN, infinite or not a number.
+    """
+    values = _as_list(name, result)
+    if len(values) != len(completions):
+        raise RewardError(
+            f"reward {name!r} returned {len(values)} values for {len(completions)} completions; {_ALLOWED}"
+        )
+    return [_as_float(name, row, v, prompts[row], completions[row]) for row, v in enumerate(values)]
+
+
+def _as_list(name: str, result: object) -> list[Any]:
+    if isinstance(result, torch.Tensor | np.ndarray):
+        if result.ndim != 1:
+            raise RewardError(
+                f"reward {name!r} returned an array of shape {tuple(result.shape)}; {_ALLOWED}: shape [B]"
+            )
+        values: list[Any] = result.tolist()
+        return values
+    if isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray):
+        return list(result)
+    remedy = ""
+    if inspect.iscoroutine(result):
+        result.close()
+        remedy = ". It was not awaited, because the function is not an `async def`: make it one"
+    elif result is None:
+        remedy = ". Is a `return` missing?"
+    raise RewardError(f"reward {name!r} returned {_shown(result)}; {_ALLOWED}, in a list{remedy}")
+
+
+def _as_float(name: str, row: int, value: object, prompt: Any, completion: str | list[dict[str, Any]]) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
+        value = value.item()
+    number = _finite(value)
+    if number is not None:
+        return number
+    raise RewardError(
+        f"reward {name!r}, row {row}: returned {_shown(value)}; {_ALLOWED}. The completion is {excerpt(completion)}, "
+        f"the prompt {excerpt(prompt)}"
+    )
+
+
+def excerpt(text: Any) -> str:
+    """The beginning of a text, or of the last message, in quotes and with control characters escaped."""
+    is_chat = isinstance(text, list) and bool(text) and isinstance(text[-1], Mapping)
+    shown = str(text[-1].get("content") if is_chat else text or "")
+    return repr(shown if len(shown) <= _EXCERPT else f"{shown[:_EXCERPT]}...")
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return number if abs(number) <= _LARGEST else None  # the comparison is False for NaN
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= _EXCERPT else text[:_EXCERPT] + '...'} ({type(value).__name__})"
+
+
+# Metrics that online trainers log, by their name or by what stands before the first slash.
+_METRICS = frozenset(
+    {
+        *("balance", "clip_cov", "clip_ratio", "completions", "dynamic_sampling", "entropy", "entropy_coef", "epoch"),
+        *(
+            "frac_reward_zero_std",
+            "frac_unscored",
+            "grad_norm",
+            "health",
+            "kl",
+            "kl_coef",
+            "kl_cov",
+            "learning_rate",
+            "logits",
+            "logps",
+        ),
+        *("loss", "mean_token_accuracy", "num_tokens", "perf", "policy_loss"),
+        *("reward", "reward_balance", "reward_group_std", "reward_std", "rewards"),
+        *("sample", "sampling", "server", "step", "step_time", "time", "val", "vespo"),
+    }
+)
+# Columns of the table of completions.
+_COLUMNS = frozenset(
+    {
+        *("step", "group", "rollout", "turn", "prompt", "completion", "prompt_ids", "completion_ids", "logprobs"),
+        *("trainable", "finish_reason", "policy_version", "policy_versions", "reward", "greedy_reward", "advantage"),
+    }
+)
+
+
+class RewardLog:
+    """What reward functions log for B completions.
+
+    Args:
+        size: B.
+        rewards: Names of the rewards.
+    """
+
+    def __init__(self, size: int, rewards: Collection[str]) -> None:
+        self.size = size
+        self.columns: dict[str, list[Any]] = {}
+        self._taken = _COLUMNS | set(rewards)
+        self._metrics: dict[str, list[float]] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        """Log a number; several under one name are averaged.
+
+        Raises:
+            ConfigError: The trainer logs something under this name.
+        """
+        if name.partition("/")[0] in _METRICS:
+            raise ConfigError(
+                f"log_metric({name!r}): this name belongs to the trainer, as do all that start with "
+                f"{name.partition('/')[0]}/. Choose another, such as {'my_' + name!r}"
+            )
+        self._metrics.setdefault(name, []).append(float(value))
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column for the table of completions; a later one of the same name replaces it.
+
+        Values that a column of one type cannot hold are logged as text.
+
+        Raises:
+            ConfigError: The table has such a column.
+            RewardError: There are not B values.
+        """
+        if column in self._taken:
+            raise ConfigError(f"log_extra({column!r}): the table of completions has this column. Choose another name")
+        if len(values) != self.size:
+            raise RewardError(
+                f"log_extra({column!r}): {len(values)} values for {self.size} completions; there must be one for each"
+            )
+        self.columns[column] = _of_one_type(list(values))
+
+    def means(self) -> dict[str, float]:
+        """Mean of the values of each metric."""
+        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
+
+
+def _of_one_type(values: list[Any]) -> list[Any]:
+    try:
+        pa.array(values)
+    except (pa.ArrowException, UnicodeError, OverflowError):  # UnicodeError: half of a surrogate pair
+        return [None if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in values]
+    return values

@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.rewards.base import answer_all, completion_text
-from prefrl.rewards.check import excerpt
+from prefrl.rewards.base import answer_all, completion_text, excerpt
 from prefrl.rewards.maths import final_part
 from prefrl.sandbox import LANGUAGES, AssertionTest, InputOutputTest, LocalSandbox, Sandbox, Verdict
-
-__all__ = ["get_code_reward", "last_code_block"]
 
 logger = logging.getLogger(__name__)
 

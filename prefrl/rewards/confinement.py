@@ -20,16 +20,6 @@ import torch
 
 from prefrl.models.modes import seeded
 
-__all__ = [
-    "DeadlineError",
-    "can_interrupt",
-    "end_process_after",
-    "guarded",
-    "leave_if_forked",
-    "logged_wait",
-    "own_randomness",
-]
-
 logger = logging.getLogger(__name__)
 
 # Seconds without a result after which a line is logged.
@@ -109,12 +99,7 @@ def end_process_after(timeout: float) -> None:
 
 
 def leave_if_forked(owner: int, name: str) -> None:
-    """End this process if a reward forked it: it would go on as a second trainer.
-
-    Args:
-        owner: Id of the process that called the reward.
-        name: Name of the reward.
-    """
+    """End this process if a reward forked it: it would go on as a second trainer."""
     if os.getpid() != owner:
         text = f"reward {name!r} forked process {os.getpid()}, which returned from it and is ended: leave a child "
         os.write(_STDERR, f"{text}with os._exit\n".encode())

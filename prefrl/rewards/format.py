@@ -11,14 +11,6 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.rewards.base import completion_text
 
-__all__ = [
-    "format_reward",
-    "get_length_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "think_format_reward",
-]
-
 _THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|answer)>")
 

@@ -8,20 +8,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefrl.errors import RewardError
 from prefrl.optional import require
 from prefrl.rewards.base import answer_all
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["MathChecker", "Verdict"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +54,8 @@ class MathChecker:
         self._lock = threading.Lock()
 
     def check(self, questions: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Whether the answer in each text equals its gold answer.
+        """Whether the answer in each pair of text and gold answer equals the gold answer.
 
-        Args:
-            questions: Pairs of text and gold answer.
         Raises:
             RewardError: A worker does not start.
             ImportError: math-verify is not installed.

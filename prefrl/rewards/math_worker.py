@@ -2,19 +2,20 @@
 
 For each question it reads one line of JSON, `{"text": ..., "gold": ...}`, and writes two: `{"gold": ...}` as soon as
 the gold answer is parsed, then `{"answer": ..., "is_correct": ...}`. A computation in SymPy or `re` cannot be
-interrupted reliably from within, so a watchdog thread, which does not need the interpreter lock, ends the process at
-the deadline.
+interrupted reliably from within, so the kernel ends the process at the deadline, by SIGALRM. (The watchdog thread of
+`faulthandler` would walk the frames before it exits. It does so without the interpreter lock, and crashes if they
+change meanwhile.)
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
-import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO, cast
 
 from prefrl.optional import require
@@ -24,22 +25,30 @@ _MAX_MEMORY_BYTES = 4 << 30
 
 def main() -> None:
     """Answer questions until standard input ends. The first argument is the deadline in seconds."""
-    deadline = float(sys.argv[1])
+    set_alarm, deadline = _alarm(), float(sys.argv[1])
     replies, sys.stdout = sys.stdout, sys.stderr
     logging.disable(logging.CRITICAL)  # math-verify logs every expression that it cannot read
     _limit_memory()
     parse_gold, parse_answer, is_equal = _load()
     _reply(replies, {"ready": True})
-    with open(os.devnull, "w") as nowhere:
-        for line in sys.stdin:
-            faulthandler.dump_traceback_later(deadline, exit=True, file=nowhere)
-            question = json.loads(line)
-            gold = parse_gold(question["gold"])
-            _reply(replies, {"gold": _text(gold)})
-            answer = parse_answer(question["text"]) if gold else []
-            is_correct = bool(answer) and is_equal(gold, answer)
-            _reply(replies, {"answer": _text(answer), "is_correct": is_correct})
-            faulthandler.cancel_dump_traceback_later()
+    for line in sys.stdin:
+        set_alarm(deadline)
+        question = json.loads(line)
+        gold = parse_gold(question["gold"])
+        _reply(replies, {"gold": _text(gold)})
+        answer = parse_answer(question["text"]) if gold else []
+        is_correct = bool(answer) and is_equal(gold, answer)
+        _reply(replies, {"answer": _text(answer), "is_correct": is_correct})
+        set_alarm(0)
+
+
+def _alarm() -> Callable[[float], object]:
+    """What sets the seconds until this process is ended; 0: never."""
+    if sys.platform == "win32":
+        return lambda _: None  # the process that asks ends it
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # both are inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    return partial(signal.setitimer, signal.ITIMER_REAL)
 
 
 def _text(parsed: list[Any]) -> str | None:

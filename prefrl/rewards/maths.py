@@ -17,17 +17,6 @@ from prefrl.optional import require
 from prefrl.rewards.base import completion_text
 from prefrl.rewards.math_checker import MathChecker, Verdict
 
-__all__ = [
-    "final_number",
-    "final_part",
-    "only_number",
-    "get_numeric_reward",
-    "numeric_reward",
-    "accuracy_reward",
-    "get_cosine_scaled_reward",
-    "reasoning_accuracy_reward",
-]
-
 # Longer strings of digits are not answers, and Python refuses to parse more than 4,300 digits.
 _MAX_DIGITS = 100
 

@@ -20,19 +20,23 @@ import torch
 from torch import nn
 
 from prefrl.errors import ConfigError, DataError, RewardError
-from prefrl.rewards.adapted import ComputeScore, is_compute_score
-from prefrl.rewards.base import Grader
-from prefrl.rewards.call import Call, EventLoopThread, Outcome, call_all, is_async, result_of
-from prefrl.rewards.check import RewardLog, checked_values, excerpt
+from prefrl.rewards.base import Grader, RewardFunction, RewardLog, RewardSource, checked_values, excerpt
+from prefrl.rewards.call import (
+    Call,
+    ComputeScore,
+    EventLoopThread,
+    Outcome,
+    call_all,
+    is_async,
+    is_compute_score,
+    result_of,
+)
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rewards.model import ModelReward
+from prefrl.types import Episode
 
 if TYPE_CHECKING:
-    from prefrl.rewards.base import RewardFunction, RewardSource
     from prefrl.rewards.model import ProcessingClass
-    from prefrl.types import Episode
-
-__all__ = ["reward_fingerprint", "RewardRunner", "RewardScores"]
 
 
 def reward_fingerprint(function: Callable[..., Any]) -> str:
@@ -142,7 +146,9 @@ class RewardRunner:
         self._failures: Counter[str] = Counter()  # batches one after another in which a reward failed
         self._warned: set[str] = set()  # of errors of these rewards
         self.weights = _weights(weights, len(sources)) + [1.0] * len(self._environments)
-        tokenizers = _tokenizers(processing_classes, [_is_model(source) for source in sources])
+        tokenizers = _tokenizers(
+            processing_classes, [isinstance(source, str | os.PathLike | nn.Module) for source in sources]
+        )
         reward_of_model = functools.partial(ModelReward, device=device)
         reward_of_name = functools.partial(reward_of_model, model_init_kwargs=model_init_kwargs)
         functions = [
@@ -313,10 +319,6 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
     if not all(math.isfinite(weight) for weight in weights):
         raise ConfigError(f"reward_weights={list(weights)}: weights need to be finite numbers")
     return [float(weight) for weight in weights]
-
-
-def _is_model(source: RewardSource) -> bool:
-    return isinstance(source, str | os.PathLike | nn.Module)
 
 
 def _tokenizers(

@@ -7,35 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from prefrl.data.images import ImageReader
 from prefrl.data.tokenize import completion_text
+from prefrl.generation.base import Generator, Pending, SamplingParams
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.types import Rollout, Turn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from prefrl.data.images import ImageReader
-    from prefrl.generation.base import Generator, Pending, SamplingParams
-    from prefrl.rewards.runner import RewardRunner
-    from prefrl.types import Completion, Images
-
-__all__ = [
-    "CompletionSampler",
-    "RolloutSampler",
-    "PrefetchQueue",
-    "Collected",
-    "Collector",
-    "Request",
-    "add_greedy",
-    "joined",
-    "prompt_seed",
-]
+from prefrl.rewards.runner import RewardRunner
+from prefrl.types import Completion, Images, Rollout, Turn
 
 
 class RolloutSampler(Protocol):
@@ -285,6 +269,7 @@ class Collector:
         """Set rewards and totals of rollouts of the prompts from number `first` on."""
         started, rewards = self.clock(), self.rewards
         scored = [rollout for rollout in rollouts if not rollout.has_failed]
+        episodes = [rollout.episode for rollout in scored if rollout.episode is not None]
         for rollout in rollouts:
             rollout.rewards = dict.fromkeys(rewards.names)
         metrics: dict[str, float] = {}
@@ -297,7 +282,7 @@ class Collector:
                     [rollout.text for rollout in scored],
                     [rollout.sampled_ids for rollout in scored],
                     {name: [rollout.row[name] for rollout in scored] for name in names},
-                    episodes=[rollout.episode for rollout in scored if rollout.episode is not None] or None,
+                    episodes=episodes or None,
                     trainer_state=self.trainer_state(),
                     seed=request.seeds[first],
                 )

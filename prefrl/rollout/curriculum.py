@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from prefrl.errors import DataError
 from prefrl.options.rollout import CurriculumParams, CurriculumWeighting
 from prefrl.rollout.selection import random_generator
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-__all__ = ["SuccessCurriculum", "draw_rows"]
 
 
 def draw_rows(weights: NDArray[np.float64], num_rows: int, *, generator: np.random.Generator) -> list[int]:

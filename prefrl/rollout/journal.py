@@ -12,12 +12,13 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from prefrl import distributed
 from prefrl.data.images import file_bytes
@@ -25,13 +26,8 @@ from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import from_json, to_json
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.summary import as_text, messages_of_turn
-from prefrl.run.seal import sync_folder
+from prefrl.run.checkpoints import sync_folder
 from prefrl.types import Completion, Episode, Rollout, Turn
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Entry", "Journal", "read_entry", "write_entry"]
 
 _METADATA = b"prefrl"
 # The last value of the metadata: a hash of all other bytes of the file. No text that a run writes comes after it.
@@ -70,8 +66,14 @@ class Journal:
     keep: int
     _run: str = ""
     _left_until: int = 0
+    _suffix: str = field(init=False)  # of the names of this rank's files
     # Files of this rank by step. The folder has those of all ranks, so it is not listed for each batch.
     _known: list[tuple[int, Path]] | None = None
+
+    def __post_init__(self) -> None:
+        """Find the names of this rank's files."""
+        number = distributed.rank_in_names(self.rank, self.world_size)
+        self._suffix = ".parquet" if self.world_size == 1 else f"_rank{number}of{self.world_size}.parquet"
 
     def begin(self, run: str, *, generations: Sequence[int], steps_each: int, device: torch.device) -> None:
         """Find the batches that an interrupted run has left, up to the first damaged one. All ranks must call it.
@@ -136,9 +138,7 @@ class Journal:
 
     def path_of(self, step: int) -> Path:
         """The file of the batch of this rank that a step, counted from 0, learned from first."""
-        number = distributed.rank_in_names(self.rank, self.world_size)
-        of_rank = "" if self.world_size == 1 else f"_rank{number}of{self.world_size}"
-        return self.folder / f"completions_{step:05d}{of_rank}.parquet"
+        return self.folder / f"completions_{step:05d}{self._suffix}"
 
     def _has(self, generation: int, *, step: int) -> bool:
         path = self.path_of(step)
@@ -157,9 +157,8 @@ class Journal:
 
     def _files(self) -> list[tuple[int, Path]]:
         """The files of this rank by step, in the folder."""
-        suffix = self.path_of(0).name.removeprefix("completions_00000")
-        paths = self.folder.glob(f"completions_*{suffix}")
-        numbers = ((path.name.removeprefix("completions_").removesuffix(suffix), path) for path in paths)
+        paths = self.folder.glob(f"completions_*{self._suffix}")
+        numbers = ((path.name.removeprefix("completions_").removesuffix(self._suffix), path) for path in paths)
         return sorted((int(number), path) for number, path in numbers if number.isdecimal())
 
 
@@ -175,10 +174,13 @@ def write_entry(entry: Entry, path: Path) -> None:
         raise ConfigError(f"{folder} is a symbolic link, and prefrl does not write to its target. Remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
+    table, data = _table(entry), io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, _SEAL: _HASH + _NO_HASH}), data)
+    before, _, after = data.getvalue().rpartition(_NO_HASH)
     aside = path.with_suffix(".part")
     aside.unlink(missing_ok=True)  # it could be a link
     with aside.open("wb") as file:
-        file.write(_file_of(_table(entry)))
+        file.write(before + hashlib.sha256(before + after).hexdigest().encode() + after)
         file.flush()
         os.fsync(file.fileno())
     os.rename(aside, path)
@@ -200,14 +202,6 @@ def read_entry(path: Path) -> Entry:
         first += part["rows"]
         parts.append(_collected(own, part))
     return Entry(about["run"], about["generation"], about["step"], parts)
-
-
-def _file_of(table: pa.Table) -> bytes:
-    """The bytes of a Parquet file, with the hash of all others in their metadata."""
-    file = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, _SEAL: _HASH + _NO_HASH}), file)
-    before, _, after = file.getvalue().rpartition(_NO_HASH)
-    return before + hashlib.sha256(before + after).hexdigest().encode() + after
 
 
 def _whole(path: Path) -> io.BytesIO:

@@ -27,22 +27,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.curriculum import draw_rows
 from prefrl.rollout.selection import random_generator
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from prefrl.types import Rollout
-
-__all__ = ["Resampling", "groups_without_signal", "replace_groups", "signal_values"]
+from prefrl.types import Rollout
 
 
 def signal_values(rollouts: Sequence[Rollout], *, metric: str | None) -> list[tuple[int, float]]:

@@ -19,18 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from prefrl.options.rollout import ShapingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.types import FinishReason
-
-__all__ = ["RunningMoments", "clipped", "minus_missing_eos", "shaped", "stop_properly"]
+from prefrl.types import FinishReason
 
 
 @dataclass

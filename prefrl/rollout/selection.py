@@ -10,22 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from prefrl.options.params import Params
 from prefrl.options.rollout import KeptParams, PowParams, ReweightMethod, RowSelection, SelectionRule
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-__all__ = ["draw_counts", "kept_rows", "random_generator", "row_counts", "contested_prefix_lengths"]
 
 
 def random_generator(purpose: str, *numbers: int) -> np.random.Generator:

@@ -1,4 +1,4 @@
-"""Logs a batch of rollouts: metrics, a table, what trackers get.
+"""What is told of a batch of rollouts: metrics, a table, what trackers get, and that it says nothing.
 
 Completions are the words of a model: the terminal takes no commands from them, and no text is too long to be shown.
 """
@@ -10,6 +10,7 @@ import logging
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,25 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from prefrl import distributed
+from prefrl.errors import RewardError
 from prefrl.metrics import Max, Mean, Metric, Min, Std
 from prefrl.printable import printable, reason_of
 from prefrl.types import Episode, Rollout, StopReason
 
 if TYPE_CHECKING:
+    from prefrl.options.policy_gradient import PolicyGradientOptions
     from prefrl.rollout.collect import Collected
-
-__all__ = [
-    "as_text",
-    "collected_metrics",
-    "log_collected",
-    "log_completions",
-    "messages_of_turn",
-    "print_table",
-    "rollout_metrics",
-    "staleness",
-    "title_of_step",
-    "Tables",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +34,8 @@ logger = logging.getLogger(__name__)
 _CELL_CHARACTERS, _CELL_LINES = 4000, 100
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Rewards and lengths under TRL's names; lengths are in tokens.
+def rollout_metrics(rollouts: Sequence[Rollout], *, logged: Mapping[str, float] | None = None) -> dict[str, Metric]:
+    """Rewards and lengths under TRL's names, and the means that reward functions logged; lengths are in tokens.
 
     `reward` is the mean total reward, `reward_std` the standard deviation (n-1) of all totals, `reward_group_std` the
     mean over groups of the group's, `frac_reward_zero_std` the share of groups whose totals are all equal,
@@ -70,18 +60,16 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if episodes:
         metrics |= _of_episodes(rollouts, episodes)
-    deviations = _group_deviations(rollouts)
+    groups: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward == rollout.reward:
+            groups.setdefault(rollout.group, []).append(rollout.reward)
+    deviations = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups.values()]
     metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
     metrics["frac_unscored"] = Mean(sum(rollout.reward != rollout.reward for rollout in played), len(played))
-    return metrics
-
-
-def collected_metrics(collected: Collected) -> dict[str, Metric]:
-    """`rollout_metrics`, and the means that reward functions logged."""
-    count = len(collected.rollouts)
-    logged = {name: Mean(value * count, count) for name, value in collected.logged_metrics.items()}
-    return {**rollout_metrics(collected.rollouts), **logged}
+    count = len(rollouts)
+    return metrics | {name: Mean(value * count, count) for name, value in (logged or {}).items()}
 
 
 def _of_episodes(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> dict[str, Metric]:
@@ -111,14 +99,6 @@ def _lengths(area: str, quantity: str, lengths: Sequence[int]) -> dict[str, Metr
         f"{area}/min_{quantity}": Min(min(lengths, default=math.inf), empty=0.0),
         f"{area}/max_{quantity}": Max(max(lengths, default=0)),
     }
-
-
-def _group_deviations(rollouts: Sequence[Rollout]) -> list[float]:
-    totals: dict[int, list[float]] = {}
-    for rollout in rollouts:
-        if rollout.reward == rollout.reward:
-            totals.setdefault(rollout.group, []).append(rollout.reward)
-    return [statistics.stdev(group) if len(group) > 1 else 0.0 for group in totals.values()]
 
 
 def as_text(value: Any) -> str:
@@ -239,9 +219,6 @@ def print_table(rollouts: Sequence[Rollout], *, title: str, console: Console) ->
     console.print(table)
 
 
-_log = logging.getLogger(__name__)
-
-
 class Tables:
     """Logs tables to Weights & Biases, Trackio, MLflow and Comet, whichever of them a run reports to.
 
@@ -266,7 +243,7 @@ class Tables:
                 _SENDERS[tracker](sys.modules[tracker], name, list(columns), [list(row) for row in rows], step)
             except Exception as error:  # it must not end the training
                 self._trackers.remove(tracker)
-                _log.warning("%s gets no further tables, because it failed: %s", tracker, reason_of(error))
+                logger.warning("%s gets no further tables, because it failed: %s", tracker, reason_of(error))
 
 
 def _to_wandb(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
@@ -294,3 +271,127 @@ _SENDERS: dict[str, Callable[[Any, str, list[str], list[list[Any]], int], None]]
     "mlflow": _to_mlflow,
     "comet_ml": _to_comet,
 }
+
+
+# Optimizer steps without a learning signal after which a warning is logged.
+_WINDOW = 10
+
+
+class SignalHealth:
+    """Warns once, and stops the run if that was asked for, when there has been nothing to learn for many steps.
+
+    Also warns once of a completion that no reward scored.
+
+    There is nothing to learn from a generation batch if all its advantages are 0, its completions are excluded from
+    the loss, or its rewards are all equal, which a critic's advantages would hide. A resumed run counts anew.
+
+    Args:
+        args: Options.
+    """
+
+    def __init__(self, args: PolicyGradientOptions) -> None:
+        self._args = args
+        self._num_steps = 0  # without a signal, one after another
+        # In these steps: all completions; those with an advantage that is not 0, and trained on; those for which every
+        # reward returned None; those that were cut off.
+        self._counts: Counter[str] = Counter()
+        self._had_signal = False
+        self._has_warned = False
+        self._has_told_unscored = False
+
+    def check(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+        """Look at a generation batch. All ranks must call it.
+
+        Args:
+            rollouts: The rollouts of this rank, with their advantages.
+        Returns:
+            `health/signal_fraction`, the share of completions with a signal, and `rewards/<name>/none`, the share for
+            which a reward returned None.
+        Raises:
+            RewardError: There was no signal in `stop_without_signal` steps.
+        """
+        masks = self._args.mask_truncated_completions
+        mine, batch = Counter({"all": len(rollouts), "with_signal": 0}), Counter[str]()
+        own_totals: set[float] = set()
+        own_row: str | None = None  # the dataset row of the first completion that no reward scored
+        for rollout in rollouts:
+            is_cut_off, has_none = rollout.finish_reason == "length", math.isnan(rollout.reward)
+            mine["with_signal"] += abs(rollout.advantage) > 0 and not (masks and is_cut_off)  # False for NaN
+            mine["without_reward"] += has_none
+            mine["cut_off"] += is_cut_off
+            if not has_none:
+                own_totals.add(rollout.reward)
+            elif own_row is None and not rollout.has_failed:
+                own_row = _row_of(rollout)
+        totals: set[float] = set()
+        for counts, some, row in distributed.gather_objects((mine, own_totals, own_row)):
+            batch.update(counts)
+            totals |= some
+            if row is not None:
+                self._tell_unscored(row)
+        if len(totals) < 2:
+            mine["with_signal"] = batch["with_signal"] = 0
+        if batch["with_signal"]:
+            self._num_steps, self._counts, self._had_signal = 0, Counter(), True
+        else:
+            self._note(batch)
+        metrics: dict[str, Metric] = {"health/signal_fraction": Mean(mine["with_signal"], mine["all"])}
+        for name in rollouts[0].rewards if rollouts else ():
+            num_none = sum(rollout.rewards[name] is None for rollout in rollouts)
+            metrics[f"rewards/{name}/none"] = Mean(num_none, len(rollouts))
+        return metrics
+
+    def end(self) -> None:
+        """Called at the end of training: warns of a run without any signal that was shorter than the window."""
+        if self._num_steps > 0 and not self._had_signal:
+            self._warn()
+
+    def _tell_unscored(self, row: str) -> None:
+        """Warn of the first completion that no reward scored."""
+        if self._has_told_unscored:
+            return
+        self._has_told_unscored = True
+        if distributed.is_main():
+            logger.warning(
+                "every reward returned None for completions of this dataset row: %s. Nothing is learned from such "
+                "completions; frac_unscored is their share. Check the columns that the rewards read.",
+                row,
+            )
+
+    def _note(self, batch: Counter[str]) -> None:
+        """A batch without a signal."""
+        self._num_steps += self._args.steps_of_a_generation
+        self._counts.update(batch)
+        limit = self._args.stop_without_signal
+        if limit is not None and self._num_steps >= limit:
+            raise RewardError(f"{self._finding()} stop_without_signal={limit} ends the run")
+        if self._num_steps >= _WINDOW:
+            self._warn()
+
+    def _warn(self) -> None:
+        if not self._has_warned and distributed.is_main():
+            logger.warning("%s stop_without_signal would end such a run", self._finding())
+        self._has_warned = True
+
+    def _finding(self) -> str:
+        args, reasons = self._args, []
+        num, without_reward, cut_off = (self._counts[name] for name in ("all", "without_reward", "cut_off"))
+        if without_reward:
+            share = without_reward / num
+            reasons.append(f"{share:.0%} got None from every reward: check the columns that rewards read")
+        if cut_off:
+            masked = " and masked by mask_truncated_completions" if args.mask_truncated_completions else ""
+            option = f"max_completion_length={args.max_completion_length}"
+            reasons.append(f"{cut_off / num:.0%} were cut off{masked}: raise {option}")
+        if without_reward < num:
+            reasons.append("completions that are compared have equal rewards: check the rewards, or raise temperature")
+        return (
+            f"no learning signal in {self._num_steps} consecutive optimizer steps. Of {num} completions, "
+            f"{'; '.join(reasons)}."
+        )
+
+
+def _row_of(rollout: Rollout) -> str:
+    """The dataset row of a rollout, without token ids."""
+    row = {name: value for name, value in rollout.row.items() if name != "prompt_ids"}
+    return printable(repr(row), max_characters=1000)

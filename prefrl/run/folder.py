@@ -1,6 +1,7 @@
 """The folder of a run: one process at a time writes to it, there is room for what is written, and it may hold a model.
 
-Other nodes see whether it is the same folder.
+Other nodes see whether it is the same folder. A training ends before it is done, at a signal or a deadline, so that it
+can be resumed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 from prefrl.errors import ConfigError
-
-__all__ = ["only_writer", "writer_token", "check_space", "check_writable", "weights_in"]
 
 _FILE = ".writer"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -107,15 +113,7 @@ def _read(descriptor: int) -> dict[str, object]:
 
 
 def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
-    """Check that files can be written to a folder, which is created if it does not exist.
-
-    Args:
-        run_folder: The folder.
-        option: The option that names it, for the message.
-
-    Raises:
-        ConfigError: They cannot.
-    """
+    """Raise ConfigError unless files can be written to a folder, the value of an option. It is created if need be."""
     try:
         run_folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_folder):
@@ -127,15 +125,7 @@ def check_writable(run_folder: Path, *, option: str = "output_dir") -> None:
 
 
 def check_space(run_folder: Path, *, needed: int) -> None:
-    """Check that a checkpoint fits on the disk.
-
-    Args:
-        run_folder: The run's folder.
-        needed: Bytes of a checkpoint.
-
-    Raises:
-        ConfigError: It does not: names both numbers.
-    """
+    """Raise ConfigError, which names both numbers, unless a checkpoint of `needed` bytes fits on the disk."""
     free = shutil.disk_usage(run_folder).free
     if free < needed:
         raise ConfigError(
@@ -152,3 +142,96 @@ _WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*", "ad
 def weights_in(folder: Path) -> list[Path]:
     """The files of the model in a folder; empty if there is none."""
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
+# Exit code after `max_train_time`: EX_TEMPFAIL of sysexits.h, "try again". A signal's is 128 + its number.
+DEADLINE = 75
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(BaseException):
+    """Raised out of a wait for completions or rewards when a signal asks to stop."""
+
+
+class StopRequest:
+    """Whether this process has been asked to stop.
+
+    The first signal is noted; whoever runs the training asks for `code` between steps. Within `interruptible`, it also
+    raises `Stopped` at once. The second signal has its usual effect.
+
+    Args:
+        max_seconds: Deadline, counted from `listen`; None: no deadline.
+        clock: Returns seconds, never goes back.
+    """
+
+    def __init__(self, max_seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_seconds = max_seconds
+        self._clock = clock
+        self._started = clock()
+        self._signal: int | None = None
+        self._interruptible = False
+
+    @property
+    def code(self) -> int:
+        """The exit code that was asked for; 0: nobody has asked to stop."""
+        if self._signal is not None:
+            return 128 + self._signal
+        is_over = self._max_seconds is not None and self._clock() - self._started >= self._max_seconds
+        return DEADLINE if is_over else 0
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Context in which signals are noted. A handler that a user has installed is left alone."""
+        self._started, self._signal = self._clock(), None
+        usual: dict[int, Any] = {
+            number: handler
+            for number in _SIGNALS
+            if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)
+        }
+        if threading.current_thread() is not threading.main_thread():
+            usual = {}  # only the main thread can install handlers
+        self._usual = usual
+        for number in usual:
+            signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._usual.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            self._restore()
+            signal.raise_signal(number)
+            return
+        self._signal = number
+        name = signal.Signals(number).name
+        when = "now" if self._interruptible else "after this step"
+        sys.stderr.write(f"{name}: saving a checkpoint {when}; the next {name} stops immediately\n")
+        if self._interruptible:
+            raise Stopped
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Context of a wait that changes nothing: a signal ends it at once.
+
+        Raises:
+            Stopped: A signal asked to stop.
+        """
+        if self._signal is not None:
+            raise Stopped
+        self._interruptible = True
+        try:
+            yield
+        finally:
+            self._interruptible = False
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code; after Ctrl-C, with KeyboardInterrupt."""
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(code)

@@ -18,23 +18,7 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.printable import masked
-from prefrl.run.seal import write_synced
-
-__all__ = [
-    "IDENTITY",
-    "Identity",
-    "check_same_run",
-    "new_run_id",
-    "read_identity",
-    "write_identity",
-    "STARTS",
-    "Start",
-    "read_starts",
-    "record_start",
-    "METRICS_FILE",
-    "append_metrics",
-    "read_metrics",
-]
+from prefrl.run.checkpoints import write_synced
 
 IDENTITY = "run.json"
 
@@ -74,12 +58,6 @@ def read_identity(folder: Path) -> Identity | None:
 
 def check_same_run(saved: Identity, now: Identity, *, where: str, allowed: Collection[str]) -> list[str]:
     """Check that what decides the updates is what it was when a checkpoint was written.
-
-    Args:
-        saved: What was written.
-        now: This run.
-        where: The checkpoint, for the error.
-        allowed: Names whose values may differ.
 
     Returns:
         The names that are allowed to differ and do.
@@ -123,12 +101,7 @@ class Start:
 
 
 def record_start(folder: Path, run: str) -> None:
-    """Add a line to `starts.jsonl`.
-
-    Args:
-        folder: `output_dir`.
-        run: Id of the run.
-    """
+    """Add a line to `starts.jsonl`."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     start = Start(run, now, command_of(sys.orig_argv), _versions(), f"{platform.system()} {platform.machine()}")
     with (folder / STARTS).open("a", encoding="utf-8") as file:

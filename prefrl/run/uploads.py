@@ -23,10 +23,18 @@ import fsspec
 
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.printable import reason_of, without_secrets
-from prefrl.run.checkpoints import link_files, move_in_place, own_checkpoints, staging_folder, step_of
-from prefrl.run.seal import MANIFEST, Manifest, manifest_of, parsed, problem_of
-
-__all__ = ["Place", "check_place", "fetch", "is_url", "Uploads"]
+from prefrl.run.checkpoints import (
+    MANIFEST,
+    Manifest,
+    link_files,
+    manifest_of,
+    move_in_place,
+    own_checkpoints,
+    parsed,
+    problem_of,
+    staging_folder,
+    step_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -41,10 +49,6 @@ def is_url(text: object) -> bool:
 
 def check_place(option: str, url: str) -> None:
     """Check that fsspec knows a place; it is not contacted.
-
-    Args:
-        option: Its option, for the error.
-        url: The place.
 
     Raises:
         ConfigError: fsspec does not know it, the package that it needs is missing, or it is on the Hub.
@@ -82,10 +86,6 @@ class Place:
 
     def upload(self, folder: Path, name: str) -> None:
         """Write a sealed checkpoint, which replaces another one of its name. What a killed upload has written is kept.
-
-        Args:
-            folder: The checkpoint.
-            name: Its name at this place.
 
         Raises:
             Exception: Whatever fsspec raises; calling this once more goes on with the file that failed.
@@ -304,10 +304,7 @@ class Uploads:
                 threading.Thread(target=self._work, name="prefrl-upload", daemon=True).start()
 
     def finish(self, seconds: float) -> dict[str, str]:
-        """Wait for all uploads; those that failed are tried once more.
-
-        Args:
-            seconds: The longest wait.
+        """Wait for all uploads, but no longer than some seconds; those that failed are tried once more.
 
         Returns:
             What is not uploaded: the names of checkpoints with the reasons.

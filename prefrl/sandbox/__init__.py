@@ -5,12 +5,12 @@ from prefrl.sandbox.protocol import (
     LANGUAGES,
     AssertionTest,
     InputOutputTest,
+    RemoteSandbox,
     Sandbox,
     SandboxError,
     SandboxLimits,
     Verdict,
 )
-from prefrl.sandbox.remote import RemoteSandbox
 
 __all__ = [
     "LANGUAGES",

@@ -21,11 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefrl.errors import ConfigError
-from prefrl.sandbox.jailed import Jailed, Output, run_jailed
 from prefrl.sandbox.protocol import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
-from prefrl.sandbox.walls import isolation_problem, number_of, seccomp_filter
-
-__all__ = ["Isolation", "LocalSandbox"]
+from prefrl.sandbox.walls import Jailed, Output, isolation_problem, number_of, run_jailed, seccomp_filter
 
 Isolation = Literal["auto", "bwrap", "namespaces", "process"]
 

@@ -1,13 +1,90 @@
-"""How a command is declared: a function of its options becomes the `main(argv)` that `prefrl` calls."""
+"""How a command is declared and parsed: a function of its options becomes the main(argv) that prefrl calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.parsing.option_parser import OptionParser, option_of
 
-__all__ = ["Command", "command"]
+
+class CommandParser(OptionParser):
+    """`prefrl merge ADAPTER OUTPUT_DIR` is `prefrl merge --adapter ADAPTER --output_dir OUTPUT_DIR`.
+
+    Args:
+        command: What follows `prefrl` on the command line.
+        dataclass_types: Their fields are the options.
+        description: What the command does, for its help.
+        takes_config: See `OptionParser`.
+        positional: Options that may be given without their names, in the order of the words. They need a default.
+    """
+
+    see: ClassVar[str] = "See --help."
+
+    def __init__(
+        self,
+        command: str,
+        dataclass_types: Sequence[type],
+        description: str,
+        *,
+        takes_config: bool = True,
+        positional: Sequence[str] = (),
+    ) -> None:
+        super().__init__(takes_config=takes_config, prog=f"prefrl {command}", description=description)
+        self._dataclass_types, self._positional = tuple(dataclass_types), tuple(positional)
+        for action in self._actions:
+            if action.dest == "help":
+                action.nargs, action.metavar, action.help = 0, None, "Show this help."
+            if action.dest == "help_all":
+                action.help = argparse.SUPPRESS
+        for cls in dataclass_types:
+            hints = typing.get_type_hints(cls, include_extras=True)
+            for field in _fields(cls):
+                self.add_option(option_of(field, hints[field.name]), *field.metadata.get("aliases", ()))
+        if positional:
+            words = " ".join(f"[{name.upper()}]" for name in positional)
+            config = "[--config FILE.yaml] " if takes_config else ""
+            self.usage = f"%(prog)s {words} {config}[--option value ...]"
+
+    def parse(self, argv: Sequence[str]) -> tuple[Any, ...]:
+        """One instance of each dataclass. Words before the first option are positional.
+
+        Raises:
+            ConfigError: An unknown or missing option, a value of the wrong type, or one that the dataclass refuses.
+            SystemExit: Help was asked for.
+        """
+        return self._made(self.read(self._named(argv))[0])
+
+    def parse_known(self, argv: Sequence[str]) -> tuple[tuple[Any, ...], list[str]]:
+        """One instance of each dataclass, and the words of the command line that belong to no option.
+
+        Raises:
+            ConfigError: As `parse`, except for unknown options on the command line; unknown options in the file raise.
+            SystemExit: Help was asked for.
+        """
+        values, _, words = self.read(self._named(argv), keeps_words=True)
+        return self._made(values), words
+
+    def _named(self, argv: Sequence[str]) -> list[str]:
+        words: list[str] = []
+        rest = list(argv)
+        while rest and not rest[0].startswith("-") and len(words) < len(self._positional):
+            words.append(rest.pop(0))
+        named = [part for name, word in zip(self._positional, words, strict=False) for part in (f"--{name}", word)]
+        return [*named, *rest]
+
+    def _made(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(
+            cls(**{field.name: values[field.name] for field in _fields(cls)}) for cls in self._dataclass_types
+        )
+
+
+def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if field.init]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from rich.text import Text
 from prefrl.trainer.progress.history import duration
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.trainer import BaseTrainer
-
-__all__ = ["ending", "next_commands", "print_ending"]
+    from prefrl.trainer.base_trainer import BaseTrainer
 
 # What a run is judged by: metrics, and whether more is better. The first one that was logged is shown, of each line.
 _JUDGED = (

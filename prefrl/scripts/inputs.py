@@ -9,24 +9,23 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect
-from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole
-from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
-from prefrl.scripts.arguments.dataset_columns import SHAPING
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, check_source, get_dataset, load_part, load_parts
-from prefrl.scripts.arguments.given import Given
+from prefrl.options.fields import check_no_effect, flat_names
+from prefrl.options.presets import PRESETS, combined
+from prefrl.registry import Algorithm
+from prefrl.scripts.arguments.command import (
+    CommandArguments,
+    Given,
+    RewardArguments,
+    check_reward_files,
+    get_peft_config,
+    quantization_config,
+)
+from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
-from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
-from prefrl.scripts.arguments.reward_entry import check_reward_files
 from prefrl.scripts.schema.parser import SchemaParser
-
-if TYPE_CHECKING:
-    from prefrl.registry import Algorithm
-
-__all__ = ["check_files", "datasets_of", "lora_of", "options_of", "read"]
 
 
 def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False) -> Given:
@@ -44,9 +43,7 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
     parser = SchemaParser(algorithm.name)
     given = parser.parse(argv)
     is_launched = is_launched or launch_options(given, os.environ) is not None
-    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
-    _check_stream(script, config)
-    _check_switches(config)
+    _check_run(_script(given), parser.check(given, knows_processes=not is_launched))
     return given
 
 
@@ -70,8 +67,11 @@ def check_files(given: Given) -> None:
         checkpoint = given.values.get("resume_from_checkpoint")
         # Machines with disks of their own hold parts of it: the first process looks, as in training.
         is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
-        if is_first and checkpoint and checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
-            check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
+        if is_first and checkpoint:
+            from prefrl.run.checkpoints import WORDS_TO_RESUME, check_whole  # --help does not wait for it
+
+            if checkpoint.lower() not in WORDS_TO_RESUME and "://" not in checkpoint:
+                check_whole(Path(checkpoint), reads_files=False)  # training also compares their bytes
 
 
 def options_of(
@@ -90,8 +90,7 @@ def options_of(
     script, config = _script(given), _config(algorithm, given, num_processes)
     config.check_packages_installed()
     lora_of(script)  # refuses its options
-    _check_stream(script, config)
-    _check_switches(config)
+    _check_run(script, config)
     _add_model_options(script, config)
     return script, config
 
@@ -108,26 +107,36 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
     config_class: Any = algorithm.load_config()
-    if num_processes is not None:
-        config_class = type(config_class.__name__, (config_class,), {"world_size": num_processes})
     of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:
-        return config_class(**values) if preset is None else config_class.preset(preset, **values)
+        if preset is not None:
+            values = combined(PRESETS[preset], values, flat_names(config_class))
+        return config_class.for_processes(num_processes, **values)
     except ConfigError as error:
         raise given.located(error) from None
     except ImportError as error:  # transformers misses the package of an option
         raise ConfigError(str(error)) from error
 
 
-def _check_stream(script: CommandArguments, config: Any) -> None:
+def _check_run(script: CommandArguments, config: Any) -> None:
+    """Reject streams without an end, and switches of HuggingFace's scripts that have no effect here.
+
+    The command trains, and `eval_strategy` says when it evaluates.
+    """
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:
         name = "dataset_streaming" if script.dataset_streaming else "streaming"
         raise ConfigError(
             f"{name}=True and max_steps={config.max_steps}: a stream has no length, so the number of steps must be "
             "given. Set max_steps."
         )
+    remedy = "Remove it, and set eval_strategy for evaluations during training."
+    check_no_effect(
+        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
+    )
+    if config.eval_strategy == "no":
+        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
 
 
 def _add_model_options(script: CommandArguments, config: Any) -> None:
@@ -144,16 +153,6 @@ def _add_model_options(script: CommandArguments, config: Any) -> None:
     bits = 4 if script.load_in_4bit else 8
     quantization = quantization_config(script, precision if script.dtype == defaults["dtype"] else script.dtype)
     _merge(config, f"load_in_{bits}bit", "quantization_config", quantization)
-
-
-def _check_switches(config: Any) -> None:
-    """Switches of HuggingFace's scripts: the command trains, and `eval_strategy` says when it evaluates."""
-    remedy = "Remove it, and set eval_strategy for evaluations during training."
-    check_no_effect(
-        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
-    )
-    if config.eval_strategy == "no":
-        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
 
 
 def _merge(config: Any, option: str, argument: str, value: Any) -> None:

@@ -16,47 +16,53 @@ from typing import NamedTuple, NoReturn
 
 import prefrl
 from prefrl.errors import ConfigError, PrefrlError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.printable import printable
 from prefrl.registry import REGISTRY
-
-__all__ = ["OTHERS", "Listed", "main"]
 
 
 class Listed(NamedTuple):
     """A command that is not an algorithm.
 
     Args:
-        module: Its module in `prefrl.scripts`, which has `main(argv) -> exit code`; see `prefrl.scripts.declaration`.
-            The words follow the command's name, and what the user has to change raises PrefrlError.
+        module: Its module in `prefrl.scripts`, and its function after a colon, if that is not `main`. The function is
+            called as `main(argv) -> exit code`, see `prefrl.scripts.declaration`. The words follow the command's name,
+            and what the user has to change raises PrefrlError.
         text: What it does, for the help.
     """
 
     module: str
     text: str
 
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Import the module, and run the command with the words after its name."""
+        module, _, function = self.module.partition(":")
+        return int(getattr(importlib.import_module(f"prefrl.scripts.{module}"), function or "main")(argv))
+
 
 OTHERS = {
     "init": Listed("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
-    "doctor": Listed("checkup.doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
+    "doctor": Listed("commands:doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
     "launch": Listed("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
-    "resume": Listed("resume", "continue a run from its last checkpoint, with the options that it was started with"),
-    "demo": Listed("demo.command", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
-    "watch": Listed("report.watch", "show a run in the browser while it trains"),
-    "report": Listed("report.command", "write one HTML file about a run, or about two"),
-    "look": Listed("report.look", "show the best and the worst completions of a run"),
-    "chat": Listed("sampling.chat", "talk to a model in the terminal"),
-    "generate": Listed("sampling.generate", "sample completions of a prompt or of a dataset"),
-    "eval": Listed(
-        "sampling.eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
+    "resume": Listed(
+        "commands:resume", "continue a run from its last checkpoint, with the options that it was started with"
     ),
-    "merge": Listed("merge", "merge an adapter into its base model"),
+    "demo": Listed("commands:demo", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
+    "watch": Listed("report:watch", "show a run in the browser while it trains"),
+    "report": Listed("report:report", "write one HTML file about a run, or about two"),
+    "look": Listed("report:look", "show the best and the worst completions of a run"),
+    "chat": Listed("sampling:chat", "talk to a model in the terminal"),
+    "generate": Listed("sampling:generate", "sample completions of a prompt or of a dataset"),
+    "eval": Listed(
+        "eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
+    ),
+    "merge": Listed("commands:merge", "merge an adapter into its base model"),
     "soup": Listed("soup", "average checkpoints"),
-    "replay": Listed("replay.command", "recompute a past step of a run, for debugging"),
+    "replay": Listed("commands:replay", "recompute a past step of a run, for debugging"),
     "verify": Listed("oracle.command", "compute the exact bias of your own loss, advantage or KL estimate"),
     "vllm-serve": Listed("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
     "migrate": Listed("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),
-    "env": Listed("env", "print the versions and devices of this machine, for bug reports"),
+    "env": Listed("commands:env", "print the versions and devices of this machine, for bug reports"),
 }
 
 
@@ -150,7 +156,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     # peft 0.21 reads the old name, which no user of the command can change.
     warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
     if command in OTHERS:
-        return int(importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").main(list(arguments)))
+        return OTHERS[command](list(arguments))
     if command in REGISTRY:
         return _train(command, arguments)
     raise ConfigError(f"unknown command. {nearest(command.lower(), [*REGISTRY, *OTHERS])}")

@@ -14,18 +14,16 @@ from rich.table import Table
 from prefrl.errors import ConfigError
 from prefrl.models.soup_choice import check_folders
 from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.names import nearest
 from prefrl.options.offline import OfflineReferenceOptions
-from prefrl.options.suggest import nearest
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
+from prefrl.scripts.arguments.datasets import DatasetConfig, load_part
 from prefrl.scripts.declaration import command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.models.soup import Evaluate, Soup
-
-__all__ = ["SoupArguments", "main"]
 
 # Options that only concern the metric, and their defaults.
 _FOR_A_METRIC = {

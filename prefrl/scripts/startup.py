@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["uncollected", "init_zero_verbose"]
-
 
 @contextmanager
 def uncollected() -> Iterator[None]:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from prefrl.registry import Algorithm
 from prefrl.rewards.named import reward_by_name
 from prefrl.run.checkpoints import find_last
-from prefrl.scripts.arguments.command import RewardArguments
-from prefrl.scripts.arguments.dataset_columns import SHAPING
+from prefrl.scripts.arguments.command import Given, RewardArguments
+from prefrl.scripts.arguments.datasets import SHAPING
 from prefrl.scripts.arguments.launch import ONLY_CHECK
 from prefrl.scripts.checkup.checkup import check_before
 from prefrl.scripts.ending import print_ending
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 from prefrl.scripts.startup import uncollected
-
-if TYPE_CHECKING:
-    from prefrl.registry import Algorithm
-    from prefrl.scripts.arguments.given import Given
-
-__all__ = ["main"]
 
 
 def main(algorithm: Algorithm, given: Given) -> int:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prefrl.models.flops import ModelCost
     from prefrl.types import TokenBatch
 
-__all__ = ["CountsFlops", "Pass", "StepAccount", "idle_share"]
-
 # Passes whose operations are counted.
 Pass = Literal["training", "reference", "old_policy"]
 
@@ -132,18 +130,26 @@ class StepAccount:
         return phases[-1] if phases and phases[-1] != "other" else None
 
     @contextmanager
-    def phase(self, name: str | None) -> Iterator[None]:
+    def phase(
+        self, name: str | None, passes: Pass | None = None, batches: Sequence[TokenBatch] = ()
+    ) -> Iterator[None]:
         """Count the time inside as this phase, not as the enclosing one; None: nothing inside belongs to the step.
 
         Profilers show it as a range.
+
+        Args:
+            name: Of the phase.
+            passes: What the passes inside are, whose operations are counted if any are; None: it has none of its own.
+            batches: What they run over.
         """
         if self._step is None or self._phases[-1] is None:
             yield
             return
+        counted = nullcontext() if self.flops is None or passes is None else self.flops.count(passes, batches)
         self._phases.append(name)
         self._note()
         try:
-            with record_function(f"prefrl: {name or 'not timed'}"):
+            with counted, record_function(f"prefrl: {name or 'not timed'}"):
                 yield
         finally:
             self._phases.pop()
@@ -159,18 +165,6 @@ class StepAccount:
         """Attribute seconds of the current phase, by the host's clock, to another phase."""
         if self._step is not None:
             self._step.moved.append((self._phases[-1], name, seconds))
-
-    @contextmanager
-    def scoring(self, kind: Pass, batch: TokenBatch) -> Iterator[None]:
-        """A phase that consists of counted passes of one kind."""
-        with self.passes(kind, [batch]), self.phase(kind):
-            yield
-
-    def passes(self, kind: Pass, batches: Sequence[TokenBatch]) -> AbstractContextManager[None]:
-        """Count the operations of the passes inside, which run over these batches, if operations are counted."""
-        if self.flops is None or self._step is None or self._phases[-1] is None:
-            return nullcontext()
-        return self.flops.count(kind, batches)
 
     def drain(self, names: Iterable[str]) -> dict[str, Metric]:
         """Mean seconds per step since the last call, for these phases and all others that occurred.

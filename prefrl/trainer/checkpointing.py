@@ -6,62 +6,36 @@ import json
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
+from transformers.trainer_utils import IntervalStrategy
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
-from prefrl.run.folder import check_space
+from prefrl.run.folder import Stopped, check_space, leave
 from prefrl.run.records import write_identity
-from prefrl.run.stop import Stopped, leave
 from prefrl.trainer.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.model_card import RunFacts, write_model_card
 from prefrl.trainer.scheduler import refresh
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from transformers.trainer_utils import TrainOutput
 
-    from prefrl.models.reference import Reference
     from prefrl.options.checkpoint import CheckpointParams
     from prefrl.trainer.parts import Run
     from prefrl.trainer.run_folder import StartingPoint
-
-__all__ = [
-    "GroupSettings",
-    "StatefulCallback",
-    "begin",
-    "check_fingerprint",
-    "check_parts",
-    "kept_elsewhere",
-    "load_reference",
-    "read_optimizer",
-    "read_update_state",
-    "save_fingerprint",
-    "save_reference",
-    "saved_at_errors",
-    "stop_if_asked",
-    "until_stopped",
-    "without_memory",
-    "write",
-    "write_card",
-    "write_described",
-    "write_model_of_checkpoint",
-    "write_optimizer",
-    "write_update_state",
-]
 
 # HuggingFace's names of Adam with two moments for each weight.
 _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
@@ -76,6 +50,7 @@ def begin(run: Run, given: str | bool | None) -> StartingPoint:
     """
     args, folder = run.args, run.run_folder
     start = folder.start(given, run.identity(), allowed=args.allow_resume_changes or [])
+    run.parts.tell("opened", run)
     if args.save_strategy != "no":
         distributed.on_main(lambda: check_space(folder.path, needed=_needed_bytes(run)))
     if start.checkpoint is not None:
@@ -109,7 +84,8 @@ def until_stopped(run: Run, train: Callable[[], TrainOutput]) -> TrainOutput:
             if folder.last_saved != run.state.global_step:
                 run.save_checkpoint()
     is_complete = not code or run.state.global_step >= run.state.max_steps
-    folder.finish(is_complete=is_complete)
+    folder.wait()
+    run.parts.tell("left", run, is_complete)
     if not is_complete:
         if distributed.is_main():
             sys.stderr.write(
@@ -120,13 +96,19 @@ def until_stopped(run: Run, train: Callable[[], TrainOutput]) -> TrainOutput:
     return output
 
 
-def stop_if_asked(run: Run) -> None:
-    """Save and stop after this step if any process was asked to."""
-    (code,) = distributed.max_over_ranks([run.stop_request.code], run.args.device)
-    run.stop_code = int(code)
-    if code:
-        run.control.should_training_stop = True
-        run.control.should_save = run.run_folder.last_saved != run.state.global_step
+def decide_what_follows(run: Run) -> None:
+    """Save and stop after this step if any process was asked to; after a failure, only log, as after the last step."""
+    control = run.control
+    if run.failure is not None:
+        control.should_log, control.should_evaluate, control.should_save = True, False, False
+    else:
+        (code,) = distributed.max_over_ranks([run.stop_request.code], run.args.device)
+        run.stop_code = int(code)
+        if code:
+            control.should_training_stop = True
+            control.should_save = run.run_folder.last_saved != run.state.global_step
+    if control.should_training_stop and run.args.logging_strategy == IntervalStrategy.STEPS:
+        control.should_log = True  # whatever logging_steps is
 
 
 @contextmanager
@@ -210,8 +192,22 @@ def write_model_of_checkpoint(run: Run, folder: Path) -> None:
         write_card(run, folder)
 
 
-def write_described(run: Run, folder: Path) -> None:
-    """Write model and card to a folder."""
+def write_models(run: Run, folder: Path, *, overwrite: bool) -> None:
+    """Write model and card to a folder, and other weights that the parts have to folders in it.
+
+    Args:
+        run: The training.
+        folder: Where to.
+        overwrite: Whether to replace a model of another run in the folder.
+    """
+    with run.run_folder.model_in(folder, run.identity(), overwrite=overwrite) as place:
+        for name, weights in run.parts.other_weights(run):
+            with weights:
+                _write_described(run, place / name)
+        _write_described(run, place)
+
+
+def _write_described(run: Run, folder: Path) -> None:
     run.write_model(folder)
     if run.args.should_save:
         write_card(run, folder)
@@ -403,21 +399,7 @@ def best_beside(checkpoint: Path) -> str | None:
     return str(beside) if beside.is_dir() else None
 
 
-_REFERENCE_FILE = "reference.safetensors"
 _FINGERPRINT_FILE = "reference.json"
-
-
-def save_reference(reference: Reference, folder: Path, *, writes: bool) -> None:
-    """Write the weights that `mix` moves. All ranks must call it; others than the writer hold one weight at a time."""
-    state = distributed.whole_on_host(reference.state_dict(), keep=writes)
-    if writes:
-        save_file(state, folder / _REFERENCE_FILE)
-
-
-def load_reference(reference: Reference, folder: Path) -> None:
-    """Read what `save_reference` wrote, one weight at a time. All ranks must call it."""
-    with safe_open(folder / _REFERENCE_FILE, framework="pt") as file:
-        reference.load_state_dict(_Tensors(file))
 
 
 def save_fingerprint(fingerprint: str, folder: Path) -> None:
@@ -443,20 +425,3 @@ def check_fingerprint(now: str, folder: Path) -> None:
             f"run's is {now}. Construct the trainer with the model (and ref_model, if there was one) that the run "
             "started from, not with the checkpoint's."
         )
-
-
-class _Tensors(Mapping[str, "Tensor"]):
-    """The tensors of a file, each read on access."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file.keys())
-
-    def __len__(self) -> int:
-        return len(self._file.keys())

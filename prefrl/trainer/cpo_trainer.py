@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from prefrl.losses.preference.pairwise import box_cox
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.metrics import Mean
 from prefrl.options.preference import PairParams
+from prefrl.trainer.configs import CPOConfig
 from prefrl.trainer.offline.preference import PAIRS, RowScores, make_pairs, pairs_per_chosen_token, preference_metrics
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.types import LabeledBatch, LossOutput
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from prefrl.trainer.cpo_config import CPOConfig
-
-__all__ = ["CPOTrainer"]
 
 # Losses of the mean log-probs of responses; the others use their sums.
 _OF_MEANS = ("ipo", "simpo", "alphapo")

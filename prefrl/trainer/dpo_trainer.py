@@ -10,7 +10,7 @@ import torch
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll
 from prefrl.losses.preference.unpaired import wpo_weights
-from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.arguments import check_arguments
 from prefrl.trainer.offline.preference import (
     PAIRS,
     RowScores,
@@ -20,7 +20,7 @@ from prefrl.trainer.offline.preference import (
     pairs_per_chosen_token,
     preference_metrics,
 )
-from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
 
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.scores import TokenScores
+    from prefrl.losses.per_token import TokenScores
     from prefrl.models.forward import WantName
-    from prefrl.trainer.dpo_config import DPOConfig
-
-__all__ = ["DPOTrainer"]
+    from prefrl.trainer.configs import DPOConfig
 
 
 class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
@@ -46,10 +44,6 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         args: Options; None: the defaults, in `<model name>-DPO`.
         arguments: See `TrainerArguments`. Datasets: preference rows with `prompt`, `chosen` and `rejected`, or with
             `chosen` and `rejected` that start with the same prompt.
-
-    Raises:
-        ConfigError: The options cannot be combined.
-        DataError: A dataset cannot be used; the message names the row and the column.
 
     Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; for other losses see `losses/preference/pairwise.py`.
     """
@@ -85,18 +79,15 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         return scored
 
     def _all_pairs(self, batches: list[ReferencedBatch]) -> StepPairs:
-        logprobs = self.logprobs_of_step(self.scorer.policy_logprobs, batches)
+        logprobs = self.logprobs_of_step(self.scorer.of_policy, batches)
         parts = [
-            self._pairs(self._rows(policy, batch), self._reference(batch))
+            self._pairs(self._rows(policy, batch), self._rows(batch.ref_logprobs, batch))
             for policy, batch in zip(logprobs, batches, strict=True)
         ]
         return StepPairs(parts, [group for batch in batches for group in pair_groups(batch)])
 
     def _rows(self, logprobs: Tensor, batch: LabeledBatch) -> RowScores:
         return RowScores.of(logprobs, batch, ld_alpha=self.args.ld_alpha)
-
-    def _reference(self, batch: ReferencedBatch) -> RowScores:
-        return self._rows(batch.ref_logprobs, batch)
 
     def _pairs(self, policy: RowScores, reference: RowScores) -> Pairs:
         return replace(
@@ -110,7 +101,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         """Sum over pairs of the weighted losses."""
         weighting: list[WantName] = ["log_collision"] if self.args.use_weighting else []
         scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
-        policy, reference = self._rows(scores.logprobs, batch), self._reference(batch)
+        policy, reference = self._rows(scores.logprobs, batch), self._rows(batch.ref_logprobs, batch)
         pairs = self._pairs(policy, reference)
         plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # full sums, without ld_alpha
         total = torch.zeros((), device=batch.device)

@@ -17,52 +17,28 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, host, merge, values_of
 from prefrl.models.modes import eval_mode
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.trainer.memory import EVALUATION, explained
+from prefrl.trainer.parts import Run
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import TrainingArguments
 
-    from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = [
-    "NO_TOKEN",
-    "ComputeMetrics",
-    "Evaluated",
-    "Evaluation",
-    "PredictedRows",
-    "best_metric",
-    "check_best_metric",
-    "check_metric_names",
-    "check_training_set",
-    "drained",
-    "first_rows",
-]
+    from prefrl.trainer.base_config import BaseConfig
 
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
 
 NO_TOKEN = -100  # in the place of a token that is not predicted or not learned
 
 
-class Evaluated(Protocol):
-    """What an evaluation needs of a trainer."""
+class Evaluated(Run, Protocol):
+    """A training, as its evaluations see it."""
 
-    args: BaseConfig
-    account: StepAccount
-    metrics: dict[Literal["train", "eval"], dict[str, Metric]]
-    state: Any  # HuggingFace's
     processing_class: Any
-    train_dataset: Any
-    eval_dataset: Any
     compute_metrics: ComputeMetrics | None
     predicted: PredictedRows | None
-
-    @property
-    def policy(self) -> PreTrainedModel:
-        """What is evaluated."""
 
     def prepared(self, dataset: Any, processing_class: Any, *, training: bool) -> Any:
         """A raw dataset, or several by name, checked and tokenized; None stays None."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.online.policy_terms import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
-
-__all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer(OnlineTrainer[PolicyBatch]):

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.data.collate import unpaired_batch
+from prefrl.data.images import ProcessingClass
 from prefrl.losses.preference.unpaired import kto
 from prefrl.metrics import Mean
-from prefrl.trainer.base.arguments import check_arguments
+from prefrl.trainer.arguments import check_arguments
+from prefrl.trainer.configs import KTOConfig
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired, sided_rows
 from prefrl.trainer.offline.rows import predicted_rows
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.kto_config import KTOConfig
-
-__all__ = ["KTOTrainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +39,6 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         arguments: See `TrainerArguments`. Datasets: unpaired rows with `prompt`, `completion` and `label`, or
             preference rows, each of which is split into two unpaired rows.
 
-    Raises:
-        ConfigError: The options cannot be combined.
-        DataError: A dataset cannot be used; the message names the row and the column.
-
     Source: Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8; apo_zero_unpaired: D'Oosterlinck et al. 2024, arXiv
     2408.06266.
     """
@@ -55,6 +46,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     algorithm = "kto"
     args: KTOConfig
     predictions_of = staticmethod(predicted_rows)
+    lay_out = staticmethod(unpaired_batch)
 
     def __init__(
         self,
@@ -83,10 +75,6 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         """Tokenize, and add to each row the completion of another prompt for the KL estimate."""
         return prepare_unpaired(dataset, processing_class, self.args, with_mismatched=self._estimates_kl)
 
-    def lay_out(self, rows: list[dict[str, Any]]) -> LabeledBatch:
-        """See `data.collate.unpaired_batch`."""
-        return unpaired_batch(rows)
-
     def row_items(self, batch: LabeledBatch) -> Tensor:
         """Rows with a label."""
         return batch.on_device([float(side is not None) for side in batch.is_preferred])
@@ -103,7 +91,7 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         unsided = [(batch, sorted(set(range(batch.num_rows)) - set(sided_rows(batch)))) for batch in batches]
         parts = [batch.select(rows) for batch, rows in unsided if rows]
         log_ratio = torch.zeros((), device=self.args.device)
-        for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.policy_logprobs, parts), strict=True):
+        for batch, logprobs in zip(parts, self.logprobs_of_step(self.scorer.of_policy, parts), strict=True):
             part = ((logprobs - batch.ref_logprobs) * batch.trainable).sum()
             log_ratio += part.to(log_ratio.device, non_blocking=True)
         count = log_ratio.new_full((), sum(batch.num_rows for batch in parts))

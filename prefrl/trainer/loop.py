@@ -1,44 +1,42 @@
 """HuggingFace's loop with our hooks in it: what `transformers.Trainer` calls in a training and an evaluation.
 
-The methods stand in the order in which HuggingFace calls them. Each hands its call to the core or to the parts of the
-training, see `parts`. The hooks that make a step and its loss are those of `BaseTrainer`; no other module has any but
-the data loaders, which depend on the data, and what an algorithm changes in a step.
+The methods stand in the order in which HuggingFace calls them. Each hands its call to the parts of the training, see
+`parts`, to what stands beside this module, or to a method of `BaseTrainer` that a trainer may change. No other class
+of prefrl overrides a hook of HuggingFace.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import IntervalStrategy
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.metrics import Metric, merge
 from prefrl.models.load import load_renamed
-from prefrl.run.records import Identity
-from prefrl.run.stop import StopRequest
+from prefrl.run.folder import StopRequest
 from prefrl.trainer import checkpointing
-from prefrl.trainer.evaluation import Evaluation, check_best_metric
+from prefrl.trainer.evaluation import Evaluation, check_best_metric, drained
 from prefrl.trainer.features import Hub, parts_of
+from prefrl.trainer.memory import TRAINING, explained, size_of
 from prefrl.trainer.optimizers import (
-    averages_weights,
     check_optimizer_of_run,
-    group_parameters,
     optimizer_class,
     use_averaged_weights,
+    use_trained_weights,
 )
 from prefrl.trainer.parts import Events, GoBack, Parts
-from prefrl.trainer.progress.views import contain_trackers
+from prefrl.trainer.progress.views import closed_at_end, contain_trackers
 from prefrl.trainer.run_folder import RunFolder, StartingPoint
-from prefrl.trainer.scheduler import own_scheduler
-from prefrl.trainer.steps import StepPlan
+from prefrl.trainer.steps import Step, StepPlan, SyncStep
+from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:
     import torch
@@ -47,33 +45,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
     from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
-    from prefrl.metrics import Metric
     from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import Step
-
-__all__ = ["Loop"]
-
-# The arguments of `push_to_hub` that the model card shows.
-_OF_CARD = ("model_name", "dataset_name", "tags")
 
 
 class Loop(Trainer):
-    """HuggingFace's loop, with whole checkpoints that only their own run reads, an orderly end at signals, and parts.
-
-    Args:
-        args: Options.
-        arguments: See HuggingFace's `Trainer`.
-    """
+    """HuggingFace's loop, with whole checkpoints that only their own run reads, an orderly end, and parts."""
 
     algorithm: str  # name in the registry
     args: BaseConfig
+    parts: Parts  # those of models, from the beginning
     account: StepAccount
     metrics: dict[Literal["train", "eval"], dict[str, Metric]]
     lr_scheduler: Any
     current_step: Step  # the one that runs or has run last
     step_loss: Tensor  # this process's share of its loss
     keeps_steps = True  # whether the first step that is not applied is written to `output_dir`
+    _averages_weights = False  # whether the optimizer has two sets of weights
+    _lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
+    _parallelism: Any  # how processes share the work
     dataset_name: str | None = None  # for the model card
     hub_model_id: str | None  # the repository's full name, once it is known to exist
 
@@ -88,35 +79,12 @@ class Loop(Trainer):
         self.found_sizes: Mapping[str, int] = {}  # what was "auto"
         self.failure: Exception | None = None  # ends training after this step's logs
         self.stop_code = 0  # of the request after which training stops; 0: there is none
-        self._lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
         self.evaluation = Evaluation(self)
-        self.parts = Parts(parts_of(self))
+        for part in parts_of(self):
+            self.parts.add(part)
         self.plan = self.parts.get(StepPlan) or StepPlan(args.steps_of_a_generation)
         # Behind HuggingFace's callback that decides what follows a step, and before all others.
         self.callback_handler.callbacks.insert(1, Events(self, begin=self._begin_training, end=self._end_training))
-
-    @property
-    def policy(self) -> PreTrainedModel:
-        """The model that is trained, without the backend's wrapper."""
-        return cast("PreTrainedModel", distributed.unwrap(self.model))
-
-    # What a subclass implements.
-
-    @abstractmethod
-    def decisive(self) -> dict[str, Any]:
-        """What decides the updates of this training, JSON values by name."""
-
-    @abstractmethod
-    def write_model(self, folder: Path) -> None:
-        """Write model, tokenizer and options to a folder. All processes must call it."""
-
-    @abstractmethod
-    def _begin_training(self) -> None:
-        """Called on all ranks before the first step of a training run."""
-
-    @abstractmethod
-    def _end_training(self) -> None:
-        """Called on all ranks after the last step of a training run."""
 
     # The beginning of a training.
 
@@ -146,17 +114,15 @@ class Loop(Trainer):
         """HuggingFace's loop, from a checkpoint or the start; again from a checkpoint if a part asks for that."""
         while True:
             try:
-                checkpoint = None if self.start.checkpoint is None else str(self.start.checkpoint)
-                return super().train(checkpoint, *args, **kwargs)
+                folder = self.start.checkpoint
+                return super().train(None if folder is None else str(folder), *args, **kwargs)
             except GoBack as request:
                 self.start = replace(self.start, checkpoint=request.checkpoint)
 
-    def identity(self) -> Identity:
-        """What checkpoints say about their run."""
-        model = getattr(self.policy.config, "name_or_path", "")
-        return Identity(run=self.run_folder.run, decisive=self.decisive(), model=model, sizes=self.found_sizes)
-
     # HuggingFace's hooks, in the order in which it calls them: in its constructor, ...
+
+    def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
+        return distributed.accelerator_arguments(super()._build_accelerator_args(**arguments), self._parallelism)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """If the Hub is out of reach, training begins without it.
@@ -185,26 +151,28 @@ class Loop(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The loop, whose data loader and schedule depend on sizes that parts may find."""
-        self.parts.tell("prepare", self)
-        self._train_batch_size = self.args.train_batch_size  # HuggingFace's copy, for its state
-        return super()._inner_training_loop(*args, **kwargs)
+        with closed_at_end(self.callback_handler):
+            self.parts.tell("prepare", self)
+            self._train_batch_size = self.args.train_batch_size  # HuggingFace's copy, for its state
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """The rows of this process, in micro-batches; see `training_loader`."""
+        if self.train_dataset is None:
+            raise ConfigError("train_dataset=None: training needs a dataset")
+        return self.training_loader()
 
     def get_total_train_batch_size(self, args: BaseConfig) -> int:
         """Rows of a step, over all ranks."""
         return int(args.rows_per_micro_batch * args.gradient_accumulation_steps * distributed.world_size())
 
     def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        checkpoint: str | None,
-        trial: Any,
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
         """The state, and the epochs and the data loader's items that a checkpoint has done."""
-        super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        super()._init_training_state(max_steps, steps_per_epoch, num_epochs, checkpoint, trial)
         plan, step, folder = self.plan, self.state.global_step, None if checkpoint is None else Path(checkpoint)
-        plan.start_at(step, total=max_steps, per_epoch=num_update_steps_per_epoch, checkpoint=folder)
+        plan.start_at(step, total=max_steps, per_epoch=steps_per_epoch, checkpoint=folder)
         self.state.max_steps = step + plan.steps_left
         epochs, steps = divmod(plan.position, plan.per_epoch)
         return epochs, steps * self.args.gradient_accumulation_steps * (not self.args.ignore_data_skip)
@@ -227,16 +195,12 @@ class Loop(Trainer):
         """The class of the optimizer and its arguments."""
         return optimizer_class(args, model)
 
-    def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Give a new optimizer its parameter groups."""
-        group_parameters(optimizer, model, self.args)
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule that the options ask for."""
-        own = own_scheduler(self.args, self.lr_scheduler, optimizer or self.optimizer, num_training_steps)
+        own = self.args.own_scheduler(self.lr_scheduler, optimizer or self.optimizer, num_training_steps)
         if own is not None:
             self.lr_scheduler, self._created_lr_scheduler = own, True
-        return super().create_scheduler(num_training_steps, optimizer)
+        return self.adapt_scheduler(super().create_scheduler(num_training_steps, optimizer), num_training_steps)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Their state, with the options that have changed since, and all other state of a checkpoint."""
@@ -248,7 +212,8 @@ class Loop(Trainer):
         with nullcontext() if checkpoint is None else distributed.only_data(Path(checkpoint)):
             super()._load_rng_state(checkpoint)
 
-    # ... in each step, around those of `BaseTrainer`, which make the step and its loss, ...
+    # ... in each step: `training_step` gets an item for each gradient accumulation step. The last one is the whole
+    # `Step`, with any number of micro-batches; those before it are empty, ...
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Without this, a run that is resumed at its end would make one more step."""
@@ -259,26 +224,83 @@ class Loop(Trainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Step], float]:
+        """Called once for each optimizer step: the step's items and its count over all ranks."""
+        self.parts.tell("before_step", self)
+        self.account.start()
+        if self._averages_weights:
+            use_trained_weights(self.optimizer)
+        items = self.plan.next_items(epoch_iterator, num_batches)
+        if not items:
+            return [], 0.0
+        step, count = self.make_step(items)
+        return [*(SyncStep() for _ in items[1:num_batches]), step], count
+
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Tokens are counted where the step is made."""
 
-    def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
-        """The parameters in the penalty of a step."""
-        return model.parameters()
+    def training_step(self, model: nn.Module, inputs: Step, num_items_in_batch: Any = None) -> Any:
+        """Forward and backward pass of all micro-batches of the step."""
+        return self.run_step(model, inputs, num_items_in_batch)
 
-    def gradients_complete(self, model: nn.Module) -> None:
-        """Tell the parts of the gradients of a step, before they are clipped."""
-        self.parts.tell("gradients", self, model)
+    def micro_step(
+        self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool
+    ) -> Tensor:
+        """Forward and backward pass of one micro-batch; the last one of a step synchronizes gradients over ranks."""
+        distributed.announce_backward(self.accelerator, is_last=is_last)
+        # HuggingFace's training_step runs compute_loss, which is timed as the forward phase, and the backward pass.
+        with (
+            explained(lambda: f"the training pass of a micro-batch with {size_of(batch)}", self.args, TRAINING),
+            self.account.phase("backward", "training", [batch]),
+            nullcontext() if is_last else distributed.no_sync(model),
+        ):
+            loss: Tensor = super().training_step(model, batch, num_items)
+        return loss
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs.to(self.args.device) if isinstance(inputs, TokenBatch) else super()._prepare_inputs(inputs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: TokenBatch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """This micro-batch's share of the step's loss.
+
+        Raises:
+            ValueError: `return_outputs` is set, or the step's count is missing.
+        """
+        if return_outputs or num_items_in_batch is None:
+            raise ValueError(
+                "compute_loss needs num_items_in_batch, and returns only the loss: return_outputs must be False"
+            )
+        with self.account.phase("forward"):
+            if isinstance(inputs, IdleBatch):
+                return self.forward_sum(model, inputs) * 0.0
+            output = self.full_loss(model, inputs)
+        merge(self.metrics["train"], output.metrics)
+        # A loss that is not finite shows in the gradients, too: DeepSpeed updates before anybody can look at the loss.
+        total = output.total * (1.0 + 0.0 * output.total.detach())
+        # Data-parallel backends average gradients over ranks, but items are counted over all of them.
+        return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
+
+    def floating_point_ops(self, inputs: Step) -> int:
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
+        return int(self.flops_of_token) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Called unless `max_grad_norm` is 0."""
-        self.gradients_complete(model)
+        self.parts.tell("gradients", self, model)
+        return self.clip(model)
+
+    def clip(self, model: nn.Module) -> Any:
+        """Limit the norm of the gradients; returns what it was."""
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         """Called right before the update, with the norm before clipping or None."""
         if grad_norm is None:
-            self.gradients_complete(model)
+            self.parts.tell("gradients", self, model)
         norm = super()._get_grad_norm(model, grad_norm)
         self.parts.tell("before_update", self, model, norm)
         return norm
@@ -286,25 +308,22 @@ class Loop(Trainer):
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Called after the step and all its callbacks, and at the end of an epoch."""
         self.account.finish()
-        if self.failure is not None:
-            self.control.should_log = True
-            self.control.should_evaluate = self.control.should_save = False
-        else:
-            checkpointing.stop_if_asked(self)
-        if self.control.should_training_stop and self.args.logging_strategy == IntervalStrategy.STEPS:
-            self.control.should_log = True  # the last step, whatever logging_steps is
+        checkpointing.decide_what_follows(self)
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if self._globalstep_last_logged == self.state.global_step:
             tr_loss.zero_()  # HuggingFace subtracts it from itself, which leaves NaN
         if self.failure is not None:
             raise self.failure
 
-    # ... in an evaluation, ...
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the metrics since the last log, under TRL's names; at the end, too."""
+        is_rest = "train_runtime" in logs and self._globalstep_last_logged < self.state.global_step
+        if "loss" in logs or is_rest:
+            merge(self.metrics["train"], self.account.drain(self.phases))
+            logs |= drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+        super().log(logs, start_time)
 
-    @property
-    def evaluates_averages(self) -> bool:
-        """Whether the weights that are evaluated now are others than those that are trained."""
-        return averages_weights(self.optimizer) or any(self.parts.tell("has_replaced_weights", self))
+    # ... in an evaluation, ...
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -344,10 +363,14 @@ class Loop(Trainer):
         with self.evaluation.predicting():
             return super().predict(prepared, ignore_keys, metric_key_prefix)
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The rows of a prepared dataset, of the one with a name, or of the trainer's own; see `evaluation_loader`."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self.evaluation_loader(self.eval_dataset[dataset] if isinstance(dataset, str) else dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader of an evaluation."""
-        loader: DataLoader[Any] = self.get_eval_dataloader(test_dataset)
-        return loader
+        return self.get_eval_dataloader(test_dataset)
 
     def evaluation_loop(
         self,
@@ -358,7 +381,7 @@ class Loop(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The means are over the whole dataset and all ranks."""
-        return self.evaluation.run(dataloader, metric_key_prefix)
+        return self.run_evaluation(dataloader, metric_key_prefix)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Called after each evaluation of a training."""
@@ -376,10 +399,6 @@ class Loop(Trainer):
             if self.args.push_to_hub:
                 self.run_folder.wait()
                 self._hub.push_checkpoint(self, final)
-
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint now. All processes must call it."""
-        self._save_checkpoint(self.model, None)
 
     def _get_output_dir(self, trial: Any) -> str:
         """The folder in which HuggingFace writes `checkpoint-<step>`."""
@@ -402,12 +421,7 @@ class Loop(Trainer):
         if _internal_call and output_dir is not None:  # HuggingFace passes a folder only for checkpoints
             checkpointing.write_model_of_checkpoint(self, Path(output_dir))
             return
-        folder = Path(output_dir or self.args.output_dir)
-        with self.run_folder.model_in(folder, self.identity(), overwrite=overwrite) as place:
-            for name, weights in self.parts.other_weights(self):
-                with weights:
-                    checkpointing.write_described(self, place / name)
-            checkpointing.write_described(self, place)
+        checkpointing.write_models(self, Path(output_dir or self.args.output_dir), overwrite=overwrite)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -424,19 +438,6 @@ class Loop(Trainer):
         )
         self._save_update_state(Path(output_dir))
 
-    def _save_update_state(self, folder: Path) -> None:
-        """Write all other state that the next update depends on. All ranks must call it.
-
-        HuggingFace saves the model, optimizer, scheduler and random states.
-        """
-        checkpointing.write_update_state(self, folder)
-        self.parts.tell("save", self, folder)
-
-    def _load_update_state(self, folder: Path) -> None:
-        """Read what `_save_update_state` wrote. All ranks must call it."""
-        checkpointing.read_update_state(self, folder)
-        self.parts.tell("load", self, folder)
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Called before the checkpoint is in its place; see `_save_checkpoint`."""
 
@@ -450,13 +451,7 @@ class Loop(Trainer):
             super()._load_best_model()
             if self._lacks_weights:
                 load_renamed(self.model, folder)
-
-    def load_weights(self, checkpoint: Path) -> None:
-        """Put the weights of a checkpoint of this run into the policy. All ranks must call it."""
-        best = self.state.best_model_checkpoint
-        self.state.best_model_checkpoint = str(checkpoint)  # which HuggingFace loads
-        self._load_best_model()
-        self.state.best_model_checkpoint = best
+        self.best_loaded(folder)
 
     def _finish_current_push(self) -> None:
         """What is not uploaded yet is tried once more."""
@@ -492,7 +487,11 @@ class Loop(Trainer):
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        self.create_model_card(**{name: kwargs[name] for name in _OF_CARD if name in kwargs})
-        return self._hub.push_model(
-            self, message=commit_message, token=token, revision=revision, private=private, now=blocking
-        )
+        named = {name: kwargs[name] for name in ("model_name", "dataset_name", "tags") if name in kwargs}
+        self.create_model_card(**named)
+        return self._hub.publish(self, commit_message, token=token, revision=revision, private=private, now=blocking)
+
+    def end(self) -> None:
+        """Releases servers, too."""
+        self.close()
+        super().end()

@@ -20,21 +20,6 @@ if TYPE_CHECKING:
 
     from prefrl.types import TokenBatch
 
-__all__ = [
-    "CHECKPOINT",
-    "EVALUATION",
-    "GENERATION",
-    "SCORING",
-    "TRAINING",
-    "TrialMemory",
-    "UPDATE",
-    "explained",
-    "free_memory",
-    "is_out_of_memory",
-    "size_of",
-]
-
-
 # Errors of torch that have no type of their own.
 _WORDS = (
     *("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory"),

@@ -20,9 +20,7 @@ from prefrl.options.fields import default_of
 from prefrl.printable import masked, printable
 
 if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["RunFacts", "write_model_card"]
+    from prefrl.trainer.base_config import BaseConfig
 
 _PAPERS = {
     "sft": "Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.",
@@ -74,7 +72,7 @@ class RunFacts:
 
         Args:
             config: Its options.
-            decisive: See `Loop.decisive`.
+            decisive: See `BaseTrainer.decisive`.
         """
         fields = {field.name: field for field in dataclasses.fields(config)}
         names = [name for name in fields if name in decisive or name in _SIZES]

@@ -5,33 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl import distributed
+from prefrl.losses.per_token import TokenScores, WantName
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
+from prefrl.metrics import Metric
+from prefrl.rewards.base import RewardSource
+from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
-from prefrl.trainer.base.arguments import check_arguments, named
+from prefrl.trainer.arguments import check_arguments, named
+from prefrl.trainer.configs import OnlineDPOConfig
 from prefrl.trainer.offline.preference import RowScores, half_pairs, make_pairs, preference_metrics
-from prefrl.trainer.online.learner import Learned, rows_of_parts
+from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.sampling import OnlineArguments
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.online_dpo_config import OnlineDPOConfig
-from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.losses.scores import TokenScores, WantName
-    from prefrl.metrics import Metric
-    from prefrl.rewards.base import RewardSource
-    from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.arguments import OnlineArguments
-    from prefrl.types import Rollout, SampledBatch
-
-__all__ = ["OnlineDPOTrainer"]
+from prefrl.trainer.scorer import ScoreNeed, Scores
+from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch, Rollout, SampledBatch
 
 
 class PairObjective:

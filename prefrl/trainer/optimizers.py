@@ -27,26 +27,6 @@ from prefrl.options.rules import apply
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = [
-    "MuonWithAdamW",
-    "added_arguments",
-    "added_keys",
-    "averages_weights",
-    "check_made",
-    "check_optimizer_of_run",
-    "group_parameters",
-    "hidden_matrices",
-    "named_optimizer",
-    "optimizer_class",
-    "regroup",
-    "use_averaged_weights",
-    "use_trained_weights",
-    "works_under",
-]
-
-
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 
@@ -264,7 +244,7 @@ def _head_of(module: nn.Module) -> list[nn.Parameter]:
     return [] if head is None else list(head.parameters())
 
 
-def check_optimizer_of_run(args: BaseConfig, given: torch.optim.Optimizer | None, accelerator: Any) -> None:
+def check_optimizer_of_run(args: Any, given: torch.optim.Optimizer | None, accelerator: Any) -> None:
     """Refuse an optimizer that the backend cannot run, or that has no use for an option.
 
     Args:
@@ -277,7 +257,7 @@ def check_optimizer_of_run(args: BaseConfig, given: torch.optim.Optimizer | None
     """
     name = str(getattr(args.optim, "value", args.optim))
     if given is None:
-        distributed.check_optimizer(accelerator, name, works_under(name))
+        distributed.check_works_under(accelerator, name, works_under(name))
         saves_state = args.save_strategy != "no" and not args.save_only_model
         if name == "sgd" and saves_state and not optimizer_class(args)[1].get("momentum"):
             distributed.check_state_read(accelerator, name)
@@ -300,7 +280,7 @@ def optimizer_class(args: TrainingArguments, model: PreTrainedModel | None = Non
     return found, arguments | added_arguments(args)
 
 
-def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, args: BaseConfig) -> None:
+def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, args: Any) -> None:
     """Give a new optimizer parameter groups for Muon and for `learning_rates`.
 
     Raises:

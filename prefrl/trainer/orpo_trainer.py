@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from prefrl.losses.preference.reference_free import odds_ratio
 from prefrl.metrics import Mean
+from prefrl.trainer.configs import ORPOConfig
 from prefrl.trainer.offline.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.types import LabeledBatch, LossOutput
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from prefrl.trainer.orpo_config import ORPOConfig
-
-__all__ = ["ORPOTrainer"]
 
 
 class ORPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from transformers import TrainerCallback
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.metrics import Metric
+    from prefrl.run.folder import StopRequest
     from prefrl.run.records import Identity
-    from prefrl.run.stop import StopRequest
     from prefrl.trainer.account import StepAccount
-    from prefrl.trainer.base.config import BaseConfig
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.run_folder import RunFolder, StartingPoint
+    from prefrl.trainer.scorer import Scorer
     from prefrl.trainer.steps import LongBatch, Step, StepPlan
-    from prefrl.types import TokenBatch
+    from prefrl.types import LossOutput, TokenBatch
 
-__all__ = ["Events", "GoBack", "Part", "Parts", "Run"]
+# What a model does in a training.
+Role = Literal["policy", "reference", "critic"]
 
 
 class GoBack(Exception):
@@ -53,6 +55,7 @@ class Run(Protocol):
     failure: Exception | None  # ends training after this step's logs
     stop_request: StopRequest
     stop_code: int
+    scorer: Scorer
     current_step: Step  # the one that runs or has run last
     step_loss: Tensor  # this process's share of its loss
     keeps_steps: bool
@@ -74,6 +77,13 @@ class Run(Protocol):
     @property
     def policy(self) -> PreTrainedModel:
         """The model without the backend's wrapper."""
+
+    @property
+    def policy_learns(self) -> bool:
+        """Whether this step changes the policy."""
+
+    def row_items(self, batch: Any) -> Tensor:
+        """[B] what each row counts among the items of a step."""
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """The parameters in the penalty of a step."""
@@ -117,6 +127,12 @@ class Part:
     All processes call all of them.
     """
 
+    def made(self, run: Run, model: nn.Module, role: Role) -> None:
+        """A model is made, and no backend has wrapped it yet. If it is the policy, the run has no more than `args`."""
+
+    def opened(self, run: Run) -> None:
+        """`run.run_folder` is open and knows the run, which may be one that goes on."""
+
     def checkpoint_bytes(self, run: Run) -> int:
         """Bytes that the part adds to a checkpoint."""
         raise NotImplementedError
@@ -132,6 +148,10 @@ class Part:
 
     def before_step(self, run: Run) -> None:
         """A step begins; its data is not there yet."""
+
+    def around_loss(self, run: Run, batch: TokenBatch, compute: Callable[[], LossOutput]) -> LossOutput:
+        """The loss of a micro-batch, also of an evaluation, from that of `compute`. The last part is the outermost."""
+        raise NotImplementedError
 
     def gradients(self, run: Run, model: nn.Module) -> None:
         """The gradients of the step are complete, and not clipped yet."""
@@ -173,29 +193,16 @@ class Part:
     def ended(self, run: Run) -> None:
         """The last step is done, and so are its logs, its evaluation and its checkpoint."""
 
+    def left(self, run: Run, is_complete: bool) -> None:
+        """HuggingFace has left its loop, and all checkpoints are in their places. Incomplete trainings end here."""
+
     def finished(self, run: Run) -> None:
-        """HuggingFace has left its loop, and training is complete."""
+        """Training is complete."""
 
 
-Event = Literal[
-    "checkpoint_bytes",
-    "prepare",
-    "load",
-    "begin",
-    "before_step",
-    "gradients",
-    "before_update",
-    "after_update",
-    "after_step",
-    "epoch_ended",
-    "logged",
-    "other_weights",
-    "has_replaced_weights",
-    "may_save",
-    "save",
-    "ended",
-    "finished",
-]
+# The names of all events.
+EVENTS = tuple(name for name in vars(Part) if not name.startswith("_"))
+
 Kind = TypeVar("Kind")
 
 
@@ -204,20 +211,20 @@ class Parts:
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self._parts: list[Part] = []
-        self._listeners: dict[Event, list[Callable[..., Any]]] = {event: [] for event in get_args(Event)}
+        self.listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
         for part in parts:
             self.add(part)
 
     def add(self, part: Part) -> None:
         """Add a part, the last."""
         self._parts.append(part)
-        for event, listeners in self._listeners.items():
+        for event, listeners in self.listeners.items():
             if getattr(type(part), event) is not getattr(Part, event):
                 listeners.append(getattr(part, event))
 
-    def tell(self, event: Event, run: Run, *about: Any) -> list[Any]:
+    def tell(self, event: str, run: Run, *about: Any) -> list[Any]:
         """Tell the parts of an event; returns their answers."""
-        return [listen(run, *about) for listen in self._listeners[event]]
+        return [listen(run, *about) for listen in self.listeners[event]]
 
     def other_weights(self, run: Run) -> list[tuple[str, AbstractContextManager[None]]]:
         """All weights that are evaluated and saved beside those that are trained."""

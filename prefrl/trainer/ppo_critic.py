@@ -7,62 +7,45 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.losses.per_token import token_weights
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.reduce import token_weights
 from prefrl.losses.supervised import value_loss
-from prefrl.metrics import ExplainedVariance, Metric
+from prefrl.metrics import ExplainedVariance, Metric, token_mean
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, value_model
 from prefrl.models.load import arguments_for_other
 from prefrl.models.modes import checkpoint_activations, disable_dropout
+from prefrl.options.algorithms import CriticOptimizer
 from prefrl.options.fields import mapping_of
-from prefrl.trainer.base.references import add_kernels
-from prefrl.trainer.online.policy_terms import token_mean
+from prefrl.trainer.configs import PPOConfig
+from prefrl.trainer.online.policy_terms import CriticBatch
+from prefrl.trainer.parts import Run
 from prefrl.trainer.scheduler import Scheduler, refresh
 from prefrl.types import LossOutput
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from prefrl.options.algorithms import CriticOptimizer
-    from prefrl.trainer.online.policy_terms import CriticBatch
-    from prefrl.trainer.ppo_config import PPOConfig
-
-__all__ = [
-    "attach_critic",
-    "critic_loss",
-    "make_critic",
-    "refuse_reward_model",
-    "save_gathered",
-    "split_state",
-    "add_critic_groups",
-    "clip_apart",
-    "set_decays",
-    "warm_up_critic",
-]
 
 # The name under which the critic is a part of the policy.
 _NAME = "prefrl_critic"
 
 
-def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTrainedModel | None) -> Critic:
+def make_critic(run: Run, args: PPOConfig, given: str | PreTrainedModel | None) -> Critic:
     """The critic that the options ask for.
 
     Args:
+        run: The training, with the policy.
         args: Options.
-        policy: The model that is trained.
         given: The user's `value_model`.
 
     Raises:
         ConfigError: `given` would have no effect, or cannot be a critic of this policy.
     """
+    policy = run.policy
     if given is not None and args.critic == "head":
         raise ConfigError("value_model has no effect with critic='head'. Leave critic out, or remove value_model.")
     if given is not None and args.detach_trunk:
@@ -73,7 +56,7 @@ def make_critic(args: PPOConfig, policy: PreTrainedModel, given: str | PreTraine
     if isinstance(given, str | Path):
         arguments = arguments_for_other(given, policy, cast("dict[str, Any] | None", args.model_init_kwargs))
     model = value_model(policy, given, model_init_kwargs=arguments)
-    add_kernels(args, model)
+    run.parts.tell("made", run, model, "critic")
     disable_dropout(model)
     if args.activation_checkpointing:
         checkpoint_activations(model, cast("dict[str, Any] | None", args.activation_checkpointing_kwargs))
@@ -102,9 +85,9 @@ def critic_loss(args: PPOConfig, batch: CriticBatch, values: Tensor) -> LossOutp
     token = value_loss(values, batch.values, batch.returns, cliprange_value=args.cliprange_value)
     reduction = POLICY_LOSSES[args.loss_type].reduction
     weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction)
-    metrics: dict[str, Metric] = {name: token_mean(stat, batch) for name, stat in token.stats.items()}
-    metrics["loss/value"] = token_mean(token.loss.detach(), batch)
-    metrics["val/mean"] = token_mean(values.detach(), batch)
+    metrics: dict[str, Metric] = {name: token_mean(stat, batch.trainable) for name, stat in token.stats.items()}
+    metrics["loss/value"] = token_mean(token.loss.detach(), batch.trainable)
+    metrics["val/mean"] = token_mean(values.detach(), batch.trainable)
     metrics["val/explained_variance"] = ExplainedVariance.of(batch.returns, values, batch.trainable)
     return LossOutput(args.vf_coef * (weights * token.loss).sum(), metrics)
 

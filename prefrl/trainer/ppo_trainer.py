@@ -13,11 +13,11 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.critic import Critic
-from prefrl.trainer.base.arguments import check_arguments
-from prefrl.trainer.base.trainer import Optimizers
+from prefrl.trainer.arguments import check_arguments
+from prefrl.trainer.base_trainer import Optimizers
+from prefrl.trainer.configs import PPOConfig
 from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.ppo_config import PPOConfig
 from prefrl.trainer.ppo_critic import (
     add_critic_groups,
     attach_critic,
@@ -41,10 +41,8 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.rewards.base import RewardSource
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
+    from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
     from prefrl.trainer.steps import Step
-
-__all__ = ["PPOTrainer"]
 
 
 class PPOTrainer(OnlineTrainer[CriticBatch]):
@@ -108,7 +106,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             environment_factory=environment_factory,
             compute_metrics=compute_metrics,
         )
-        self.critic: Critic = make_critic(self.args, self.policy, value_model)
+        self.critic: Critic = make_critic(self, self.args, value_model)
         self.scorer.critic = self.critic
         # The critic becomes part of the trained module, so every backend reduces and shards the gradients of both.
         attach_critic(self.policy, self.critic)
@@ -118,11 +116,11 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         return bool(self.state.global_step < self.args.critic_warmup)
 
     @property
-    def router_coef(self) -> float:
-        """See `BaseTrainer`; 0 in the steps of `critic_warmup`, in which the policy does not learn."""
-        return 0.0 if self._is_warmup else super().router_coef
+    def policy_learns(self) -> bool:
+        """See `BaseTrainer`; not in the steps of `critic_warmup`."""
+        return not self._is_warmup
 
-    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer`; covers the parameters of the policy and of the critic, as on other ranks."""
         scores, values = self.scorer.scores_and_values(model, batch, self.critic, want=())
         return scores.logprobs.sum() + values.sum()
@@ -140,39 +138,35 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     # The critic is part of the model that HuggingFace trains, and its parameters are in the optimizer's last groups.
 
     def group_parameters(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """See `Loop`; the critic has groups of its own, and its norms and biases do not decay either."""
+        """See `BaseTrainer`; the critic has groups of its own, and its norms and biases do not decay either."""
         super().group_parameters(optimizer, model)
         decaying = self.get_decay_parameter_names(model)
         self._weight_decays = add_critic_groups(optimizer, model, self.critic, self.args, decaying=decaying)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """HuggingFace's hook."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+    def adapt_scheduler(self, scheduler: Any, num_training_steps: int) -> Any:
+        """See `BaseTrainer`; the critic's rates may have a warm-up of their own."""
         return warm_up_critic(scheduler, self.args, num_training_steps, first=len(self._weight_decays))
 
-    def training_step(
-        self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
-    ) -> Tensor:
+    def run_step(self, model: nn.Module, step: Step, num_items: Tensor | float | None) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
         set_decays(self.optimizer, self.lr_scheduler, self._weight_decays, is_warmup=self._is_warmup)
-        return super().training_step(model, inputs, num_items_in_batch)
+        return super().run_step(model, step, num_items)
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
-        """See `Loop`; during `critic_warmup`, the critic's alone."""
+        """See `BaseTrainer`; during `critic_warmup`, the critic's alone."""
         return self.critic.parameters() if self._is_warmup else super().penalized(model)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
+    def clip(self, model: nn.Module) -> Any:
+        """See `Loop`; the norms of policy and critic are limited apart."""
         if distributed.updates_in_backward(self.accelerator):  # it has already clipped the gradients of both together
-            return super()._clip_grad_norm(model)
-        self.gradients_complete(model)
+            return super().clip(model)
         return clip_apart(self.accelerator, model, self.critic, self.args)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """HuggingFace's hook, called on the process that writes; the critic goes to the folder `critic`."""
-        policy, critic = split_state(self.policy.state_dict() if state_dict is None else state_dict)
-        super()._save(output_dir, policy)
-        if self.args.should_save:
-            self.critic.save(Path(output_dir or self.args.output_dir) / "critic", critic)
+    def write_state(self, folder: Path, state: dict[str, Tensor] | None) -> None:
+        """See `BaseTrainer`; the critic goes to the folder `critic`."""
+        policy, critic = split_state(self.policy.state_dict() if state is None else state)
+        super().write_state(folder, policy)
+        self.critic.save(folder / "critic", critic)
 
     def _save_update_state(self, folder: Path) -> None:
         """See `OnlineTrainer`; also writes the critic if the backend's checkpoint does not contain it."""
@@ -185,9 +179,9 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         super()._load_update_state(folder)
         self._load_critic(folder)
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._load_critic(Path(str(self.state.best_model_checkpoint)))
+    def best_loaded(self, checkpoint: Path) -> None:
+        """See `BaseTrainer`; loads its critic, too."""
+        self._load_critic(checkpoint)
 
     def _load_critic(self, folder: Path) -> None:
         if self._is_critic_left_out:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from prefrl.trainer.configs import ReinforcePlusPlusConfig
 from prefrl.trainer.online.policy_terms import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
-
-__all__ = ["ReinforcePlusPlusTrainer"]
 
 
 class ReinforcePlusPlusTrainer(OnlineTrainer[PolicyBatch]):

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import Any, Unpack, cast
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl.data.collate import reward_batch
+from prefrl.data.images import ProcessingClass
 from prefrl.data.preference import prepare_reward_dataset
 from prefrl.losses.preference.reference_free import bradley_terry, centering
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model
+from prefrl.trainer.configs import RewardConfig
 from prefrl.trainer.offline.preference import half_pairs
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, MarginBatch, TokenBatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.trainer.reward_config import RewardConfig
-
-__all__ = ["RewardTrainer", "tokenized_pairs"]
 
 
 class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
@@ -39,16 +35,13 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
         arguments: See `TrainerArguments`. Datasets: preference rows with `prompt`, `chosen` and `rejected`, or with
             `chosen` and `rejected` that start with the same prompt; optionally with `margin`.
 
-    Raises:
-        ConfigError: The options cannot be combined.
-        DataError: A dataset cannot be used; the message names the row and the column.
-
     Source: Bradley and Terry 1952; margin: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 2; centering:
     Eisenstein et al. 2023, arXiv 2312.09244, eq. 2.
     """
 
     algorithm = "reward"
     args: RewardConfig
+    row_items = staticmethod(half_pairs)
 
     def __init__(
         self,
@@ -77,22 +70,14 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
         """See `BaseTrainer`; does not count the extra token at the end of each row."""
         return super()._tokens_seen(batches) - sum(batch.num_rows for batch in batches)
 
-    def row_items(self, batch: MarginBatch) -> Tensor:
-        """Pairs."""
-        return half_pairs(batch)
-
     def rewards(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """[B] rewards of the rows."""
         plan, routers = self.args.forward_plan, self.scorer.routers
         return sequence_scores(model, batch, plan=plan, routers=routers).squeeze(1)
 
-    def _forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `BaseTrainer._forward_sum`."""
+    def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """See `BaseTrainer`."""
         return self.rewards(model, batch).sum()
-
-    def prepare_step(self, batches: list[MarginBatch]) -> list[MarginBatch]:
-        """The batches unchanged: the loss reads nothing else."""
-        return batches
 
     def loss(self, model: nn.Module, batch: MarginBatch) -> LossOutput:
         """Sum over pairs."""

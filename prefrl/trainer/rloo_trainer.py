@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from prefrl.trainer.configs import RLOOConfig
 from prefrl.trainer.online.policy_terms import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.rloo_config import RLOOConfig
-
-__all__ = ["RLOOTrainer"]
 
 
 class RLOOTrainer(OnlineTrainer[PolicyBatch]):

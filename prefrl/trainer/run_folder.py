@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING
 from prefrl import distributed
 from prefrl.data.samplers import deal
 from prefrl.errors import CheckpointError, ConfigError
-from prefrl.options.checkpoint import UploadParams
 from prefrl.printable import without_secrets
 from prefrl.run.checkpoints import (
     WORDS_TO_RESUME,
+    FileSeal,
     FoundCheckpoint,
     check_whole,
     checkpoint_name,
     clean,
     find_last,
-    own_checkpoints,
     publish,
     rotate,
+    seals_of,
+    sizes_in,
     staging_folder,
 )
 from prefrl.run.folder import only_writer, weights_in, writer_token
@@ -41,14 +42,10 @@ from prefrl.run.records import (
     record_start,
     write_identity,
 )
-from prefrl.run.seal import FileSeal, seals_of, sizes_in
-from prefrl.run.uploads import Place, Uploads, fetch, is_url
+from prefrl.run.uploads import fetch, is_url
 
 if TYPE_CHECKING:
-    from prefrl.options.checkpoint import UploadParams
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["RunFolder", "StartingPoint"]
+    from prefrl.trainer.base_config import BaseConfig
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +73,6 @@ class RunFolder:
         in_background: Whether training goes on while the files get to the disk.
         is_first_of_node: Whether this process is the first on its node.
         upload_to: URL of a second place for checkpoints; None: there is none.
-        upload: How they are uploaded; None: not at all.
     """
 
     path: Path
@@ -84,7 +80,7 @@ class RunFolder:
     in_background: bool
     is_first_of_node: bool
     upload_to: str | None = None
-    upload: UploadParams | None = None
+    on_sealed: Callable[[Path], object] | None = None  # hears of each checkpoint, before older ones are deleted
     run: str = field(default_factory=new_run_id)  # id of the run that is under way, or none yet
     last_saved: int = -1  # step of the last checkpoint of this training
     _is_staging: bool = False  # whether HuggingFace is writing a checkpoint
@@ -93,7 +89,6 @@ class RunFolder:
     _shares_folder: bool = False  # several ranks write to it, and all of them see the same files
     _thread: threading.Thread | None = None
     _error: list[Exception] = field(default_factory=list)
-    _uploads: Uploads | None = None  # of the main process
 
     @classmethod
     def of(cls, args: BaseConfig, *, is_first_of_node: bool) -> RunFolder:
@@ -104,7 +99,6 @@ class RunFolder:
             in_background=args.save_in_background,
             is_first_of_node=is_first_of_node,
             upload_to=args.upload_to,
-            upload=args.upload_params if args.uploads_checkpoints else None,
         )
 
     @contextmanager
@@ -159,10 +153,6 @@ class RunFolder:
         self._runs.add(self.run)
         found = distributed.on_main(partial(self._start, given, now, allowed))
         self.run = found.run
-        if self.upload is not None and distributed.is_main():
-            if self._uploads is None:
-                self._uploads = Uploads(self.path, Place(str(self.upload_to)))
-            self._uploads.resume(self.run, everything=self._uploads_all)
         return found
 
     def _start(self, given: str | bool | os.PathLike[str] | None, now: Identity, allowed: list[str]) -> StartingPoint:
@@ -323,10 +313,6 @@ class RunFolder:
             self._thread.start()
         return run_folder / checkpoint_name(step)
 
-    @property
-    def _uploads_all(self) -> bool:
-        return self.upload is not None and self.upload.checkpoints == "all"
-
     def _seals(self, run_folder: Path, step: int) -> dict[str, FileSeal]:
         """The seals of the files, of which each rank reads a part, on the main process. All processes must call it.
 
@@ -362,8 +348,8 @@ class RunFolder:
     ) -> None:
         try:
             final = publish(run_folder, run=self.run, step=step, resumable=resumable, known=known)
-            if self._uploads is not None and self._uploads_all and run_folder == self.path:
-                self._uploads.add(final)
+            if self.on_sealed is not None and run_folder == self.path:
+                self.on_sealed(final)
             rotate(run_folder, run=self.run, limit=self.limit, best=best)
         except OSError as error:
             raise self.failure(error, run_folder, step) from error
@@ -383,32 +369,6 @@ class RunFolder:
         if self._is_apart:
             self._join()
         distributed.on_main(self._join)
-
-    def finish(self, *, is_complete: bool) -> None:
-        """Wait for the last checkpoint, and at most `timeout` seconds for uploads; say what could not be uploaded.
-
-        Args:
-            is_complete: Whether training is complete, and does not go on in another process.
-
-        Raises:
-            CheckpointError: The last checkpoint could not be written.
-        """
-        self.wait()
-        if self._uploads is None or self.upload is None:
-            return
-        own = own_checkpoints(self.path, run=self.run)
-        if own and is_complete:
-            self._uploads.add(own[max(own)])
-        failed = self._uploads.finish(self.upload.timeout)
-        if failed:
-            reasons = "".join(f"\n  {name}: {reason}" for name, reason in sorted(failed.items()))
-            _log.warning(
-                "not uploaded to %s:%s\nTo upload what is still in %s, start the same training again with "
-                "resume_from_checkpoint=True.",
-                self._uploads.place.url,
-                reasons,
-                self.path,
-            )
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import Any, Unpack, cast
+
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefrl.data.collate import sft_batch
 from prefrl.data.formats import column_names, has_columns
+from prefrl.data.images import ProcessingClass
 from prefrl.data.packing import pack_prepared
 from prefrl.data.tokenize import prepare_sft_dataset
 from prefrl.errors import ConfigError, DataError
-from prefrl.losses.reduce import row_items, token_weights
+from prefrl.losses.per_token import WantName, row_items, token_weights
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.metrics import Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
-from prefrl.trainer.base.arguments import named
+from prefrl.trainer.arguments import named
+from prefrl.trainer.configs import SFTConfig
 from prefrl.trainer.offline.rows import predicted_tokens
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
-from prefrl.trainer.sft_config import SFTConfig
 from prefrl.types import LossOutput, TokenBatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.losses.scores import WantName
-
-__all__ = ["SFTTrainer", "tokenized_texts"]
 
 
 class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
@@ -42,16 +37,13 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         arguments: See `TrainerArguments`. Datasets: rows for language modeling (`text` or `messages`) or
             prompt-completion rows (`prompt`, `completion`), or rows of token ids (`input_ids`).
 
-    Raises:
-        ConfigError: The options cannot be combined.
-        DataError: A dataset cannot be used; the message names the row and the column.
-
     Source: dft is Wu et al. 2025, arXiv 2508.05629, eq. 9.
     """
 
     algorithm = "sft"
     args: SFTConfig
     predictions_of = staticmethod(predicted_tokens)
+    lay_out = staticmethod(sft_batch)
 
     def __init__(
         self,
@@ -86,17 +78,9 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             return pack_prepared(dataset, max_length=self.args.max_length, strategy=self.args.packing_strategy)
         return dataset
 
-    def lay_out(self, rows: list[dict[str, Any]]) -> TokenBatch:
-        """See `data.collate.sft_batch`."""
-        return sft_batch(rows)
-
     def row_items(self, batch: TokenBatch) -> Tensor:
         """Trained tokens."""
         return row_items(batch.trainable, batch.row_index, batch.num_rows, reduction="token", constant=None)
-
-    def prepare_step(self, batches: list[TokenBatch]) -> list[TokenBatch]:
-        """The batches unchanged: the loss reads nothing else."""
-        return batches
 
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Sum of the token losses."""

@@ -15,14 +15,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefrl.errors import ConfigError
-from prefrl.models import merged
-from prefrl.models.merged import load_merged
+from prefrl.models import export
+from prefrl.models.export import load_merged
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.scripts import merge
+from prefrl.scripts import commands, eval, report, sampling
 from prefrl.scripts.main import OTHERS, main
-from prefrl.scripts.report import look
-from prefrl.scripts.sampling import chat, eval, generate
 from prefrl.types import Completion, Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
@@ -38,7 +36,7 @@ SHORT = ["--max_completion_length", "4"]
 def test_prompts_are_made_of_columns_as_in_training(workspace: Path, model_folder: Path) -> None:
     data = ["--dataset_name", "prompts.jsonl", "--prompt_template", "{prompt}!", "--columns", '{"gold": "answer"}']
     argv = [str(model_folder), *data, "--system_prompt", "Add.", *SHORT]
-    assert generate.main([*argv, "--output_file", "answered.jsonl"]) == 0
+    assert sampling.generate([*argv, "--output_file", "answered.jsonl"]) == 0
     rows = [json.loads(line) for line in Path("answered.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [[turn["content"] for turn in row["prompt"]] for row in rows] == [
         ["Add.", "1+1=!"],
@@ -49,14 +47,14 @@ def test_prompts_are_made_of_columns_as_in_training(workspace: Path, model_folde
     found = json.loads(Path("scores/metrics.json").read_text(encoding="utf-8"))["all"]
     assert found["reward"]["value"] == 12.5
     with pytest.raises(ConfigError, match=r"prompt_template='x\{y\}' has no effect because dataset_name is not set"):
-        generate.main([str(model_folder), "hi", "--prompt_template", "x{y}"])
+        sampling.generate([str(model_folder), "hi", "--prompt_template", "x{y}"])
 
 
 def test_prompts_of_a_file_get_responses_that_eval_can_score(
     workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [str(model_folder), "--dataset_name", "prompts.jsonl", "--num_generations", "3", *SHORT]
-    assert generate.main([*argv, "--output_file", "answered.parquet"]) == 0
+    assert sampling.generate([*argv, "--output_file", "answered.parquet"]) == 0
     rows = pq.read_table("answered.parquet").to_pylist()
     assert [row["answer"] for row in rows] == ["2", "23"]
     assert [len(row["responses"]) for row in rows] == [3, 3]
@@ -81,13 +79,13 @@ def test_a_file_is_scored_without_the_name_of_its_option(workspace: Path, capsys
 def test_a_place_that_cannot_be_written_to_is_refused_before_sampling(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (eval, generate):
+    for module in (eval, sampling):
         monkeypatch.setattr(module, "make_sampler", lambda *_, **__: pytest.fail("samples"))
     scoring = ["--reward_funcs", "my_rewards:short", "--output_dir", "prompts.jsonl"]
     with pytest.raises(ConfigError, match=r"output_dir='prompts\.jsonl' cannot be written to"):
         eval.main(["m", "prompts.jsonl", *scoring])
     with pytest.raises(ConfigError, match=r"folder of output_file='prompts\.jsonl' cannot be written to"):
-        generate.main(["m", "--dataset_name", "prompts.jsonl", "--output_file", "prompts.jsonl/a.jsonl"])
+        sampling.generate(["m", "--dataset_name", "prompts.jsonl", "--output_file", "prompts.jsonl/a.jsonl"])
 
 
 def test_the_total_is_the_weighted_sum_of_the_rewards_that_there_are(workspace: Path) -> None:
@@ -145,7 +143,7 @@ def test_eval_refuses_what_cannot_work(workspace: Path, options: list[str], mess
 def test_a_server_is_asked_with_the_conversation(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     endpoint = Endpoint(lambda text: f"{text}?")
     try:
-        assert generate.main(["name", "why", "--server", endpoint.url, "--system", "be brief"]) == 0
+        assert sampling.generate(["name", "why", "--server", endpoint.url, "--system", "be brief"]) == 0
     finally:
         endpoint.close()
     assert capsys.readouterr().out.strip() == "why?"
@@ -160,11 +158,11 @@ def test_a_model_without_a_chat_template_continues_texts(
     tiny_model("qwen2").save_pretrained("base")
     tiny_tokenizer(chat_template=None).save_pretrained("base")
     with monkeypatch.context() as patch:
-        patch.setattr(merged, "load_merged", None)  # refused before the weights are loaded
-        for command, words in ((generate, ["base", "1+1", *SHORT]), (chat, ["base"])):
+        patch.setattr(export, "load_merged", None)  # refused before the weights are loaded
+        for command, words in ((sampling.generate, ["base", "1+1", *SHORT]), (sampling.chat, ["base"])):
             with pytest.raises(ConfigError, match="has no chat template, so it only continues texts"):
-                command.main(words)
-    assert generate.main(["base", "1+1", "--raw", *SHORT]) == 0
+                command(words)
+    assert sampling.generate(["base", "1+1", "--raw", *SHORT]) == 0
     assert "Tokenizing" not in capsys.readouterr().err
 
 
@@ -174,7 +172,7 @@ def test_a_chat_remembers_and_forgets(
     endpoint = Endpoint(lambda text: f"{text}!")
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/undo\nthree\n/clear\nfour\n"))
     try:
-        assert chat.main(["name", "--server", endpoint.url]) == 0
+        assert sampling.chat(["name", "--server", endpoint.url]) == 0
     finally:
         endpoint.close()
     told = [[message["content"] for message in body["messages"]] for body in endpoint.bodies]
@@ -197,15 +195,16 @@ def test_a_merged_adapter_gives_the_outputs_of_base_and_adapter(workspace: Path,
             torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
     assert AutoTokenizer.from_pretrained("merged").eos_token == "<|end|>"
     with pytest.raises(ConfigError, match="already holds a model"):
-        merge.main(["adapter", "merged"])
+        commands.merge(["adapter", "merged"])
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
-        merge.main([str(model_folder), "other"])
+        commands.merge([str(model_folder), "other"])
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_the_commands_of_the_docs_parse(line: str) -> None:
     command, *words = shlex.split(line)
-    assert importlib.import_module(f"prefrl.scripts.{OTHERS[command].module}").main.parser().parse(words)
+    module, _, function = OTHERS[command].module.partition(":")
+    assert getattr(importlib.import_module(f"prefrl.scripts.{module}"), function or "main").parser().parse(words)
 
 
 def rollout(group: int, text: str, reward: float) -> Rollout:
@@ -219,17 +218,17 @@ def test_the_worst_and_best_completions_of_a_run(workspace: Path, capsys: pytest
     rollouts = [rollout(i, text, reward) for i, (text, reward) in enumerate(texts.items())]
     write_entry(Entry("run", 0, 0, [Collected(rollouts[:1])]), Path("run/completions/completions_00000.parquet"))
     write_entry(Entry("run", 1, 8, [Collected(rollouts[1:])]), Path("run/completions/completions_00008.parquet"))
-    assert look.main(["run", "--worst", "1", "--best", "1"]) == 0
+    assert report.look(["run", "--worst", "1", "--best", "1"]) == 0
     shown = capsys.readouterr().out
     assert "step 9: 3 completions, reward -1 to 0.5, mean -0.25" in shown
     assert shown.index("bad") < shown.index("middling")
     assert "question 1" in shown
     assert "right -1 | 3 tokens, stop" in shown.replace("reward -1 | ", "")
-    assert look.main(["run", "--worst", "0", "--best", "1", "--all_steps"]) == 0
+    assert report.look(["run", "--worst", "0", "--best", "1", "--all_steps"]) == 0
     assert "good" in capsys.readouterr().out
-    assert look.main(["run", "--step", "8"]) == 0
+    assert report.look(["run", "--step", "8"]) == 0
     assert "good" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="Did you mean 'right'"):
-        look.main(["run", "--reward", "righ"])
+        report.look(["run", "--reward", "righ"])
     with pytest.raises(ValueError, match="has no completions"):
-        look.main(["elsewhere"])
+        report.look(["elsewhere"])

@@ -15,13 +15,13 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.models import load
 from prefrl.models.footprint import Footprint, weights_of
 from prefrl.registry import REGISTRY
+from prefrl.scripts import commands
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
-from prefrl.scripts.checkup import doctor, resources
+from prefrl.scripts.checkup import resources
 from prefrl.scripts.checkup.checkup import checkup_of
-from prefrl.scripts.checkup.findings import Section
 from prefrl.scripts.checkup.parallel import footprint_of_process
 from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
-from prefrl.scripts.checkup.subject import Subject, plan_of
+from prefrl.scripts.checkup.subject import Section, Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
@@ -252,9 +252,9 @@ def test_a_missing_column_is_found_before_the_model_is_loaded(
 def test_doctor_says_what_it_needs_to_know_the_algorithm(workspace: Path) -> None:
     (workspace / "run.yaml").write_text("dataset_name: x.jsonl\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="no algorithm is given"):
-        doctor.main(["run.yaml"])
+        commands.doctor(["run.yaml"])
     with pytest.raises(ConfigError, match="Did you mean 'grpo'"):
-        doctor.main(["grpoo", "run.yaml"])
+        commands.doctor(["grpoo", "run.yaml"])
 
 
 def test_env_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +353,7 @@ def test_the_memory_of_other_devices_is_what_the_user_says(
         assert main(["doctor", "run.yaml"]) == 0
         assert "This machine has no GPU to compare with: --device_memory 80" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"device_memory=0\.0: must be a number > 0"):
-        doctor.main(["run.yaml", "--device_memory", "0"])
+        commands.doctor(["run.yaml", "--device_memory", "0"])
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_the_memory_of_other_devices_is_what_the_user_says(
 def test_numbers_of_processes_that_mean_nothing_are_refused(value: str, message: str, workspace: Path) -> None:
     (workspace / "run.yaml").write_text("# prefrl sft run.yaml\nmodel_name_or_path: m\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        doctor.main(["run.yaml", "--num_processes", value])
+        commands.doctor(["run.yaml", "--num_processes", value])
 
 
 # MiB of each of two processes at most, measured with a model of 109,548,288 weights; see docs/distributed.md.

@@ -18,12 +18,12 @@ import pytest
 
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import read
 from prefrl.scripts.launch.command import CONFIGS
 from prefrl.scripts.launch.processes import with_variable
 from prefrl.scripts.launch.vllm_serve import ServeArguments
 from prefrl.scripts.main import main
-from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.schema.parser import SchemaParser
 
 ROOT = Path(__file__).parents[2]

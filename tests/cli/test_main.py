@@ -17,8 +17,7 @@ import prefrl
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
-from prefrl.scripts.schema.early import HUGGINGFACE_FILE
-from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.schema.parser import HUGGINGFACE_FILE, SchemaParser
 from prefrl.scripts.schema.writer import huggingface_text
 from tests.contract.cases import ONLINE
 
@@ -115,7 +114,7 @@ def test_help_and_what_is_missing_cost_no_import_of_anything_heavy(tmp_path: Pat
 def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     code = (
-        "import sys\nfrom prefrl.scripts.main import main\nimport prefrl.scripts.report.watch\n"
+        "import sys\nfrom prefrl.scripts.main import main\nimport prefrl.scripts.report\n"
         f"main(['report', {str(tmp_path)!r}])\nprint([m for m in {HEAVY} if m in sys.modules])"
     )
     assert python(code).splitlines()[-1] == "[]"

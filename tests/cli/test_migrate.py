@@ -15,7 +15,7 @@ import yaml
 from datasets import Dataset
 
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.dataset_config import DatasetConfig, load_part
+from prefrl.scripts.arguments.datasets import DatasetConfig, load_part
 from prefrl.scripts.main import main
 from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.python import migrate_script

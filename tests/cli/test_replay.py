@@ -13,7 +13,7 @@ from peft import LoraConfig
 from prefrl import GRPOConfig
 from prefrl.errors import NonFiniteError
 from prefrl.scripts.main import main
-from prefrl.scripts.replay.recompute import config_of_run
+from prefrl.scripts.replay import config_of_run
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of, stopping_model
 

@@ -13,14 +13,12 @@ from transformers import HfArgumentParser
 from prefrl.errors import ConfigError
 from prefrl.options.presets import PRESETS
 from prefrl.registry import REGISTRY
-from prefrl.run.checkpoints import WRITER
-from prefrl.run.seal import seal
-from prefrl.scripts.arguments.given import Given
-from prefrl.scripts.arguments.reward_entry import reward_entries
+from prefrl.run.checkpoints import WRITER, seal
+from prefrl.scripts.arguments.command import Given, reward_entries
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
 from prefrl.scripts.schema.parser import SchemaParser, options_of
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig
 
 REQUIRED = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [numeric_reward]\n"
 

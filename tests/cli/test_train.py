@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from prefrl.errors import ConfigError, DataError
 from prefrl.registry import REGISTRY
 from prefrl.rewards import numeric_reward
-from prefrl.run.seal import manifest_of, seal
+from prefrl.run.checkpoints import manifest_of, seal
 from prefrl.scripts import inputs, train
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer

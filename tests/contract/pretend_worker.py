@@ -22,8 +22,8 @@ from prefrl.errors import NonFiniteError
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
 from prefrl.rewards import ModelReward
-from prefrl.scripts.replay.command import main as main_of_replay
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.scripts.commands import replay as main_of_replay
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.sft_trainer import SFTTrainer
 from prefrl.types import LossOutput
 from tests import pretend

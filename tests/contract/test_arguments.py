@@ -35,7 +35,7 @@ from prefrl import (
     SFTConfig,
     SFTTrainer,
 )
-from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.names import ARGUMENTS
 from prefrl.registry import REGISTRY
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, model_of, ragged_reward

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.features.sizes import AutomaticSizes, Trial
 from tests.contract.cases import (
     ONLINE,

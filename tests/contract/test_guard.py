@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from prefrl import distributed
 from prefrl.errors import NonFiniteError
 from prefrl.run.checkpoints import find_last
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.features.averages import MovingAverage
 from prefrl.trainer.features.guard import EarlyRead, Guard
 from tests.contract.cases import make_trainer, weights_of

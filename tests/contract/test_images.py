@@ -26,7 +26,7 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.generation.base import SamplingParams
 from prefrl.models.forward import token_logprobs
 from prefrl.rewards import ModelReward
-from prefrl.rollout.rows import sampled_batch
+from prefrl.rollout.batches import sampled_batch
 from prefrl.types import Rollout, Turn
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import (

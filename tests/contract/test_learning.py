@@ -15,7 +15,7 @@ from peft import LoraConfig
 from benchmarks import learning
 from prefrl import GRPOConfig, GRPOTrainer
 from prefrl.rewards import numeric_reward
-from prefrl.scripts.demo import tiny as demo_tiny
+from prefrl.scripts import demo as demo_tiny
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import make_trainer, stopping_model, weights_of
 

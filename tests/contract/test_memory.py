@@ -16,7 +16,8 @@ from prefrl.models.adapters import lora_config
 from prefrl.models.footprint import Footprint, activations_of, head_bytes, weights_of
 from prefrl.models.kernels import OffloadActivations
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.features.kernels import Offloading
 from tests.contract.cases import REPRESENTATIVES, make_trainer, relative_difference, update_of
 from tests.contract.memory_worker import BUDGET, MIB, ROWS, Case, CudaGauge, _model, growth_mib, measure
 
@@ -190,7 +191,7 @@ def test_offloading_changes_no_bit_of_an_update(name: str, options: dict[str, An
     trainer = make_trainer(name, tmp_path, **options)
     update = update_of(make_trainer(name, tmp_path, **options))
     offload = CountingOffload()
-    trainer._saved_activations = lambda: offload  # type: ignore[method-assign]  # the option is an error on a CPU
+    trainer.parts.add(Offloading(lambda: offload))  # the option is an error on a CPU
     assert torch.equal(update_of(trainer), update)
     assert offload.num_moved > 0
 
@@ -252,8 +253,8 @@ def test_on_a_gpu_offloading_changes_no_update(name: str, checkpointing: bool, b
 
     update = update_of(trainer(offloading=False))
     offloading, offload = trainer(offloading=True), CountingOffload()
-    assert isinstance(offloading._saved_activations(), OffloadActivations)
-    offloading._saved_activations = lambda: offload  # type: ignore[method-assign]  # tiny tensors, too
+    assert isinstance(offloading.parts[Offloading].activations(), OffloadActivations)
+    offloading.parts[Offloading].activations = lambda: offload  # tiny tensors, too
     # Some CUDA kernels add in any order.
     assert relative_difference(update_of(offloading), update) < (1e-2 if bf16 else 1e-5)
     assert offload.num_moved > 0

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
-from prefrl.rewards.check import RewardLog
+from prefrl.rewards.base import RewardLog
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Rollout
 from tests.contract.cases import ONLINE, ROOT, dataset_of, make_trainer, ragged_reward

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefrl.models.forward import verdict_of
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online.policy_objective import PolicyObjective
 from prefrl.types import TokenBatch
 from tests.contract.cases import make_trainer, relative_difference, train_inside, update_of

@@ -14,11 +14,11 @@ from prefrl.errors import ConfigError
 from prefrl.losses import logprobs
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.scorer import ScoreNeed, Scores
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online.policy_objective import PolicyObjective
 from prefrl.trainer.online.policy_terms import PolicyBatch
 from prefrl.trainer.online.trainer import OnlineTrainer
+from prefrl.trainer.scorer import ScoreNeed, Scores
 from prefrl.types import TokenBatch
 from tests.contract.cases import (
     dataset_of,

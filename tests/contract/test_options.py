@@ -13,9 +13,9 @@ import torch
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of
-from prefrl.options.kwargs import KwargsOption, kwargs_options
+from prefrl.options.params import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, weights_of
 
 # A second pass over a generation, far enough from the first for ratios to be clipped.

@@ -252,7 +252,7 @@ def _rewards_of(trainer: Any, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """[B] rewards of all rows under the trainer's model, and [B] +1 or -1 by their side."""
     (batch,) = trainer.prepare_step([trainer.lay_out(list(trainer.train_dataset))])
     with torch.no_grad():
-        log_ratio = trainer.scorer.policy_logprobs(batch) - batch.ref_logprobs
+        log_ratio = trainer.scorer.of_policy(batch).logprobs - batch.ref_logprobs
     rows = torch.stack([part.sum() for part in torch.split(log_ratio, list(batch.response_lengths))])
     return beta * rows, torch.tensor([1.0 if side else -1.0 for side in batch.is_preferred])
 
@@ -286,7 +286,7 @@ def test_frozen_passes_have_no_dropout(tmp_path: Path) -> None:
     trainer: Any = make_trainer("kto", tmp_path, model=model, disable_dropout=False)
     trainer.model.train()
     batch = trainer.lay_out([trainer.train_dataset[0]])
-    assert torch.equal(trainer.scorer.policy_logprobs(batch), trainer.scorer.policy_logprobs(batch))
+    assert torch.equal(trainer.scorer.of_policy(batch).logprobs, trainer.scorer.of_policy(batch).logprobs)
 
 
 def test_bco_weighs_undesirable_rows_by_their_density_ratio(tmp_path: Path) -> None:

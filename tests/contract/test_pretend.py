@@ -47,13 +47,15 @@ OUTSIDE = {
     "dpo": {
         "models.fingerprint:<genexpr>": "an adapter is looked at once, when the trainer is made",
         "models.fingerprint:_of": "weights are hashed when a reference or a checkpoint has to be recognized",
-        "scripts.replay.recompute:_pass": "a step is computed again, and its numbers are printed",
-        "trainer.step_dump:_write": "a step that is not finite is written down",
+        "scripts.replay:_pass": "a step is computed again, and its numbers are printed",
+        "trainer.steps:_write": "a step that is not finite is written down",
     },
-    "kto": {"losses.scores:<lambda>": "scores that are computed once before training, or for each rollout, are kept"},
+    "kto": {
+        "losses.per_token:<lambda>": "scores that are computed once before training, or for each rollout, are kept"
+    },
     "bco": {
-        "trainer.offline.running_mean:load": "a checkpoint is read",
-        "trainer.offline.running_mean:save": "a checkpoint is written",
+        "trainer.offline.rows:load": "a checkpoint is read",
+        "trainer.offline.rows:save": "a checkpoint is written",
     },
     "grpo": {
         "generation.local.generator:_decode": "sampling has to know which rows have ended, once for each position",
@@ -63,7 +65,7 @@ OUTSIDE = {
         "distributed.shards:load_whole": "a checkpoint is read",
         "models.critic:__init__": "the critic is moved to the device",
         "models.critic:save": "a checkpoint is written",
-        "trainer.base.scorer:_with_values": "values of a rollout go to the buffer on the host, once for each batch",
+        "trainer.scorer:_with_values": "values of a rollout go to the buffer on the host, once for each batch",
     },
 }
 

@@ -13,7 +13,7 @@ import pytest
 from prefrl import ConfigError, SFTConfig
 from prefrl.options.base import BaseOptions
 from prefrl.options.checkpoint import ProfileParams
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.params import kwargs_options
 from prefrl.trainer.features.profile import StepProfiler, profiler
 from tests.contract.cases import make_trainer
 

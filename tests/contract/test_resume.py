@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
 from prefrl.errors import CheckpointError, ConfigError
-from prefrl.run.seal import manifest_of, seal
+from prefrl.run.checkpoints import manifest_of, seal
 from prefrl.run.uploads import Uploads
 from tests.assets import tiny_model
 from tests.contract.cases import (

@@ -19,8 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl.errors import CheckpointError, ConfigError, RewardError
-from prefrl.run.checkpoints import find_last
-from prefrl.run.seal import problem_of
+from prefrl.run.checkpoints import find_last, problem_of
 from tests.contract.cases import assert_same_weights, dataset_of, make_trainer, ragged_reward, weights_of
 from tests.contract.survival_worker import forked
 from tests.launch import run_module
@@ -223,7 +222,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loade
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a-file").touch()
-    monkeypatch.setattr("prefrl.trainer.base.trainer.load_model", None)
+    monkeypatch.setattr("prefrl.trainer.base_trainer.load_model", None)
     with pytest.raises(ConfigError, match=r"output_dir=.*cannot be written to: .* Choose another folder"):
         make_trainer("sft", tmp_path / folder)
 

@@ -19,7 +19,8 @@ import torch
 from transformers import TrainerCallback
 
 from prefrl import distributed
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.metrics import Max
+from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.features.averages import MovingAverage
 from prefrl.trainer.features.guard import Guard
 from prefrl.types import LossOutput
@@ -142,9 +143,9 @@ def go_back(folder: Path, backend: str) -> dict[str, Any]:
     options = {**enter(backend, folder), **SAVING, "save_steps": 2, "on_spike": "rollback"}
     options["spike_kwargs"] = {"max_rollbacks": 1}
     trainer: Any = make("spike", Case("sft", ADAM, model=TIED), folder / backend, **options)
-    guard = trainer.parts[Guard]
+    guard: Any = trainer.parts[Guard]
     judged = guard._is_spike
-    guard._is_spike = lambda run, _: judged(run, {"guard/loss_spike": 99.0 * (run.state.global_step == 4)})
+    guard._is_spike = lambda run, _: judged(run, {"guard/loss_spike": Max(99.0 * (run.state.global_step == 4))})
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     return {"rates": rates, "rollbacks": guard.steps.num_rollbacks, "steps": trainer.state.global_step}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from prefrl import distributed
-from prefrl.trainer.base.trainer import BaseTrainer
+from prefrl.trainer.base_trainer import BaseTrainer
 from tests.assets import tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 from tests.distributed.backends import enter, leave_training

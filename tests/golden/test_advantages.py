@@ -18,7 +18,14 @@ import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens, normalize_rows
 from prefrl.losses.advantage.scored import moments, whitened
-from prefrl.options.advantage import AdvantageParams, BaselineParams, DiscountParams, GaeParams, GpgParams, GrpoParams
+from prefrl.options.policy_gradient import (
+    AdvantageParams,
+    BaselineParams,
+    DiscountParams,
+    GaeParams,
+    GpgParams,
+    GrpoParams,
+)
 
 STORED = json.loads((Path(__file__).parent / "advantages.json").read_text(encoding="utf-8"))
 TRL, VERL = STORED["trl"], STORED["verl"]

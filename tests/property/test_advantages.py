@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, ScoredTokens
 from prefrl.losses.advantage.scored import moments, whitened
-from prefrl.options.advantage import DiscountParams, GaeParams, ScaleParams
+from prefrl.options.policy_gradient import DiscountParams, GaeParams, ScaleParams
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 GRPO = [("group", "sum_then_normalize"), ("batch", "sum_then_normalize"), ("none", "sum_then_normalize"),

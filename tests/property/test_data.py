@@ -13,7 +13,7 @@ from prefrl.data.next_turn import Answer, next_context
 from prefrl.data.packing import pack_bfd, pack_prepared
 from prefrl.losses.advantage.estimators import ScoredRows, rloo
 from prefrl.losses.advantage.tokens import turn_advantages
-from prefrl.options.advantage import AdvantageParams
+from prefrl.options.policy_gradient import AdvantageParams
 from prefrl.types import Completion, TokenBatch, Turn
 from tests.unit.data import templates
 from tests.unit.data.templates import chat_tokenizer

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from prefrl.losses.advantage.balance import NASH_RIDGE, REWARD_BALANCES, RewardBalancer, gram, squared_weights
 from prefrl.losses.kl import k3
 from prefrl.losses.logprobs import Head, chunked_logprobs
+from prefrl.losses.per_token import item_count, token_weights
 from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
-from prefrl.losses.reduce import item_count, token_weights
 from prefrl.options.policy import ClipParams
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefrl.errors import ConfigError, DataError, NonFiniteError, PrefrlError
-from prefrl.options.flat_names import init_vars
+from prefrl.options.fields import init_vars
 from prefrl.registry import REGISTRY
 from tests.contract.cases import make_trainer
 

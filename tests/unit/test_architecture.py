@@ -21,17 +21,15 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
-from prefrl.options.advantage import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
+from prefrl.options.policy_gradient import BALANCE_PARAMS, ESTIMATOR_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.trainer import BaseTrainer
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.configs import GRPOConfig, ReinforcePlusPlusConfig, SFTConfig
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
-from prefrl.trainer.reinforce_plus_plus_config import ReinforcePlusPlusConfig
-from prefrl.trainer.sft_config import SFTConfig
 from tests.parsers import parser_of
 from tests.private_names import ROOT, SOURCES, nodes_of_files
 
@@ -47,12 +45,12 @@ OPTIONAL = {
     "bitsandbytes": ("prefrl/models/", "prefrl/trainer/optimizers.py"),
     "pytorch_optimizer": ("prefrl/trainer/optimizers.py",),
     "deepspeed": ("prefrl/distributed/",),
-    "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base/options/precision.py"),
-    "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base/config.py"),
-    "sklearn": ("prefrl/trainer/bco_density_ratio.py",),
+    "torchao": ("prefrl/models/kernels.py", "prefrl/trainer/base_config.py"),
+    "liger_kernel": ("prefrl/models/kernels.py", "prefrl/trainer/base_config.py"),
+    "sklearn": ("prefrl/trainer/bco_trainer.py",),
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
-    "reasoning_gym": ("prefrl/rewards/reasoning_gym.py",),
+    "reasoning_gym": ("prefrl/rewards/named.py",),
     "PIL": ("prefrl/data/image_example.py",),
     "matplotlib": ("prefrl/scripts/",),
 }

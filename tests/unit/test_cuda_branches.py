@@ -23,26 +23,25 @@ from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
-from prefrl.options.checkpoint import ProfileParams
+from prefrl.options.checkpoint import PROFILE_RULES, ProfileParams
 from prefrl.options.rules import apply
 from prefrl.options.run_rules import LIGER_RULES, check_device
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
-from prefrl.scripts import env
-from prefrl.scripts.arguments.model_config import get_kbit_device_map
+from prefrl.scripts import commands, sampling
+from prefrl.scripts.arguments.command import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
-from prefrl.scripts.sampling import sampler
 from prefrl.trainer.account import StepAccount
-from prefrl.trainer.base.options.precision import check_precision
+from prefrl.trainer.base_config import check_precision
+from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import EarlyRead
-from prefrl.trainer.features.profile import StepProfiler, check_profile
+from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
-from prefrl.trainer.offline.running_mean import RunningMean
-from prefrl.trainer.online.config import OnlineConfig
-from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.offline.rows import RunningMean
+from prefrl.trainer.online.sampling import sync_method
 from prefrl.trainer.steps import LongBatch
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
@@ -285,15 +284,15 @@ def test_a_snapshot_of_memory_is_written_for_each_trace_and_recording_ends(gpus:
     assert found == {f"steps-{step}-{step}-rank-0.memory.pickle": "GPU 3" for step in (2, 4)}
 
 
-@reaches("trainer.features.profile:check_profile")
+@reaches("options.checkpoint:_lacks_history")
 def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SFTConfig(output_dir="x", report_to="none", use_cpu=True, profile=True)
     config.profile_kwargs = {"memory_snapshot": True}
     monkeypatch.setattr(SFTConfig, "device", OWN)
-    check_profile(config)
+    apply(config, PROFILE_RULES)
     monkeypatch.setattr(SFTConfig, "device", torch.device("mps"))
     with pytest.raises(ConfigError, match="this run is on the MPS"):
-        check_profile(config)
+        apply(config, PROFILE_RULES)
 
 
 @reaches("trainer.features.guard:EarlyRead.__init__")
@@ -312,9 +311,9 @@ def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) 
 
 
 @reaches(
-    "trainer.base.options.precision:check_precision",
-    "trainer.base.options.precision:_warn_of_emulation",
-    "trainer.base.options.precision:_check_fp8",
+    "trainer.base_config:check_precision",
+    "trainer.base_config:_warn_of_emulation",
+    "trainer.base_config:_check_fp8",
 )
 def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     gpus.capability[3] = (8, 0)
@@ -349,7 +348,7 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run_rules:check_device",
     "options.run_rules:_lacks_gpu",
-    "trainer.online.config:OnlineConfig._check_sampler",
+    "trainer.configs:OnlineConfig._check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
@@ -373,7 +372,7 @@ def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: 
         SFTConfig(output_dir="x", report_to="none")
 
 
-@reaches("trainer.offline.running_mean:RunningMean.__init__")
+@reaches("trainer.offline.rows:RunningMean.__init__")
 def test_a_running_mean_has_the_precision_that_its_device_has(gpus: Gpus) -> None:
     assert RunningMean(OWN).value.dtype == torch.float64
     assert RunningMean(OWN).value.device == OWN
@@ -468,10 +467,10 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 
 @reaches(
-    "trainer.online.generators:sync_method",
+    "trainer.online.sampling:sync_method",
     "generation.weights.sync:_transport",
-    "options.server_rules:_writes_no_files",
-    "options.server_rules:_lacks_nccl",
+    "options.generation_rules:_writes_no_files",
+    "options.generation_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None)
@@ -498,13 +497,13 @@ def test_the_group_of_gpus_is_not_joined_at_the_end(gpus: Gpus, monkeypatch: pyt
 
 
 @reaches(
-    "scripts.env:main", "scripts.arguments.model_config:get_kbit_device_map", "scripts.launch.command:visible_gpus"
+    "scripts.commands:env", "scripts.arguments.command:get_kbit_device_map", "scripts.launch.command:visible_gpus"
 )
 def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert env.main([]) == 0
+    assert commands.env([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "- CUDA of torch: 13.0" in lines
     assert [line for line in lines if "GPU" in line] == [f"- GPU {i}: Pretend H{i}00, 80 GiB" for i in range(COUNT)]
@@ -514,14 +513,14 @@ def test_commands_name_and_choose_gpus(
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-a", "GPU-b"]
 
 
-@reaches("scripts.sampling.sampler:_Local.__init__")
+@reaches("scripts.sampling:_Local.__init__")
 def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
-    monkeypatch.setattr("prefrl.models.merged.load_merged", lambda *_, **__: model)
-    monkeypatch.setattr("prefrl.models.merged.tokenizer_of_checkpoint", lambda *_: None)
+    monkeypatch.setattr("prefrl.models.export.load_merged", lambda *_, **__: model)
+    monkeypatch.setattr("prefrl.models.export.tokenizer_of_checkpoint", lambda *_: None)
     used: list[Any] = []
     monkeypatch.setattr("prefrl.generation.local.generator.LocalGenerator", lambda model, **_: used.append(model))
     monkeypatch.setattr(model, "to", lambda device: used.append(device))
     asked: Any = SimpleNamespace(dtype="auto", batch_size=2)
-    sampler._Local(asked, "model", needs_template=False)
+    sampling._Local(asked, "model", needs_template=False)
     assert used == [torch.device("cuda"), model]

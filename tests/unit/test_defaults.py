@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import prefrl
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.params import kwargs_options
 
 PAGE = Path(__file__).parents[2] / "docs/defaults.md"
 # Config, system -> option, or key of an option -> its default there.

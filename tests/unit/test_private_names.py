@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from prefrl.distributed.checkpoint import _DEEPSPEED
 from prefrl.registry import REGISTRY
+from prefrl.trainer.loop import Loop
 from tests.private_names import (
     ABSENT,
     HOOKS,
@@ -95,6 +96,12 @@ def test_every_overridden_hook_is_pinned() -> None:
         if isinstance(value, FunctionType | staticmethod) and name in vars(Trainer)
     }
     assert overridden - VARIADIC - REPLACED == set(HOOKS)
+
+
+def test_the_loop_alone_overrides_hooks() -> None:
+    classes = {cls for row in REGISTRY.values() for cls in row.load_trainer().__mro__ if issubclass(cls, Loop)}
+    known = {name for name, value in vars(Trainer).items() if callable(value) and not name.startswith("__")}
+    assert {f"{cls.__name__}.{name}" for cls in classes - {Loop} for name in known & vars(cls).keys()} == set()
 
 
 def test_transformers_still_reads_the_flag_that_the_loss_is_scaled_already() -> None:

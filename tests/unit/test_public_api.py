@@ -22,8 +22,7 @@ import pytest
 import prefrl
 import prefrl.rewards
 import prefrl.trainer
-from prefrl.options.fields import default_of
-from prefrl.options.flat_names import init_vars
+from prefrl.options.fields import default_of, init_vars
 from prefrl.registry import REGISTRY
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"

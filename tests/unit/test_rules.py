@@ -20,7 +20,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.params import Params
 from prefrl.options.rules import Rule, apply, example, unset, when
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.schema.parser import SchemaParser
 
 

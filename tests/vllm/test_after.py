@@ -11,8 +11,7 @@ import pytest
 from prefrl.errors import RewardError
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.rewards import LabelModel, RewardRunner, ScoreModel
-from prefrl.scripts.checkup import doctor
-from prefrl.scripts.sampling import eval, generate
+from prefrl.scripts import commands, eval, sampling
 from tests.contract.cases import relative_difference, update_of
 from tests.vllm.faults import proxy_of, second_door
 from tests.vllm.server import Server
@@ -30,7 +29,7 @@ def test_a_server_answers_texts_and_its_model_is_found(
     prompts.write_text('{"prompt": "1+1=", "data_source": "sums"}\n{"prompt": "2+3=", "data_source": "more"}\n')
     asking = ["--server", f"{server.url}/v1", "--dataset_name", str(prompts), "--num_generations", "2"]
     asking += ["--max_completion_length", "4"]
-    assert generate.main([*asking, "--output_file", str(answered)]) == 0
+    assert sampling.generate([*asking, "--output_file", str(answered)]) == 0
     rows = [json.loads(line) for line in answered.read_text(encoding="utf-8").splitlines()]
     assert [len(row["responses"]) for row in rows] == [2, 2]
     (tmp_path / "rewards.py").write_text("def size(completions, **_): return [len(text) for text in completions]\n")
@@ -56,11 +55,11 @@ def test_the_doctor_finds_the_server_and_its_model_and_notices_a_wrong_key(
     options = ["--dataset_name", str(prompts), "--reward_funcs", "numeric_reward", "--num_generations", "4"]
     options += ["--max_completion_length", "4", "--use_cpu", "--output_dir", str(tmp_path / "run"), "--use_vllm"]
     options += ["--vllm_server_base_url", server.url]
-    assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 0
+    assert commands.doctor(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 0
     found = " ".join(capsys.readouterr().out.split())
     assert f"{server.url} serves {server.model_dir}" in found
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    assert doctor.main(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
+    assert commands.doctor(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
     assert "refused the request" in " ".join(capsys.readouterr().out.split())
 
 

@@ -19,7 +19,7 @@ from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.export import PolicyWeights
 from prefrl.models.images import placeholder_ids
-from prefrl.trainer.grpo_config import GRPOConfig
+from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from prefrl.types import Completion, Images
 from tests.vllm.client import MakeGenerator, generators

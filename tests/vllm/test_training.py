@@ -93,7 +93,7 @@ def check_agreement(trainer: OnlineTrainer) -> float:
     groups = trainer.generator.generate(PROMPTS, sampling, seeds=seeds)
     rows = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group]
     batch = flat_batch([prompt for prompt, _ in rows], [sample.token_ids for _, sample in rows])
-    logprobs = trainer.scorer.policy_logprobs(batch)
+    logprobs = trainer.scorer.of_policy(batch).logprobs
     sampled = torch.tensor([value for _, sample in rows for value in sample.logprobs or []])
     torch.testing.assert_close(sampled, logprobs, atol=1e-4, rtol=0)
     return float(logprobs[0])

@@ -21,10 +21,8 @@ from transformers import DynamicCache
 from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
-from prefrl.generation.local.cache import keep_rows, rows_of_cache, sent
+from prefrl.generation.local.decoding import TokenSampler, keep_rows, rows_of_cache, sent, uniform_numbers
 from prefrl.generation.local.packed_linear import packed_linears
-from prefrl.generation.local.prompts import DistinctPrompt, SampleRow, batches_of, in_space
-from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
@@ -37,10 +35,56 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.generation.base import Pending, SamplingParams, WeightSource
-    from prefrl.generation.local.sampling import Draw
+    from prefrl.generation.local.decoding import Draw
     from prefrl.types import FinishReason, Images
 
-__all__ = ["LocalGenerator", "end_token_ids"]
+
+@dataclass(frozen=True, slots=True)
+class DistinctPrompt:
+    """A prompt; equal ones, with the same images, are computed once."""
+
+    ids: tuple[int, ...]
+    images: Images | None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """Sample number `sample` of prompt number `request` in the call."""
+
+    request: int
+    sample: int
+
+
+def batches_of(
+    prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, num_samples: int, max_rows: int
+) -> list[dict[DistinctPrompt, list[SampleRow]]]:
+    """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
+    rows: dict[DistinctPrompt, list[SampleRow]] = {}
+    for request, prompt in enumerate(prompts):
+        one = DistinctPrompt(tuple(prompt), None if images is None else images[request])
+        rows.setdefault(one, []).extend(SampleRow(request, sample) for sample in range(num_samples))
+    batches: list[dict[DistinctPrompt, list[SampleRow]]] = []
+    num_rows = max_rows
+    for one in sorted(rows, key=lambda one: len(one.ids)):
+        if num_rows + len(rows[one]) > max_rows:
+            batches.append({})
+            num_rows = 0
+        batches[-1][one] = rows[one]
+        num_rows += len(rows[one])
+    return batches
+
+
+def in_space(positions: Tensor, places: Sequence[RowPositions | None]) -> Tensor:
+    """[R, 4, W] the positions [R, W] of rows, and those in time, height and width below."""
+    length = positions.size(1)
+    columns = []
+    for row, place in zip(positions, places, strict=True):
+        if place is None:
+            columns.append(row.expand(3, -1))
+        else:
+            columns.append(place.of(0, length).to(row.device, non_blocking=True)[:, row.clamp(min=0)])
+    return torch.cat([positions[:, None], torch.stack(columns)], 1)
+
 
 # Packing the weights takes about as long as five steps.
 _STEPS_THAT_PAY_FOR_PACKING = 16
@@ -144,9 +188,10 @@ class LocalGenerator:
             f"generation of {num_rows} completions, {min(num_rows, self._max_rows)} at a time, of up to "
             f"{longest} + {most_tokens} tokens"
         )
-        if self._gathers:
-            usable: AbstractContextManager[object] = distributed.full_params(self._model)
-        else:
+        usable: AbstractContextManager[object] = nullcontext()
+        if is_sharded and self._gathers:
+            usable = distributed.full_params(self._model)
+        elif is_sharded:
             usable = distributed.in_company([(self._model, self._idle)], self._base.device)
         with (
             self._memory(lambda: work),

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from prefrl.models.scoring import HEAD_FORWARD
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["packed_linears"]
 
 # Smallest number of elements of a weight for which packing pays off.
 _SMALLEST = 2**19

@@ -6,14 +6,9 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from prefrl.generation.base import Conversations, Home
 from prefrl.types import Completion
-
-if TYPE_CHECKING:
-    from prefrl.generation.base import Conversations, Home
-
-__all__ = ["LocalTurns", "TurnRequest"]
 
 # How long a wave waits for one more request, in seconds: conversations that become ready together share a wave.
 _LINGER_SECONDS = 0.002

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
 
-__all__ = ["Fleet", "VLLMStats"]
-
 _MAX_SENDS = 3
 # How long to watch for the death of a server after a failed send.
 _DEATH_SECONDS = 2.0

@@ -18,8 +18,6 @@ import prefrl
 from prefrl.errors import ConfigError
 from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, PROTOCOL, ServerInfo, vocabulary_fingerprint
 
-__all__ = ["OPEN_PATHS", "Guard"]
-
 # Open without the key: they only tell whether the server is running.
 OPEN_PATHS = frozenset({"/health", "/ping"})
 

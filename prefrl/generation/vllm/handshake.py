@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from prefrl.http import Http
 
-__all__ = ["Waiting", "PROBE_SECONDS", "Requirements", "check_server_url", "handshake", "is_healthy", "weight_version"]
-
 _FIRST_S, _NEXT_S = 2.0, 10.0  # a server that answers at once is not worth a line
 
 
@@ -134,13 +132,7 @@ def check_server_url(url: str) -> str:
 
 
 async def handshake(http: Http, url: str, requirements: Requirements, *, timeout: float) -> ServerInfo:
-    """Wait until a server answers, and check what it serves.
-
-    Args:
-        http: HTTP client, with the key if there is one.
-        url: Base URL.
-        requirements: What the server must serve.
-        timeout: Time limit for all of this, in seconds.
+    """Wait until a server answers, at most `timeout` seconds in all, and check what it serves.
 
     Raises:
         GenerationError: The server does not answer in time, the key is wrong or not required by the server, or the

@@ -7,17 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prefrl.distributed import gather_objects
 from prefrl.errors import GenerationError, PrefrlError
+from prefrl.generation.base import Conversations, Home, SamplingParams
 from prefrl.generation.vllm.requests import PromptRequest
-
-if TYPE_CHECKING:
-    from prefrl.generation.base import Conversations, Home, SamplingParams
-    from prefrl.types import Completion
-
-__all__ = ["MAX_RECOVERIES", "Asker", "Done", "Failed", "Lost", "Outcome", "VLLMPending", "raise_shared", "VLLMTurns"]
+from prefrl.types import Completion
 
 MAX_RECOVERIES = 3
 

@@ -38,8 +38,6 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from prefrl.generation.weights import process_group, wire
 from prefrl.generation.weights.wire import Named
 
-__all__ = ["BACKEND", "Engine", "InitInfo", "UpdateInfo", "register"]
-
 BACKEND = "prefrl"
 _SHOWN_NAMES = 8
 # An initial count of loaded elements so low that vLLM never considers a layer complete.

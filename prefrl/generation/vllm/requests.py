@@ -13,14 +13,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from prefrl.errors import ConfigError, GenerationError
-from prefrl.types import Completion, FinishReason
-
-if TYPE_CHECKING:
-    from prefrl.generation.base import Home, SamplingParams
-    from prefrl.types import Images
+from prefrl.generation.base import Home, SamplingParams
+from prefrl.types import Completion, FinishReason, Images
 
 __all__ = [
     "Aborted",

@@ -27,8 +27,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-__all__ = ["HOST_DEVICE", "Group", "Host", "Invitation", "GroupKind", "join"]
-
 GroupKind = Literal["nccl", "gloo"]
 
 HOST_DEVICE = torch.device("cpu")

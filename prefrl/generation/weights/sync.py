@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from prefrl.errors import ConfigError, WeightSyncError
+from prefrl.generation.base import WeightSource
+from prefrl.generation.server import ServerInfo
 from prefrl.generation.weights.transfer import (
     AdapterSync,
     FileSync,
@@ -19,12 +21,6 @@ from prefrl.generation.weights.transfer import (
     Transport,
 )
 from prefrl.http import Http, HttpError, Refused, Unreachable
-
-if TYPE_CHECKING:
-    from prefrl.generation.base import WeightSource
-    from prefrl.generation.server import ServerInfo
-
-__all__ = ["UPDATING", "SyncMethod", "WeightSync"]
 
 SyncMethod = Literal["nccl", "gloo", "shm", "adapter"]
 # The server's weight version during an update, so that an incomplete update is never mistaken for a complete one.

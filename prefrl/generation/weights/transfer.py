@@ -15,21 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from safetensors.torch import save_file
 
 from prefrl.errors import ConfigError, WeightSyncError
+from prefrl.generation.base import WeightSource
+from prefrl.generation.server import ServerInfo
 from prefrl.generation.weights import process_group, wire
-from prefrl.http import HttpError, Refused
-
-if TYPE_CHECKING:
-    from prefrl.generation.base import WeightSource
-    from prefrl.generation.server import ServerInfo
-    from prefrl.http import Http
-
-__all__ = ["Receiver", "Transfer", "Transport", "GroupSync", "FileSync", "PrivateFolder", "ADAPTER", "AdapterSync"]
+from prefrl.http import Http, HttpError, Refused
 
 
 @dataclass(eq=False)

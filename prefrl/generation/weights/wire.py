@@ -30,8 +30,6 @@ from torch import Tensor
 
 from prefrl.generation.weights.process_group import HOST_DEVICE, Group
 
-__all__ = ["BUCKET_BYTES", "Named", "buckets", "messages", "new_key", "receive"]
-
 Named = tuple[str, Tensor]
 
 BUCKET_BYTES = 64 * 2**20

@@ -35,28 +35,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
+from torch import Tensor
 
-from prefrl.options.advantage import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
 from prefrl.options.params import Params
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.options.policy import Reduction
-
-__all__ = [
-    "REWARD_BALANCES",
-    "BalanceState",
-    "Balanced",
-    "RewardBalance",
-    "RewardBalancer",
-    "RewardTasks",
-    "gram",
-    "squared_weights",
-]
+from prefrl.options.policy import Reduction
+from prefrl.options.policy_gradient import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
 
 SMALLEST_LOSS = 0.01
 # Added to the diagonal of the cosine matrix: without it, rewards in full conflict have no bargaining solution.
@@ -68,7 +54,7 @@ def squared_weights(lengths: Tensor, *, reduction: Reduction) -> Tensor:
 
     Args:
         lengths: [B] trainable tokens of each row.
-        reduction: The reduction of the policy loss, see `losses.reduce`.
+        reduction: The reduction of the policy loss, see `losses.per_token`.
 
     Returns:
         [B] float64: 1 / length for `sequence_mean`, else the length; 0 in rows without a trainable token.

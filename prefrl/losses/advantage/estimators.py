@@ -25,9 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.advantage.scored import (
     Advantages,
@@ -41,16 +42,13 @@ from prefrl.losses.advantage.scored import (
     row_totals,
 )
 from prefrl.losses.advantage.tokens import gae, optimal_token_baseline, reinforce_plus_plus
-from prefrl.options.advantage import (
+from prefrl.options.policy_gradient import (
     ESTIMATOR_FACTS,
     AdvantageParams,
     GpgParams,
     GrpoParams,
     ScaleParams,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "ADVANTAGES",

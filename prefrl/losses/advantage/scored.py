@@ -14,30 +14,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from prefrl.losses.reduce import check_same_shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "Advantages",
-    "ScoredRows",
-    "ScoredTokens",
-    "centered",
-    "check_finite",
-    "group_count",
-    "group_std",
-    "group_sum",
-    "numbered",
-    "row_totals",
-    "Moments",
-    "moments",
-    "whitened",
-]
+from prefrl.losses.per_token import check_same_shape
 
 
 @dataclass(frozen=True, slots=True)

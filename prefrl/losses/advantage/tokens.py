@@ -7,9 +7,9 @@ are not steps, and nothing is read at them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.advantage.scored import (
     Advantages,
@@ -20,13 +20,8 @@ from prefrl.losses.advantage.scored import (
     group_sum,
     numbered,
 )
-from prefrl.losses.reduce import check_same_shape
-from prefrl.options.advantage import BaselineParams, DiscountParams, GaeParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["gae", "optimal_token_baseline", "reinforce_plus_plus", "to_go", "turn_advantages"]
+from prefrl.losses.per_token import check_same_shape
+from prefrl.options.policy_gradient import BaselineParams, DiscountParams, GaeParams
 
 # exp(2 * 30) times any realistic number of tokens is finite in float32.
 _MAX_LOG_RATIO = 30.0

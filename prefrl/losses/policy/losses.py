@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from prefrl.losses.policy.covariance import select_clip_cov, select_kl_cov
-from prefrl.losses.policy.tokens import MAX_LOG_RATIO, PolicyTokens, TokenLoss
+from prefrl.losses.policy.tokens import MAX_LOG_RATIO, PolicyTokens, TokenLoss, select_clip_cov, select_kl_cov
 from prefrl.options.policy import (
     POLICY_LOSS_FACTS,
     AipoParams,
@@ -36,14 +36,10 @@ from prefrl.options.policy import (
     KlCovParams,
     LossType,
     PolicyLossParams,
+    Reduction,
     SapoParams,
     VespoParams,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.options.policy import Reduction
 
 __all__ = [
     "ImportanceLevel",

@@ -14,21 +14,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from prefrl.losses.reduce import check_same_shape, row_sums, trainable_per_row
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "OFF_POLICY_CORRECTIONS",
-    "Bound",
-    "ImportanceWeights",
-    "Level",
-    "OffPolicyCorrection",
-    "importance_weights",
-]
+from prefrl.losses.per_token import check_same_shape, row_sums, trainable_per_row
 
 Level = Literal["token", "sequence", "geometric"]
 Bound = Literal["truncate", "mask"]

@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from prefrl.losses.reduce import check_same_shape
+from prefrl.losses.per_token import check_same_shape
 from prefrl.options.preference import (
     PAIR_LOSS_FACTS,
     DiscopopParams,
@@ -34,19 +35,6 @@ from prefrl.options.preference import (
     RobustParams,
     SmoothedParams,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "PAIR_LOSSES",
-    "PairLoss",
-    "Pairs",
-    "box_cox",
-    "divergence_score",
-    "rpo_nll",
-    "smoothed_logistic",
-]
 
 # exp(40) and its square, which IPO needs, are finite in float32.
 _LARGEST_EXPONENT = 40.0

@@ -11,19 +11,15 @@ Tensors with an entry for each token, row or pair need equal shapes: functions r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from prefrl.losses.per_token import check_same_shape
 from prefrl.losses.preference.pairwise import PairLoss, Pairs, box_cox, hinge, ipo, sigmoid, smoothed_logistic
-from prefrl.losses.reduce import check_same_shape
 from prefrl.options.preference import CPO_LOSS_FACTS, AlphaParams, SimpoParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["bradley_terry", "centering", "CPO_LOSSES", "odds_ratio"]
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:

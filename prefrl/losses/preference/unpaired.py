@@ -8,17 +8,11 @@ Tensors with an entry for each token, row or pair need equal shapes: functions r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from prefrl.losses.reduce import check_same_shape, row_sums, trainable_per_row
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["length_desensitized", "wpo_weights", "bco", "density_ratio_weights", "kto"]
+from prefrl.losses.per_token import check_same_shape, row_sums, trainable_per_row
 
 
 def length_desensitized(

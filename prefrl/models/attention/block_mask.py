@@ -11,18 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.models.attention.segments import Layout
-
-__all__ = ["attend", "block_mask", "bucket"]
+from prefrl.models.attention.segments import Layout
 
 BLOCK = 128
 

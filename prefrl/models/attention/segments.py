@@ -11,17 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Layout", "attend"]
 
 Made = TypeVar("Made")
 
@@ -53,37 +48,30 @@ class Layout:
     # Sliding windows that attention layers passed; the self-check reads them.
     windows: set[int | None] = field(default_factory=set)
     _made: dict[Hashable, Any] = field(default_factory=dict)
+    # What follows from the forest, found at construction.
+    lengths: list[int] = field(init=False)  # of all segments, in flat order
+    segments: list[Segment] = field(init=False)  # in flat order
+    longest: int = field(init=False)  # the most keys that a query can see: a segment with its ancestors
 
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of all segments, in flat order."""
-        return [length for length, _ in self.forest]
-
-    @cached_property
-    def longest(self) -> int:
-        """Maximum number of keys that a query can see: a segment with its ancestors."""
-        return max(segment.position + segment.length for segment in self.segments)
-
-    @cached_property
-    def segments(self) -> list[Segment]:
-        """All segments, in flat order.
+    def __post_init__(self) -> None:
+        """Find the segments.
 
         Raises:
             ValueError: They are not in depth-first order.
         """
-        segments: list[Segment] = []
+        self.lengths, self.segments, self.longest = [length for length, _ in self.forest], [], 0
         path: tuple[int, ...] = ()  # to the last segment, itself included
         start = position = 0
         for number, (length, parent) in enumerate(self.forest):
             while path and path[-1] != parent:
-                position -= segments[path[-1]].length
+                position -= self.lengths[path[-1]]
                 path = path[:-1]
             if not path and parent >= 0:
                 raise ValueError(f"segment {number} follows no descendant of its parent {parent}: needs to")
-            segments.append(Segment(start, length, position, path))
+            self.segments.append(Segment(start, length, position, path))
             path = (*path, number)
             start, position = start + length, position + length
-        return segments
+            self.longest = max(self.longest, position)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The result of `make`, computed at the first call with `key` and cached for other layers and the backward."""

@@ -13,19 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from prefrl.models.attention.segments import Layout
 from prefrl.optional import is_installed
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.models.attention.segments import Layout
-
-__all__ = ["Sequences", "attend", "gather", "kernel", "sequences"]
 
 # (query [T, H, D], key [S, KV, D], value [S, KV, D], sequences, scaling, window) -> [T, H, D]
 Kernel = Callable[["Tensor", "Tensor", "Tensor", "Sequences", "float | None", "int | None"], "Tensor"]

@@ -12,12 +12,10 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from prefrl.errors import ConfigError, RewardError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, RewardFunction, check_threshold
 from prefrl.rewards.model import ModelReward
 from prefrl.rewards.runner import RewardRunner, RewardScores
-
-__all__ = ["Formula", "Combined"]
 
 _Values: TypeAlias = Mapping[str, float]
 _Node: TypeAlias = Callable[[_Values], float]

@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 
 from prefrl.errors import ConfigError
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
-from prefrl.rewards.graders.endpoint import ChatModel, Messages
-from prefrl.rewards.graders.template import Template, fill_rows, joined_prompt
-
-__all__ = ["LabelModel", "PairwiseModel", "ScoreModel"]
+from prefrl.rewards.graders.endpoint import ChatModel, Messages, Template, fill_rows, joined_prompt
 
 T = TypeVar("T")
 _LogMetric = Callable[[str, float], None]

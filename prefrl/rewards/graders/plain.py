@@ -10,28 +10,20 @@ from typing import Any, Literal, get_args
 
 from prefrl.errors import ConfigError, DataError
 from prefrl.optional import require
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.call import is_async
-from prefrl.rewards.graders.template import Template, check_column, fill_rows, joined_prompt
-
-__all__ = ["StringCheck", "TextSimilarity", "PythonGrader"]
+from prefrl.rewards.graders.endpoint import Template, check_column, fill_rows, joined_prompt
 
 _Operation = Literal["eq", "ne", "like", "regex", "fuzzy"]
 _DEFAULT_THRESHOLD = 0.9
 
 # Name of the metric -> function in rapidfuzz.fuzz, from 0 to 100.
-_METRICS = {
-    "ratio": "ratio",
-    "partial_ratio": "partial_ratio",
-    "token_ratio": "token_ratio",
-    "token_sort_ratio": "token_sort_ratio",
-    "token_set_ratio": "token_set_ratio",
-    "partial_token_ratio": "partial_token_ratio",
-    "partial_token_sort_ratio": "partial_token_sort_ratio",
-    "partial_token_set_ratio": "partial_token_set_ratio",
-    "weighted_ratio": "WRatio",
-}
+_SAME_NAMES = (
+    *("ratio", "partial_ratio", "token_ratio", "token_sort_ratio", "token_set_ratio"),
+    *("partial_token_ratio", "partial_token_sort_ratio", "partial_token_set_ratio"),
+)
+_METRICS = {name: name for name in _SAME_NAMES} | {"weighted_ratio": "WRatio"}
 
 
 @dataclass(eq=False)

@@ -10,27 +10,19 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from prefrl.data.encode import RowEncoder, of_environment
 from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import EpisodeError
-from prefrl.generation.base import Home
+from prefrl.generation.base import Generator, Home, SamplingParams, TurnSampler
 from prefrl.rewards.call import EventLoopThread
-from prefrl.rollout.episodes.environment import EnvironmentKind
-from prefrl.rollout.episodes.play import EnvironmentFailure, Played, Player, Task
-from prefrl.rollout.episodes.seats import Seat, Seats
-from prefrl.rollout.episodes.threads import MainThread
-from prefrl.rollout.episodes.watchdog import watched_loop
+from prefrl.rollout.episodes.environment import EnvironmentKind, Seat, Seats
+from prefrl.rollout.episodes.play import EnvironmentFailure, EpisodeLimits, Played, Player, Task
+from prefrl.rollout.episodes.threads import MainThread, watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
-
-if TYPE_CHECKING:
-    from prefrl.generation.base import Generator, SamplingParams, TurnSampler
-    from prefrl.rollout.episodes.options import EpisodeLimits
-
-__all__ = ["EpisodeSampler", "EpisodesPending"]
 
 logger = logging.getLogger(__name__)
 

@@ -8,26 +8,38 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefrl.data.chat import ChatTemplate, encode
-from prefrl.data.encode import kept
-from prefrl.data.formats import read_messages
+from prefrl.data.encode import TruncationSide, kept
+from prefrl.data.formats import Message, read_messages
 from prefrl.data.next_turn import Answer, next_context, said_text
 from prefrl.data.tokenize import completion_text
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
 from prefrl.errors import DataError, EpisodeError
+from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 from prefrl.printable import reason_of
-from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Observation
-from prefrl.rollout.episodes.seats import CallTimeout, Seat
-from prefrl.types import Episode, Turn
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, EnvironmentKind, Observation, Seat
+from prefrl.types import Completion, Episode, StopReason, Turn
 
-if TYPE_CHECKING:
-    from prefrl.data.formats import Message
-    from prefrl.rollout.episodes.options import EpisodeLimits
-    from prefrl.types import Completion, StopReason
 
-__all__ = ["EnvironmentFailure", "Played", "Player", "Task"]
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """What each episode may take, and what follows a failure."""
+
+    max_prompt_length: int | None  # tokens
+    truncation: TruncationSide  # of longer prompts
+    max_tokens: int  # of a context beyond the prompt: what was sampled, and what tools and the environment said
+    max_characters: int  # a longer answer of a tool or the environment cannot fit into `max_tokens`
+    max_turns: int | None
+    max_tool_calling_iterations: int | None
+    tool_timeout: float  # seconds of a call of a tool or a method of the environment
+    episode_timeout: float | None  # seconds
+    tool_error: ToolErrorMode
+    environment_error: EnvironmentErrorMode
+    reasoning_in_history: ReasoningInHistory
+    max_concurrent_environments: int | None
+
 
 # How many ids of the prompt's end are decoded to see whether it opens the model's thinking.
 _PROMPT_END_IDS = 64

@@ -1,18 +1,300 @@
-"""Command-line options that are not part of a config: model, data and rewards."""
+"""Options of commands that are not part of a config: model, data and rewards."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import check_unset, opt
-from prefrl.options.references import check_references
-from prefrl.scripts.arguments.dataset_columns import SHAPING
-from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
-from prefrl.scripts.arguments.model_config import ModelConfig
-from prefrl.scripts.arguments.reward_entry import RewardEntry, reward_entries
+from annotated_types import Ge, Gt, Le
 
-__all__ = ["CommandArguments", "RewardArguments"]
+from prefrl.errors import ConfigError, PrefrlError
+from prefrl.options.fields import check_fields, check_unset, opt, parse_json
+from prefrl.options.names import check_references
+from prefrl.scripts.arguments.datasets import SHAPING, DatasetMixtureConfig, ScriptArguments
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import BitsAndBytesConfig
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+
+# The names of our options in peft.LoraConfig.
+_PEFT_NAMES = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "lora_target_parameters": "target_parameters",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_task_type": "task_type",
+    "lora_rank_pattern": "rank_pattern",
+    "lora_alpha_pattern": "alpha_pattern",
+    "lora_init": "init_lora_weights",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+
+
+# What Python takes besides, and a command line does not.
+_HINTS: dict[str, Any] = {
+    "model_name_or_path": str | os.PathLike[str] | None,
+    "lora_target_modules": str | list[str] | None,
+}
+
+
+@dataclass
+class ModelConfig:
+    """Options of the model. An option that would have no effect is refused.
+
+    Raises:
+        ConfigError: A value is not allowed, or an option of adapters or quantization has no effect.
+    """
+
+    model_name_or_path: str | None = opt(None, "Model: a name on the Hub or a folder.")
+    model_revision: str = opt("main", "Branch, tag or commit of the model on the Hub.")
+    dtype: DType = opt("float32", "Type of the weights; auto: that of the files.")
+    attn_implementation: str | None = opt(
+        None,
+        "Attention implementation of transformers, such as sdpa or flash_attention_2; None: transformers chooses.",
+    )
+    use_peft: bool = opt(False, "Train LoRA adapters instead of the model's own weights.")
+    lora_r: Annotated[int, Ge(1)] = opt(16, "LoRA: rank.", needs=["use_peft"])
+    lora_alpha: Annotated[int, Gt(0)] = opt(
+        32, "LoRA: the update is scaled by lora_alpha / lora_r.", needs=["use_peft"]
+    )
+    lora_dropout: Annotated[float, Ge(0), Le(1)] = opt(
+        0.05, "LoRA: dropout on the adapter's input.", needs=["use_peft"]
+    )
+    lora_target_modules: list[str] | None = opt(
+        None,
+        "LoRA: names of the layers that get adapters, or all-linear; None: peft's default for the architecture.",
+        needs=["use_peft"],
+    )
+    lora_target_parameters: list[str] | None = opt(
+        None,
+        "LoRA: names of parameters that get adapters, for experts that are stored as parameters instead of "
+        "layers. Needs lora_dropout=0.",
+        needs=["use_peft"],
+    )
+    lora_modules_to_save: list[str] | None = opt(
+        None, "LoRA: names of layers that are trained in full.", needs=["use_peft"]
+    )
+    lora_task_type: Literal["CAUSAL_LM", "SEQ_CLS"] = opt(
+        "CAUSAL_LM",
+        "LoRA: type of the task; SEQ_CLS for reward models. prefrl reward sets it automatically.",
+        needs=["use_peft"],
+    )
+    use_rslora: bool = opt(False, "LoRA: scale the update by lora_alpha / sqrt(lora_r).", needs=["use_peft"])
+    use_dora: bool = opt(False, "LoRA: also train the magnitude of each weight vector (DoRA).", needs=["use_peft"])
+    load_in_8bit: bool = opt(
+        False, "Quantize the model to 8 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
+    )
+    load_in_4bit: bool = opt(
+        False, "Quantize the model to 4 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt(
+        "nf4", "load_in_4bit: data type of the weights.", needs=["load_in_4bit"]
+    )
+    use_bnb_nested_quant: bool = opt(
+        False, "load_in_4bit: also quantize the scales of the weights.", needs=["load_in_4bit"]
+    )
+    bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] | None = opt(
+        None,
+        "load_in_4bit: type of the tensors that store the weights; None: the type of the matrix products, which "
+        "FSDP2 needs.",
+        needs=["load_in_4bit"],
+    )
+    lora_rank_pattern: dict[str, int] | str | None = opt(
+        None,
+        "LoRA: ranks of individual layers, by regular expressions for their names; JSON on the command line.",
+        needs=["use_peft"],
+    )
+    lora_alpha_pattern: dict[str, int] | str | None = opt(
+        None,
+        "LoRA: lora_alpha of individual layers, by regular expressions for their names; JSON on the command line.",
+        needs=["use_peft"],
+    )
+    lora_init: Literal["gaussian", "pissa", "olora", "orthogonal"] | None = opt(
+        None,
+        "LoRA: initialization, see init_lora_weights of peft.LoraConfig. None: as in the LoRA paper.",
+        needs=["use_peft"],
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, _HINTS, of=ModelConfig)
+        parse_json(self, "lora_rank_pattern", "lora_alpha_pattern")
+        if not self.use_peft:
+            check_unset(self, *_PEFT_NAMES, because="use_peft=False", remedy="Set use_peft=True.")
+        if self.lora_target_parameters and self.lora_dropout > 0:
+            raise ConfigError(
+                f"lora_dropout={self.lora_dropout}: must be 0 with lora_target_parameters, whose adapters have no "
+                "dropout. Set lora_dropout=0."
+            )
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ConfigError("load_in_4bit=True and load_in_8bit=True: set one of them")
+        if not self.load_in_4bit:
+            names = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+            check_unset(self, *names, because="load_in_4bit=False", remedy="Set load_in_4bit=True.")
+
+
+def get_peft_config(model_args: ModelConfig) -> PeftConfig | None:
+    """The `peft.LoraConfig` that the options describe, for `peft_config` of a trainer; None without `use_peft`.
+
+    Raises:
+        ConfigError: peft refuses the options.
+        ImportError: peft is not installed.
+    """
+    if not model_args.use_peft:
+        return None
+    from prefrl.models.adapters import lora_config  # needs torch, which --help does not
+
+    return lora_config(**lora_options(model_args))
+
+
+def lora_options(model_args: ModelConfig) -> dict[str, Any]:
+    """Arguments for `peft.LoraConfig`. Options that are None are left to peft."""
+    values = {theirs: getattr(model_args, ours) for ours, theirs in _PEFT_NAMES.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
+    """The bitsandbytes config that the options describe, for `quantization_config` of a trainer; None without any.
+
+    Weights of 4 bits become `dtype` for each matrix product.
+
+    Raises:
+        ConfigError: dtype="auto" with `load_in_4bit`.
+        ImportError: bitsandbytes is not installed.
+    """
+    return quantization_config(model_args, model_args.dtype)
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """A `device_map` for `from_pretrained` that loads a model on the accelerator of its process; None on a CPU."""
+    import torch  # --help does not need it
+
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.accelerator.is_available() else None
+
+
+def quantization_config(model_args: ModelConfig, compute_dtype: DType) -> BitsAndBytesConfig | None:
+    """`get_quantization_config` with another type for the matrix products of weights of 4 bits.
+
+    Raises:
+        ConfigError: `compute_dtype` is "auto" with `load_in_4bit`.
+        ImportError: bitsandbytes is not installed.
+    """
+    if not (model_args.load_in_4bit or model_args.load_in_8bit):
+        return None
+    if model_args.load_in_4bit and compute_dtype == "auto":
+        raise ConfigError(
+            "dtype='auto' with load_in_4bit=True: the type of matrix products must be known. Set dtype to bfloat16, "
+            "float16 or float32."
+        )
+    from prefrl.models.adapters import bitsandbytes_config  # needs torch, which --help does not
+
+    return bitsandbytes_config(
+        bits=4 if model_args.load_in_4bit else 8,
+        quant_type=model_args.bnb_4bit_quant_type,
+        nested=model_args.use_bnb_nested_quant,
+        compute_dtype=compute_dtype,
+        storage_dtype=model_args.bnb_4bit_quant_storage,
+    )
+
+
+_E = TypeVar("_E", bound=PrefrlError)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user asked for.
+
+    Args:
+        values: The options that the command line or the file sets.
+        places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
+        takes_rewards: Whether the algorithm learns from rewards.
+    """
+
+    values: Mapping[str, Any]
+    places: Mapping[str, str]
+    takes_rewards: bool
+
+    def located(self, error: _E) -> _E:
+        """The error with the line of the option that its message begins with, if the file sets it."""
+        name = re.match(r"[\w.\[\]]*(?=[=:])", str(error))
+        parts = re.findall(r"\w+|\.\w+|\[\d+\]", name[0]) if name else []
+        names = ["".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        where = next((self.places[name] for name in names if name in self.places), None)
+        return error if where is None else type(error)(f"{where}: {error}")
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Inside this context, errors name the line of the option that their messages begin with."""
+        try:
+            yield
+        except PrefrlError as error:
+            located = self.located(error)
+            if located is error:
+                raise
+            raise located from error
+
+
+class RewardEntry(str):
+    """A reward as one writes it on the command line: `name`, or `name(parameter=value)`.
+
+    Args:
+        entry: This text; or a mapping with the key `name`, whose other keys are parameters.
+        where: The option that has it, for messages.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, entry: str | Mapping[str, Any], where: str = "reward_funcs") -> Self:
+        """Write a mapping as text."""
+        if isinstance(entry, str):
+            return super().__new__(cls, entry)
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        if not isinstance(name, str) or "(" in name:
+            raise ConfigError(f"{where}={entry!r}: must be a name, or a mapping such as {{name: f, tolerance: 0.1}}")
+        parameters = {key: value for key, value in entry.items() if key != "name"}
+        for key in parameters:
+            if not str(key).isidentifier():
+                raise ConfigError(f"{where}={entry!r}: {key!r} is not the name of a parameter")
+        text = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
+        return super().__new__(cls, f"{name}({text})" if parameters else name)
+
+
+def reward_entries(entries: Sequence[str | Mapping[str, Any]] | None) -> list[RewardEntry] | None:
+    """The entries of the option `reward_funcs`.
+
+    Raises:
+        ConfigError: One is neither a name nor a mapping with a name.
+    """
+    if entries is None:
+        return None
+    return [RewardEntry(entry, f"reward_funcs[{i}]") for i, entry in enumerate(entries)]
+
+
+def check_reward_files(entries: Sequence[str]) -> None:
+    """Refuse rewards in files that are not there; files are not run.
+
+    Args:
+        entries: Of the option `reward_funcs`.
+
+    Raises:
+        ConfigError: A file is missing.
+    """
+    for number, entry in enumerate(entries):
+        place = entry.partition("(")[0].rpartition(":")[0]
+        if place.endswith(".py") and not Path(place).is_file():
+            raise ConfigError(f"reward_funcs[{number}]={str(entry)!r}: there is no file {place!r}")
 
 
 @dataclass

@@ -15,20 +15,8 @@ from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, check_no_effect, opt
-from prefrl.options.suggest import nearest
-from prefrl.scripts.arguments.given import Given
-
-__all__ = [
-    "AUTO",
-    "CONFIGS",
-    "CPU",
-    "LAUNCHED",
-    "ONLY_CHECK",
-    "LaunchArguments",
-    "ProcessArguments",
-    "config_file",
-    "launch_options",
-]
+from prefrl.options.names import nearest
+from prefrl.scripts.arguments.command import Given
 
 # Folder of the accelerate configs that can be selected by name; examples/accelerate_configs links to it.
 CONFIGS = Path(__file__).parents[1] / "launch" / "accelerate_configs"
@@ -135,14 +123,7 @@ class LaunchArguments(ProcessArguments):
             )
 
     def server_python(self, environment: Mapping[str, str]) -> str:
-        """The Python that runs the server.
-
-        Args:
-            environment: Environment variables of this process.
-
-        Raises:
-            ConfigError: It is not a program.
-        """
+        """The Python that runs the server; ConfigError if it is no program."""
         python = self.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
         if not os.access(python, os.X_OK):
             raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 
@@ -18,7 +18,10 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
+from prefrl.registry import Algorithm
 from prefrl.rewards.runner import RewardRunner
+from prefrl.scripts.arguments.command import CommandArguments, Given
+from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.checkup.dataset import (
     UNLIMITED,
     Batches,
@@ -28,19 +31,10 @@ from prefrl.scripts.checkup.dataset import (
     show_rows,
     try_rewards,
 )
-from prefrl.scripts.checkup.findings import Checkup, Section, logged_into
 from prefrl.scripts.checkup.parallel import check_parallelism
 from prefrl.scripts.checkup.resources import check_memory, check_resources
-from prefrl.scripts.checkup.subject import Subject, plan_of
+from prefrl.scripts.checkup.subject import Checkup, Section, Subject, logged_into, plan_of
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
-
-if TYPE_CHECKING:
-    from prefrl.registry import Algorithm
-    from prefrl.scripts.arguments.command import CommandArguments
-    from prefrl.scripts.arguments.given import Given
-    from prefrl.scripts.arguments.launch import LaunchArguments
-
-__all__ = ["check_before", "checkup_of"]
 
 
 def check_servers(section: Section, subject: Subject) -> None:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
@@ -26,33 +27,16 @@ from prefrl.data.checks import (
     warn_of_unknown_end,
 )
 from prefrl.data.formats import column_names
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.plans import position_limit
-from prefrl.options.size import num_ranks
+from prefrl.options.training import num_ranks
 from prefrl.printable import printable
 from prefrl.rewards.named import reward_by_name
-from prefrl.rewards.runner import RewardRunner
-from prefrl.scripts.checkup.findings import Section, logged_into
+from prefrl.rewards.runner import RewardRunner, RewardScores
+from prefrl.scripts.checkup.subject import Section, Subject, logged_into
 from prefrl.trainer.online.prompts import prompts_per_generation
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from prefrl.rewards.runner import RewardScores
-    from prefrl.scripts.checkup.subject import Subject
-
-__all__ = [
-    "UNLIMITED",
-    "check_dataset_columns",
-    "check_rows",
-    "rows_in_memory",
-    "row_lengths",
-    "show_rows",
-    "try_rewards",
-    "Batches",
-]
 
 ROWS_READ = 1000
 _MOST_CHARACTERS = 600  # of a part of a row that is shown

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
     from prefrl.models.footprint import Footprint
     from prefrl.scripts.checkup.dataset import Batches
-    from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.subject import LaunchPlan, Subject
-
-__all__ = ["check_parallelism", "footprint_of_process"]
+    from prefrl.scripts.checkup.subject import LaunchPlan, Section, Subject
 
 _UNEVEN = 1.05  # times an equal part, which is not worth a word
 _SMALL_FILES = 20  # of process 0: options, tokenizer, states of callbacks, ...
@@ -90,13 +87,6 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 def check_parallelism(section: Section, subject: Subject, plan: LaunchPlan, batches: Batches, evaluated: Any) -> None:
     """Say what each process holds and does.
-
-    Args:
-        section: Gets the findings.
-        subject: The run.
-        plan: How it is started.
-        batches: The sizes of its steps.
-        evaluated: The datasets to evaluate on; None: there are none.
 
     Raises:
         ConfigError: Teams cannot divide the attention heads.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 import psutil
 import torch
@@ -21,28 +22,11 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
-from prefrl.options.reference import ReferenceOptions
-from prefrl.scripts.checkup.dataset import row_lengths
+from prefrl.options.preference import ReferenceOptions
+from prefrl.scripts.checkup.dataset import Batches, row_lengths
 from prefrl.scripts.checkup.parallel import footprint_of_process
+from prefrl.scripts.checkup.subject import Section, Subject
 from prefrl.scripts.inputs import lora_of
-
-if TYPE_CHECKING:
-    import datasets
-
-    from prefrl.scripts.checkup.dataset import Batches
-    from prefrl.scripts.checkup.findings import Section
-    from prefrl.scripts.checkup.subject import Subject
-
-__all__ = [
-    "MicroBatch",
-    "check_memory",
-    "check_resources",
-    "estimated_footprint",
-    "footprint_of",
-    "large_micro_batch",
-    "least_seconds",
-    "products_per_second",
-]
 
 _MIB, _GIB = 2**20, 2**30
 _SECONDS = 0.1  # for which a speed is measured
@@ -270,11 +254,6 @@ def least_seconds(subject: Subject, batch: MicroBatch, speed: float) -> dict[str
     """Seconds that the matrix products of a step take, which is the least for each phase.
 
     Sampling in this process is left out on a GPU, where it waits for weights and Python instead of products.
-
-    Args:
-        subject: The run.
-        batch: A micro-batch.
-        speed: FLOP/s of products.
     """
     config, model = subject.config, subject.model
     embedding = model.get_input_embeddings().weight.numel()

@@ -1,22 +1,37 @@
-"""`prefrl launch`: run an algorithm on several GPUs and nodes, optionally with a vLLM server beside it."""
+"""`prefrl launch`: run an algorithm on several GPUs and nodes, optionally with a vLLM server beside it.
+
+Training and the server run as a unit: when one part ends, the other is ended too. What the server runs, and what is
+refused before it starts, stands here, too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import os
+import re
 import secrets
+import shlex
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.generation.server import KEY_VARIABLE
+from prefrl.generation.vllm.handshake import Waiting
 from prefrl.optional import is_installed
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.arguments.launch import (
     AUTO,
     CONFIGS,
@@ -27,20 +42,282 @@ from prefrl.scripts.arguments.launch import (
     config_file,
     launch_options,
 )
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import check_files, read
-from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.together import ServerProgram, check_start, choose_port, plan_server, run_together
+from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
+from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
 from prefrl.scripts.parsing.option_parser import OptionParser, boolean
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema.help import option_list
 from prefrl.scripts.schema.parser import options_of
 
-__all__ = ["CONFIGS", "main", "plan_training", "start", "visible_gpus", "with_gpus"]
+__all__ = [
+    "ServerProgram",
+    "run_together",
+    "check_start",
+    "choose_port",
+    "plan_server",
+    "CONFIGS",
+    "plan_training",
+    "start",
+    "visible_gpus",
+    "with_gpus",
+    "main",
+]
+
+_POLL_SECONDS = 0.2
+# torchrun gives its workers 30 s to end; `prefrl vllm-serve` gives its server 20 s, and 10 s more for killing it.
+_STOP_SECONDS = 40.0
+_KILL_SECONDS = 10.0
+_TAIL_LINES = 20
+_ERROR = re.compile(r"prefrl vllm-serve: \w+Error: ")
+# Environment variable of everything that a launch starts: workers have their own sessions and may outlive their
+# parent.
+_MARK = "PREFRL_LAUNCH"
+
+
+@dataclass(frozen=True)
+class ServerProgram(Program):
+    """A vLLM server on this machine."""
+
+    port: int
+    start_timeout: float  # seconds within which it must answer, which it watches itself
+
+
+def run_together(training: Program, server: ServerProgram | None, *, checks: Program | None, log: Path) -> int:
+    """Check, start the server, wait for it, train, and end whatever is left. Failures are reported on stderr.
+
+    Args:
+        training: Reports its own failures, unless a signal ends it.
+        server: None: there is no server.
+        checks: Runs before all others, which are started if it ends well, and reports its own failures; None: nothing
+            is checked.
+        log: File for the server's output.
+
+    Returns:
+        0 if training ended well, else the exit code of the part that failed, or 128 + the signal.
+    """
+    with stop_signals_noted() as stop:
+        launch = _Launch(stop)
+        try:
+            if checks is not None:
+                launch.run("the check of the run", checks)
+            if server is not None and launch.goes_on:
+                print(f"prefrl launch: starting the vLLM server; its log is {log}", file=sys.stderr, flush=True)
+                launch.start("the vLLM server", server, log)
+                launch.watch(until=_Answers(server))
+            if launch.goes_on:
+                launch.start("training", training)
+                launch.watch()
+            return launch.outcome()
+        finally:
+            launch.end()
+
+
+class _Answers:
+    """Whether a server answers by now; says from time to time that it does not."""
+
+    def __init__(self, server: ServerProgram) -> None:
+        self._port = server.port
+        self._began = time.monotonic()
+        self._waiting = Waiting(f"http://127.0.0.1:{server.port}", server.start_timeout)
+
+    def __call__(self) -> bool:
+        self._waiting.tell(time.monotonic() - self._began)
+        return health(("127.0.0.1", self._port)) == 200
+
+
+class _Part:
+    """A program in its own session, which Ctrl-C reaches only through this process."""
+
+    def __init__(self, name: str, program: Program, mark: str, log: Path | None) -> None:
+        self.name = name
+        self.log = log
+        with contextlib.ExitStack() as stack:
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.unlink(missing_ok=True)  # it could be a link
+            output = None if log is None else stack.enter_context(log.open("wb"))
+            self.process = subprocess.Popen(
+                program.command,
+                env={**os.environ, **program.environment, _MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Ask the program to end, and wait for a while until it has ended."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=_STOP_SECONDS)
+
+
+class _Launch:
+    """The running parts, and the one that ended first."""
+
+    def __init__(self, stop: StopNote) -> None:
+        self._stop = stop
+        self._mark = uuid.uuid4().hex
+        self._parts: list[_Part] = []
+        self._ended: _Part | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether no signal has arrived and no part has ended."""
+        return self._stop.signal is None and self._ended is None
+
+    def start(self, name: str, program: Program, log: Path | None = None) -> None:
+        """Start a part."""
+        self._parts.append(_Part(name, program, self._mark, log))
+
+    def run(self, name: str, program: Program) -> None:
+        """Start a part and wait until it has ended; if it ended well, the launch goes on."""
+        self.start(name, program)
+        self.watch()
+        if self._ended is not None and self._ended.process.returncode == 0:
+            self._parts.remove(self._ended)
+            self._ended = None
+
+    def watch(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a condition holds, a part ends or a signal arrives."""
+        while self.goes_on and not until():
+            time.sleep(_POLL_SECONDS)
+            self._ended = next((part for part in self._parts if part.process.poll() is not None), None)
+
+    def outcome(self) -> int:
+        """The exit code. Reports failures that training did not report itself."""
+        if self._stop.signal is not None:
+            print(f"prefrl launch: ended by {self._stop.signal.name}", file=sys.stderr, flush=True)
+            return 128 + self._stop.signal
+        assert self._ended is not None  # otherwise `watch` would not have returned
+        code = self._ended.process.returncode
+        how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        if self._ended.log is not None:
+            end = "\n  ".join(_last_words(self._ended.log))
+            message = f"{self._ended.name} ended {how}. The end of its log, {self._ended.log}:\n  {end}"
+            print(f"prefrl launch: {message}", file=sys.stderr, flush=True)
+            return code if code > 0 else 1
+        if code < 0:
+            print(f"prefrl launch: {self._ended.name} ended {how}", file=sys.stderr, flush=True)
+        return code if code >= 0 else 128 - code
+
+    def end(self) -> None:
+        """End every part, the last one first, and kill what is left of them."""
+        for part in reversed(self._parts):
+            part.stop()
+        kill_all(lambda: with_variable(_MARK, self._mark), seconds=_KILL_SECONDS)
+
+
+def _last_words(log: Path) -> list[str]:
+    """The message with which `prefrl vllm-serve` ended, or the last lines of its log."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    own = [found.start() for found in _ERROR.finditer(text)]  # not always in a line of its own
+    return text[own[-1] :].splitlines() if own else text.splitlines()[-_TAIL_LINES:]
+
+
+# Defaults of the run's own options.
+_HOST = "127.0.0.1"
+_PORT = "vllm_server_port"
+# The values that vLLM accepts for its maximum LoRA rank.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_MISSING = "import importlib.util as u; print(*(name for name in ('vllm', 'prefrl') if u.find_spec(name) is None))"
+
+
+def plan_server(
+    options: LaunchArguments, run: Mapping[str, Any], visible: Sequence[str], environment: Mapping[str, str]
+) -> ServerProgram:
+    """The program that starts the vLLM server.
+
+    Raises:
+        ConfigError: The options of the server cannot work.
+    """
+    gpus = options.server_gpus(visible)
+    words = ["--model", run["model_name_or_path"], "--port", str(run[_PORT])]
+    if run["model_revision"] != "main":  # the default of both
+        words += ["--revision", run["model_revision"]]
+    if len(gpus) > 1:
+        words += ["--tensor_parallel_size", str(len(gpus))]
+    if run["use_peft"] and run["weight_sync"] in (None, "adapter"):
+        words += ["--max_lora_rank", str(_lora_rank(run))]
+    words += _split(options.vllm_args or "")
+    serve = _check_server(words, gpus, run)
+    python = options.server_python(environment)
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    command = [python, "-P", "-m", "prefrl.scripts.main", "vllm-serve", *words]
+    return ServerProgram(command, devices, port=serve.port, start_timeout=serve.start_timeout)
+
+
+def check_start(server: ServerProgram) -> None:
+    """Refuse a server that could not start here.
+
+    Raises:
+        ConfigError: Its Python lacks vLLM or prefrl.
+    """
+    python = server.command[0]
+    done = subprocess.run([python, "-P", "-c", _MISSING], capture_output=True, text=True)
+    missing = done.stdout.split() if done.returncode == 0 else ["Python"]
+    if missing:
+        raise ConfigError(
+            f"vllm_python={python!r}: {' and '.join(missing)} not found there. Set vllm_python, or the variable "
+            "PREFRL_VLLM_PYTHON, to the Python of an environment with vLLM and prefrl: see docs/vllm.md."
+        )
+
+
+def choose_port(port: int, *, is_given: bool) -> int:
+    """`vllm_server_port`, or a free one if that is a default in use; ConfigError if it is given and in use."""
+    try:
+        check_port(_HOST, port)
+    except ConfigError as error:
+        if is_given:
+            raise ConfigError(
+                f"{_PORT}={port}: another program uses this port. Set another, or leave it out for a free one."
+            ) from error
+        with socket.socket() as probe:
+            probe.bind((_HOST, 0))
+            return int(probe.getsockname()[1])
+    return port
+
+
+def _lora_rank(run: Mapping[str, Any]) -> int:
+    """The smallest maximum rank that vLLM accepts and that fits the adapters of the run."""
+    pattern = run["lora_rank_pattern"] or {}
+    largest = max([run["lora_r"], *(json.loads(pattern) if isinstance(pattern, str) else pattern).values()])
+    return next((rank for rank in _LORA_RANKS if rank >= largest), largest)
+
+
+def _split(vllm_args: str) -> list[str]:
+    try:
+        return shlex.split(vllm_args)
+    except ValueError as error:
+        raise ConfigError(f"vllm_args={vllm_args!r}: {error}. Write it as in a shell.") from error
+
+
+def _check_server(words: Sequence[str], gpus: Sequence[str], run: Mapping[str, Any]) -> ServeArguments:
+    """Before anything is started, refuse options that the server would refuse or that do not match the run."""
+    parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(words)
+    serve: ServeArguments = parsed[0]
+    serve_command(serve, forwarded)
+    if (serve.host, serve.port) != (_HOST, run[_PORT]):
+        raise ConfigError(
+            f"vllm_args: host={serve.host!r} and port={serve.port} differ from the address that the run connects to, "
+            f"{_HOST} and {run[_PORT]}. Remove them; vllm_server_port of the run sets the port of both."
+        )
+    size = (serve.tensor_parallel_size or 1) * (serve.data_parallel_size or 1)
+    if gpus and size != len(gpus):
+        raise ConfigError(
+            f"vllm_args: tensor_parallel_size={serve.tensor_parallel_size} times "
+            f"data_parallel_size={serve.data_parallel_size} is {size}, but vllm names {len(gpus)} GPUs"
+        )
+    return serve
+
 
 _NAMES = frozenset(field.name for field in dataclasses.fields(LaunchArguments))
 # Options that the user's accelerate config may also set.
 _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
-_PORT = "vllm_server_port"
 _OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an output_dir
 
 
@@ -72,12 +349,6 @@ def main(argv: Sequence[str]) -> int:
 
 def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_run: bool = False) -> int:
     """Start the processes, watch them, and end all of them together.
-
-    Args:
-        words: The algorithm and its options, as on the command line.
-        given: These options.
-        options: Those of them that say how the run is started.
-        dry_run: Print the commands without running them.
 
     Returns:
         The exit code: 0 if training ended well, else that of the part that failed, or 128 + the signal.
@@ -127,11 +398,6 @@ def _plan(
 def with_gpus(options: LaunchArguments, run: Mapping[str, Any], visible: Sequence[str]) -> LaunchArguments:
     """The options, with a place for the server instead of "auto".
 
-    Args:
-        options: How the run is started.
-        run: The algorithm's options by name.
-        visible: GPUs of this machine.
-
     Raises:
         ConfigError: There is a single GPU, which cannot train and serve.
     """
@@ -148,11 +414,7 @@ def with_gpus(options: LaunchArguments, run: Mapping[str, Any], visible: Sequenc
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """For each GPU that this process sees, the value that selects it in CUDA_VISIBLE_DEVICES.
-
-    Args:
-        environment: Environment variables of this process.
-    """
+    """For each GPU that this process sees, the value that selects it in CUDA_VISIBLE_DEVICES."""
     import torch  # not needed for --help
 
     listed = environment.get("CUDA_VISIBLE_DEVICES")
@@ -164,12 +426,6 @@ def plan_training(
     options: LaunchArguments, words: Sequence[str], run: Mapping[str, Any], visible: Sequence[str]
 ) -> Program:
     """The program that starts the training processes of this machine.
-
-    Args:
-        options: How many processes, and where.
-        words: The algorithm and its options, as on the command line.
-        run: The algorithm's options by name.
-        visible: GPUs of this machine.
 
     Raises:
         ConfigError: There are too few GPUs, or options contradict each other.

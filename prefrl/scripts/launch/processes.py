@@ -22,8 +22,6 @@ from typing import IO
 from prefrl.errors import GenerationError
 from prefrl.generation.server import KEY_VARIABLE
 
-__all__ = ["Program", "StopNote", "kill_all", "stop_signals_noted", "with_variable", "Supervisor", "health"]
-
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -150,9 +148,6 @@ class Supervisor:
 
     def run(self, *, when_ready: str) -> signal.Signals:
         """Run until a signal ends it.
-
-        Args:
-            when_ready: What to print when it answers for the first time.
 
         Returns:
             The signal.

@@ -19,22 +19,9 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.generation.server import KEY_VARIABLE, check_key, key_of_user
 from prefrl.options.fields import check_fields, opt, parse_json
-from prefrl.options.remote_code import unpinned_code
+from prefrl.options.names import unpinned_code
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.launch.processes import Supervisor
-from prefrl.scripts.parsing.command_parser import CommandParser
-
-__all__ = [
-    "CONTRACT",
-    "CPU_FLAGS",
-    "FLAGS",
-    "REFUSED",
-    "REFUSED_SHORT",
-    "ServeArguments",
-    "check_port",
-    "main",
-    "serve_command",
-    "serve_environment",
-]
 
 _OLDEST_VLLM = (0, 32)
 _PLUGIN = "prefrl"
@@ -167,10 +154,6 @@ def main(argv: Sequence[str]) -> int:
 def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> list[str]:
     """The command line of vLLM's server.
 
-    Args:
-        options: What to serve.
-        forwarded: More options, as vLLM names them.
-
     Raises:
         ConfigError: One of `forwarded` would break what trainers rely on.
     """
@@ -193,10 +176,6 @@ def serve_command(options: ServeArguments, forwarded: Sequence[str] = ()) -> lis
 
 def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of the server in addition to `environment`.
-
-    Args:
-        options: What to serve.
-        environment: Environment variables of this process.
 
     Raises:
         ConfigError: The server would not be safe: there is no key where others need one, it is too short, a front end

@@ -12,21 +12,18 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, opt
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
+from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.migrate.cosmos_rl import migrate_cosmos_rl
 from prefrl.scripts.migrate.edits import Migrated
 from prefrl.scripts.migrate.ludwig import migrate_ludwig
 from prefrl.scripts.migrate.python import migrate_script
-from prefrl.scripts.migrate.shell import migrate_commands
-from prefrl.scripts.migrate.trl import migrate_trl_yaml
+from prefrl.scripts.migrate.trl import migrate_commands, migrate_trl_yaml
 from prefrl.scripts.migrate.values import library_of
 from prefrl.scripts.migrate.verl import migrate_verl
-from prefrl.scripts.parsing.command_parser import CommandParser
 from prefrl.scripts.parsing.option_parser import BOOLEANS
 from prefrl.scripts.parsing.yaml_file import parse_yaml
-
-__all__ = ["main"]
 
 Library = Literal["trl", "verl", "cosmos_rl", "ludwig"]
 _YAML = (".yaml", ".yml")

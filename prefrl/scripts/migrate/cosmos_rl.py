@@ -1,19 +1,304 @@
-"""What `prefrl migrate` makes of cosmos-rl's TOML."""
+"""`prefrl migrate` for cosmos-rl: the keys of its TOML, and what becomes of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
-from prefrl.scripts.migrate.foreign import cosmos_rl
+from prefrl.scripts.migrate.rows import (
+    LAUNCH,
+    Counterpart,
+    asked,
+    becomes,
+    betas,
+    column,
+    flag,
+    if_set,
+    if_set_key,
+    if_true,
+    instead,
+    layers,
+    loggers,
+    not_needed,
+    not_there,
+    renamed,
+    sampled_top_k,
+    server,
+    together,
+)
 from prefrl.scripts.migrate.values import ForeignRun, Values, of_toml
 
-__all__ = ["migrate_cosmos_rl"]
+# Rewards by name: what they are here, and the column of the answer that they read.
+REWARDS: dict[str, tuple[str, str | None]] = {
+    "boxed_math": ("accuracy_reward", "solution"),
+    "format": ("format_reward", None),
+    "gsm8k": ("numeric_reward", "answer"),
+}
+# How the learning rate falls.
+DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {"dynamic_sampling": True},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+}
 
-_POLICY = "train.train_policy"
-_OVERLONG = f"{_POLICY}.overlong_reward"
+
+def _split(value: Any) -> Mapping[str, Any]:
+    return {"dataset_train_split": value if isinstance(value, str) else "+".join(value)} if value else {}
+
+
+_POLICY: dict[str, Counterpart] = {
+    "type": becomes("the command: prefrl sft or prefrl grpo", lambda value: {}),
+    "variant": becomes(
+        "dapo: dynamic_sampling=True; gspo: importance_sampling_level='sequence'", lambda value: _VARIANTS[value]
+    ),
+    "dataset.name": renamed("dataset_name"),
+    "dataset.subset": if_set("dataset_config"),
+    **dict.fromkeys(
+        ("dataset.split", "dataset.train_split"), becomes("dataset_train_split", _split, "dataset_train_split")
+    ),
+    "dataset.test_split": if_set("dataset_test_split"),
+    "dataset.test_size": together("test_split_size, with the dataset in datasets", "test_split_size"),
+    "dataset.revision": if_set("dataset_revision"),
+    "conversation_column_name": column("messages", "conversations"),
+    "prompt_column_name": column("prompt"),
+    "response_column_name": together(
+        "columns: {solution: ...} for accuracy_reward, {answer: ...} for others", "columns"
+    ),
+    "system_prompt": if_set("system_prompt"),
+    "dataloader_shuffle": renamed("shuffle_dataset"),
+    "dataloader_prefetch_factor": not_needed("rows are tokenized once, at the start"),
+    "dataloader_num_workers": not_needed("rows are tokenized once, at the start"),
+    "dataloader_batch_size": not_needed("there is no separate controller"),
+    "enable_dataset_cache": not_needed("datasets caches what it has processed"),
+    "reward_function": together(
+        "reward_funcs and reward_weights: " + ", ".join(f"{name} is {ours}" for name, (ours, _) in REWARDS.items()),
+        "reward_funcs",
+    ),
+    "filter_reward_metric": together(
+        "the key 'reward_metric' of dynamic_sampling_kwargs, the name of a reward here", "dynamic_sampling_kwargs"
+    ),
+    "epsilon_low": renamed("epsilon"),
+    "lower_bound_ratio": renamed("delta"),
+    "loss_type": asked("loss_type", {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}),
+    "unbiased_loss_max_tokens": together("loss_type='dr_grpo', which divides by max_completion_length", "loss_type"),
+    "unbiased_advantage": flag("scale_rewards", "none"),
+    "overlong_reward": together(
+        "the reward soft_overlong_punishment_reward(max_completion_len=..., soft_punish_cache=...)", "reward_funcs"
+    ),
+    "kl_beta": renamed("beta"),
+    "positive_nll_coef": renamed("loss_kwargs", "positive_nll_coef"),
+    "aipo_rho": becomes(
+        "loss_type='aipo' and the key 'rho' of loss_kwargs",
+        lambda value: {"loss_type": "aipo", "loss_kwargs": {"rho": value}} if value else {},
+        "loss_type",
+    ),
+    "mu_iterations": renamed("num_iterations"),
+    "mini_batch": renamed("per_device_train_batch_size"),
+    "batch_size_per_optimize": together(
+        "per_device_train_batch_size * gradient_accumulation_steps", "gradient_accumulation_steps"
+    ),
+    "max_token_len_per_mini_batch": renamed("max_tokens_per_micro_batch"),
+    "entropy_coeff": renamed("entropy_coef"),
+    "allowed_outdated_steps": renamed("max_staleness"),
+    "on_policy": together("generation_mode='sync'; 'async' is up to max_staleness steps behind", "generation_mode"),
+    "no_outdated_rollout": not_needed("no rollout is older than max_staleness"),
+    "outdated_rollout_fetch_batch_size": not_needed("no rollout is discarded"),
+    "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
+    "max_retry_for_on_policy": together("the key 'max_tries' of dynamic_sampling_kwargs", "dynamic_sampling_kwargs"),
+    "reference_reset_interval": together(
+        "sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps", "sync_ref_model"
+    ),
+    "reset_optimizer_with_reference": not_there("the optimizer keeps its state when the reference moves"),
+    "use_decoupled_loss": renamed("vllm_importance_sampling_correction"),
+    "behav_imp_weight_cap": instead(
+        "use vllm_importance_sampling_mode='token_mask' and vllm_importance_sampling_kwargs={'clip_max': ...}"
+    ),
+    "rollout_as_token_ids": not_needed("token ids are never decoded and encoded again"),
+    "balance_dp_token": not_needed("losses are divided by the count of all processes"),
+}
+_TRAIN: dict[str, Counterpart] = {
+    "resume": becomes(
+        "resume_from_checkpoint",
+        lambda value: {"resume_from_checkpoint": value if isinstance(value, str) else "auto"} if value else {},
+        "resume_from_checkpoint",
+    ),
+    "epoch": renamed("num_train_epochs"),
+    "epsilon": renamed("adam_epsilon"),
+    "optm_name": asked("optim", {"AdamW": "adamw_torch_fused", "Adam": "adam"}),
+    "optm_impl": not_needed("optim also names the implementation"),
+    "optm_lr": becomes(
+        "learning_rate, and learning_rates for other rates of some parameters",
+        lambda value: {"learning_rate": float(value)},
+        "learning_rate",
+    ),
+    "optm_weight_decay": renamed("weight_decay"),
+    "optm_betas": betas(),
+    "optm_warmup_steps": renamed("warmup_steps"),
+    "optm_grad_norm_clip": renamed("max_grad_norm"),
+    "optm_warmup_start_factor": if_true("warmup_start_factor"),
+    "optm_decay_type": together(
+        "lr_scheduler_type='wsd' and the key 'decay_type' of lr_scheduler_kwargs, where sqrt is '1-sqrt'",
+        "lr_scheduler_kwargs",
+    ),
+    "optm_decay_ratio": together("decay_fraction in lr_scheduler_kwargs, with a decay", "lr_scheduler_kwargs"),
+    "optm_min_lr_factor": together("min_lr_ratio in lr_scheduler_kwargs, with a decay", "lr_scheduler_kwargs"),
+    "max_num_steps": if_true("max_steps", "max_steps, which num_train_epochs does not end earlier"),
+    **dict.fromkeys(("compile", "enable_torch_compile"), renamed("torch_compile")),
+    "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
+    "master_dtype": becomes("float32 weights", lambda value: {"float32": {}}[value]),
+    "deterministic": renamed("full_determinism"),
+    "activation_offload": renamed("activation_offloading"),
+    "fa_version": not_needed("attention is chosen by the forward plan"),
+    "sequence_packing": not_needed("batches are laid out without padding"),
+    "train_batch_per_replica": together(
+        "per_device_train_batch_size * steps_per_generation; without batch_size_per_optimize, this is also one step",
+        "gradient_accumulation_steps",
+    ),
+    "sync_weight_interval": not_needed("weights are sent before every generation"),
+    "transfer_dtype": not_needed("weights are sent as the server has them"),
+    "local_dataset": not_needed("every process reads the dataset"),
+    **dict.fromkeys(
+        ("async_tp_enabled", "fsdp_reduce_dtype", "fsdp_offload", "fsdp_reshard_after_forward"), instead(LAUNCH)
+    ),
+    "fp8.enable_fp8": becomes(
+        "fp8=True with bf16=True", lambda value: {"fp8": True, "bf16": True} if value else {}, "fp8"
+    ),
+    "fp8": not_needed("scales are of whole tensors, taken anew in each product, and powers of 2"),
+    "fp4": instead("use fp8=True to compute in 8 bits; load_in_4bit=True trains an adapter on weights of 4 bits"),
+    "ckpt.enable_checkpoint": asked("save_strategy", {True: "steps", False: "no"}),
+    "ckpt.save_freq": renamed("save_steps"),
+    "ckpt.save_freq_in_epoch": becomes(
+        "save_strategy='epoch' and save_epochs",
+        lambda value: {"save_strategy": "epoch", "save_epochs": value} if value else {},
+        "save_epochs",
+    ),
+    "ckpt.save_mode": asked("save_in_background", {"async": True, "sync": False}),
+    "ckpt.max_keep": if_set("save_total_limit"),
+    "ckpt.export_safetensors": not_needed(
+        "checkpoints are HuggingFace folders; under ZeRO-3 and FSDP2 set the key 'export_weights' of checkpoint_kwargs"
+    ),
+    "ckpt.upload_hf": renamed("push_to_hub"),
+    "ckpt.hf_repo_name": renamed("hub_model_id"),
+    **dict.fromkeys(
+        ("ckpt.upload_s3", "ckpt.s3_bucket", "ckpt.s3_prefix"),
+        together("upload_to='s3://bucket/prefix'; final is upload_kwargs={'checkpoints': 'final'}", "upload_to"),
+    ),
+    "ckpt": instead("see docs/checkpoints.md"),
+    "enable_validation": flag("eval_strategy", "steps"),
+    **dict.fromkeys(("validation_freq", "validation_step"), renamed("eval_steps")),
+}
+_LORA: dict[str, Counterpart] = {
+    "r": becomes("lora_r with use_peft=True", lambda value: {"use_peft": True, "lora_r": value}, "lora_r"),
+    "target_modules": layers(),
+    "modules_to_save": renamed("lora_modules_to_save"),
+    "alpha_pattern": renamed("lora_alpha_pattern"),
+    "r_pattern": renamed("lora_rank_pattern"),
+    "init_lora_weights": becomes(
+        "lora_init", lambda value: {} if value is True else {"lora_init": value}, "lora_init"
+    ),
+}
+_ROLLOUT: dict[str, Counterpart] = {
+    "max_response_length": renamed("max_completion_length"),
+    "n_generation": renamed("num_generations"),
+    "sampling_config.temperature": renamed("temperature"),
+    "sampling_config.top_p": renamed("top_p"),
+    "sampling_config.top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
+    "sampling_config.repetition_penalty": renamed("repetition_penalty"),
+    "sampling_config": not_needed("it is an environment variable of vLLM"),
+    "backend": becomes(
+        "use_vllm=True; TensorRT-LLM is not supported", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"
+    ),
+    "gpu_memory_utilization": server("--gpu_memory_utilization"),
+    "enforce_eager": server("--enforce_eager"),
+    "enable_chunked_prefill": server("--enable-chunked-prefill"),
+    "quantization": server("--quantization"),
+    "parallelism": server("--tensor_parallel_size"),
+    "vllm_use_flashinfer": server("its environment variables are vLLM's"),
+    "batch_size": not_needed("all prompts of a step are requested at once"),
+    "n_generation_to_batch": not_needed("the server makes its own batches"),
+    "include_stop_str_in_output": not_there("completions end at an end-of-sequence token"),
+    "multi_turn_config.max_assistant_turns": renamed("max_turns"),
+    "multi_turn_config.custom_chat_template_path": if_set("chat_template_path"),
+    "multi_turn_config": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+    "seed": not_needed("seed decides the sampling, too"),
+}
+_SECTIONS = {"train.train_policy": _POLICY, "train": _TRAIN, "policy.lora": _LORA, "rollout": _ROLLOUT}
+# A row stands for a section, too: for all keys in it that have no row.
+COSMOS_RL: dict[str, Counterpart] = {
+    **{f"{section}.{name}": row for section, rows in _SECTIONS.items() for name, row in rows.items()},
+    "train.train_policy.temperature": not_needed("the temperature of sampling is that of the loss"),
+    "policy.model_gradient_checkpointing": renamed("gradient_checkpointing"),
+    "policy.model_max_length": together(
+        "max_length of prefrl sft; max_prompt_length and filter_overlong_prompts of prefrl grpo", "max_length"
+    ),
+    "policy.trainable_map": instead(
+        "use freeze, with regular expressions of parameters that are not trained; '^(?!.*lm_head)' is all but lm_head"
+    ),
+    "policy.enable_liger_kernel": renamed("use_liger_kernel"),
+    **dict.fromkeys(
+        ("policy.parallelism.dp_shard_size", "policy.parallelism.dp_replicate_size"),
+        together("num_processes and accelerate_config; see docs/distributed.md"),
+    ),
+    "policy.parallelism": instead(LAUNCH),
+    "logging.logger": loggers(),
+    "logging.project_name": renamed("project"),
+    "logging.experiment_name": if_set("run_name"),
+    "profiler.enable_profiler": flag("profile", True),
+    "profiler.enable_nsys": instead("start the run under nsys profile, where phases are ranges of record_function"),
+    "profiler.active_steps": renamed("profile_kwargs", "active"),
+    "profiler.warmup_steps": renamed("profile_kwargs", "warmup"),
+    "profiler.wait_steps": renamed("profile_kwargs", "wait"),
+    "profiler.rank_filter": renamed("profile_kwargs", "ranks"),
+    "profiler.record_shape": renamed("profile_kwargs", "record_shapes"),
+    "profiler.profile_memory": renamed("profile_kwargs", "profile_memory"),
+    "profiler.with_stack": renamed("profile_kwargs", "with_stack"),
+    "profiler.with_modules": not_needed("the phases of a step are ranges of the trace; with_stack has the modules"),
+    "profiler": instead("use profile=True and profile_kwargs; see docs/profiling.md"),
+    "validation.enable": flag("eval_strategy", "steps"),
+    "validation.freq": renamed("eval_steps"),
+    "validation.batch_size": if_set("per_device_eval_batch_size"),
+    "validation.temperature": renamed("temperature_eval"),
+    "validation.n_generation": renamed("num_generations_eval"),
+    "validation.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
+    "validation.top_k": sampled_top_k(),
+    "validation.repetition_penalty": if_set_key("eval_sampling_kwargs", "repetition_penalty"),
+    "validation.dataset.name": together("another split of the same dataset", "dataset_test_split"),
+    "validation.dataset.test_split": if_set("dataset_test_split"),
+    "validation.max_response_length": together("max_completion_length, which is also that of training"),
+    "validation.reward_function": together("reward_funcs, which are also those of training"),
+    "validation": not_there("evaluations have the rewards and the lengths of training"),
+    "redis": not_needed("there is no separate controller"),
+    "custom": instead("give the values to your own script"),
+}
+# What the TOML means if a key is not given, where that differs here.
+DEFAULTS: dict[str, Any] = {
+    "gradient_checkpointing": True,
+    "bf16": True,
+    "learning_rate": 1e-6,
+    "weight_decay": 0.01,
+    "adam_epsilon": 1e-6,
+    "num_train_epochs": 1,
+    "save_strategy": "no",
+    "save_steps": 20,
+    "save_in_background": True,
+    "save_total_limit": 5,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+}
+GRPO_DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "beta": 0.0,
+    "delta": 3.0,
+    "num_generations": 16,
+    "max_completion_length": 2048,
+    "max_staleness": 4,
+}
+_SECTION = "train.train_policy"
+_OVERLONG = f"{_SECTION}.overlong_reward"
 
 
 def migrate_cosmos_rl(text: str) -> Migrated:
@@ -26,12 +311,11 @@ def migrate_cosmos_rl(text: str) -> Migrated:
     if not any(path.startswith("train.") for path in values):
         raise ConfigError("no options of cosmos-rl are in this file: it has no section train")
     idle = _without_effect(values)
-    command = "sft" if values.get(f"{_POLICY}.type", (0, "grpo"))[1] == "sft" else "grpo"
-    own = cosmos_rl.GRPO_DEFAULTS if command == "grpo" else {}
-    run = ForeignRun(values, cosmos_rl.COSMOS_RL, cosmos_rl.DEFAULTS | own)
+    command = "sft" if values.get(f"{_SECTION}.type", (0, "grpo"))[1] == "sft" else "grpo"
+    own = GRPO_DEFAULTS if command == "grpo" else {}
+    run = ForeignRun(values, COSMOS_RL, DEFAULTS | own)
     run.changes += idle
-    names = ("dp_shard_size", "dp_replicate_size")
-    shards, copies = (max(1, run.number(f"policy.parallelism.{name}", 1)) for name in names)
+    shards, copies = (max(1, run.number(f"policy.parallelism.dp_{name}_size", 1)) for name in ("shard", "replicate"))
     processes = shards * copies
     if command == "grpo":
         _rollouts(run)
@@ -50,19 +334,19 @@ def _without_effect(values: Values) -> list[tuple[int, str]]:
     """Take out what cosmos-rl does not read because a feature is off, and say so."""
 
     def given(name: str) -> Any:
-        return values.get(f"{_POLICY}.{name}", (0, None))[1]
+        return values.get(f"{_SECTION}.{name}", (0, None))[1]
 
     off = [] if given("variant") == "dapo" else ["filter_reward_metric", "max_retry_for_on_policy"]
     off += [] if given("kl_beta") else ["reference_reset_interval", "reset_optimizer_with_reference"]
     off += [] if given("reference_reset_interval") else ["reset_optimizer_with_reference"]
-    paths = [path for name in dict.fromkeys(off) if (path := f"{_POLICY}.{name}") in values]
+    paths = [path for name in dict.fromkeys(off) if (path := f"{_SECTION}.{name}") in values]
     taken = [(path, *values.pop(path)) for path in paths]
     return [(line, f"{path}={value!r} has no effect, because the feature is off") for path, line, value in taken]
 
 
 def _rollouts(run: ForeignRun) -> None:
     """Rollouts come from servers, and by default from older weights; a prompt may take what a completion leaves."""
-    options, is_async = run.options, not run.value(f"{_POLICY}.on_policy", False)
+    options, is_async = run.options, not run.value(f"{_SECTION}.on_policy", False)
     options |= {"use_vllm": True, "generation_mode": "async" if is_async else "sync"}
     if not is_async:
         options.pop("max_staleness")
@@ -73,12 +357,12 @@ def _rollouts(run: ForeignRun) -> None:
         options |= {"max_prompt_length": left, "filter_overlong_prompts": True}
     else:
         run.open.append((1, "policy.model_max_length leaves no room for prompts: set max_prompt_length"))
-    tokens = run.number(f"{_POLICY}.unbiased_loss_max_tokens", 0)
+    tokens = run.number(f"{_SECTION}.unbiased_loss_max_tokens", 0)
     if tokens == _longest(run):
         options["loss_type"] = "dr_grpo"
     elif tokens:
         here = f"loss_type='dr_grpo' divides by max_completion_length={_longest(run)}"
-        run.leave_open(f"{_POLICY}.unbiased_loss_max_tokens", here)
+        run.leave_open(f"{_SECTION}.unbiased_loss_max_tokens", here)
 
 
 def _longest(run: ForeignRun) -> int:
@@ -87,13 +371,13 @@ def _longest(run: ForeignRun) -> int:
 
 def _rewards(run: ForeignRun) -> None:
     """The rewards, the column of the answer, whose name depends on them, and which of them selects prompts."""
-    weights = _weights(run, _POLICY)
+    weights = _weights(run, _SECTION)
     if run.value(f"{_OVERLONG}.enable_overlong_penalty", False):
         weights = {**weights, "overlong": weights.get("overlong", 1.0)}
     names = {name: ours for name in weights if (ours := _reward(run, name)) is not None}
     if unknown := [name for name in weights if name not in names]:
         text = f"{', '.join(unknown)}: write a function, and add file.py:function to reward_funcs and reward_weights"
-        run.open.append((run.values.get(f"{_POLICY}.reward_function", (1, None))[0], text))
+        run.open.append((run.values.get(f"{_SECTION}.reward_function", (1, None))[0], text))
     if names:
         factor = run.value(f"{_OVERLONG}.penalty_factor", 1.0)
         run.options["reward_funcs"] = [*names.values()]
@@ -115,7 +399,7 @@ def _weights(run: ForeignRun, section: str) -> dict[str, float]:
 def _reward(run: ForeignRun, name: str) -> str | None:
     """An entry of `reward_funcs`; None: there is none."""
     if name != "overlong":
-        return cosmos_rl.REWARDS.get(name, (None, None))[0]
+        return REWARDS.get(name, (None, None))[0]
     longest, buffer = _longest(run), run.number(f"{_OVERLONG}.buffer_length", 4096)
     if buffer > longest:
         return None
@@ -123,11 +407,11 @@ def _reward(run: ForeignRun, name: str) -> str | None:
 
 
 def _answers(run: ForeignRun, rewards: list[str]) -> None:
-    theirs = run.value(f"{_POLICY}.response_column_name", "")
-    read = {column for name in rewards if (column := cosmos_rl.REWARDS.get(name, (None, None))[1])} or {"answer"}
+    theirs = run.value(f"{_SECTION}.response_column_name", "")
+    read = {column for name in rewards if (column := REWARDS.get(name, (None, None))[1])} or {"answer"}
     if theirs and len(read) > 1:
         text = f"the rewards read the columns {' and '.join(sorted(read))}: copy it, so that the dataset has both"
-        run.leave_open(f"{_POLICY}.response_column_name", text)
+        run.leave_open(f"{_SECTION}.response_column_name", text)
     elif theirs and theirs not in read:
         run.options["columns"] = {**run.options.get("columns", {}), read.pop(): theirs}
 
@@ -136,7 +420,7 @@ def _selection(run: ForeignRun, names: dict[str, str]) -> None:
     """DAPO samples other prompts where a reward, or their sum, is the same for all completions."""
     if not run.options.get("dynamic_sampling"):
         return
-    metrics, path = run.texts(f"{_POLICY}.filter_reward_metric"), f"{_POLICY}.max_retry_for_on_policy"
+    metrics, path = run.texts(f"{_SECTION}.filter_reward_metric"), f"{_SECTION}.max_retry_for_on_policy"
     tries = run.number(path, -1)
     kwargs: dict[str, Any] = {"max_tries": tries} if tries > 0 else {}
     if tries <= 0 and path in run.values:
@@ -145,13 +429,13 @@ def _selection(run: ForeignRun, names: dict[str, str]) -> None:
         kwargs["reward_metric"] = names[metrics[0]].partition("(")[0]
     elif metrics:
         text = "here prompts are selected by one of the rewards, or by their sum: set the key reward_metric"
-        run.leave_open(f"{_POLICY}.filter_reward_metric", text)
+        run.leave_open(f"{_SECTION}.filter_reward_metric", text)
     if kwargs:
         run.options["dynamic_sampling_kwargs"] = kwargs
 
 
 def _reference(run: ForeignRun) -> None:
-    interval = run.number(f"{_POLICY}.reference_reset_interval", 0)
+    interval = run.number(f"{_SECTION}.reference_reset_interval", 0)
     if interval:
         run.options |= {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": interval}
 
@@ -161,12 +445,12 @@ def _schedule(run: ForeignRun) -> None:
     options, kind = run.options, run.value("train.optm_decay_type", "none")
     options.setdefault("warmup_steps", 20)
     fraction = run.value("train.optm_decay_ratio", 1.0)
-    if kind not in cosmos_rl.DECAYS or fraction == 0:
+    if kind not in DECAYS or fraction == 0:
         options["lr_scheduler_type"] = "constant_with_warmup"
         return
     options["lr_scheduler_type"] = "wsd"
     options["lr_scheduler_kwargs"] = {
-        "decay_type": cosmos_rl.DECAYS[kind],
+        "decay_type": DECAYS[kind],
         "decay_fraction": fraction,
         "min_lr_ratio": run.value("train.optm_min_lr_factor", 0.0),
     }
@@ -187,7 +471,7 @@ def _evaluation(run: ForeignRun) -> None:
     """Evaluation reads another split, or rows that are held out; its rewards and lengths are those of training."""
     if run.options.get("eval_strategy", "no") == "no":
         return
-    size, other = run.value(f"{_POLICY}.dataset.test_size", None), "validation.dataset.name"
+    size, other = run.value(f"{_SECTION}.dataset.test_size", None), "validation.dataset.name"
     if run.value(other, "") not in ("", run.options.get("dataset_name")):
         run.leave_open(other, "give both in datasets, or train and evaluate on splits of one dataset")
     elif size and "dataset_test_split" not in run.options and "dataset_name" in run.options:
@@ -197,17 +481,17 @@ def _evaluation(run: ForeignRun) -> None:
     if longest is not None and longest != _longest(run):
         run.leave_open("validation.max_response_length", "evaluations have the max_completion_length of training")
     has_rewards = run.value("validation.reward_function", None)
-    if has_rewards and _weights(run, "validation").keys() != _weights(run, _POLICY).keys():
+    if has_rewards and _weights(run, "validation").keys() != _weights(run, _SECTION).keys():
         run.leave_open("validation.reward_function", "evaluations have the rewards of training")
 
 
 def _batches(run: ForeignRun, command: str, processes: int) -> None:
     """A replica learns from its batch in one optimizer step, or in several; a generation has whole groups."""
     options = run.options
-    micro = run.number(f"{_POLICY}.mini_batch", 2, least=1)
+    micro = run.number(f"{_SECTION}.mini_batch", 2, least=1)
     options["per_device_train_batch_size"] = micro
     batches = max(1, run.number("train.train_batch_per_replica", 8) // (micro * processes))
-    per_step = run.number(f"{_POLICY}.batch_size_per_optimize", 0) // micro  # of one process
+    per_step = run.number(f"{_SECTION}.batch_size_per_optimize", 0) // micro  # of one process
     options["gradient_accumulation_steps"] = min(per_step, batches) or batches
     if command == "grpo":
         whole = lcm(micro * batches, run.number("rollout.n_generation", 16, least=1)) // micro

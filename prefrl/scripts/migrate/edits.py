@@ -12,10 +12,8 @@ from typing import Any, AnyStr
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
-from prefrl.scripts.migrate.foreign import Counterpart
+from prefrl.scripts.migrate.rows import Counterpart
 from prefrl.scripts.schema.parser import options_of as schema_options
-
-__all__ = ["Edit", "Migrated", "accepted", "applied", "every_option", "option_names_of", "parsed_options", "switches"]
 
 
 @dataclass
@@ -43,13 +41,7 @@ class Edit:
 
 
 def applied(text: AnyStr, edits: Collection[Edit], as_text: Callable[[str], AnyStr]) -> AnyStr:
-    """The text with all edits, which do not overlap.
-
-    Args:
-        text: As characters or as bytes.
-        edits: Their places count those.
-        as_text: Turns what is new into characters or bytes.
-    """
+    """The text, as characters or as bytes, with all edits, which do not overlap."""
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
         text = text[: edit.start] + as_text(edit.text) + text[edit.end :]
     return text
@@ -123,12 +115,7 @@ class Parsed:
 
 
 def parsed_options(tree: ast.AST, name_of: Callable[[ast.expr], str | None]) -> Parsed | None:
-    """What a script parses; None if it calls no parser.
-
-    Args:
-        tree: The script.
-        name_of: The public name of TRL that an expression stands for.
-    """
+    """What a script parses; None if it calls no parser."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     call = next((call for call in calls if _last_name(call.func) in _PARSERS and call.args), None)
     if call is None:
@@ -140,15 +127,12 @@ def parsed_options(tree: ast.AST, name_of: Callable[[ast.expr], str | None]) -> 
     classes = {name: node for name, node in zip(names, given, strict=True) if name is not None}
     found = Parsed(call.func, statement, classes)
     for node in assigned:
-        if isinstance(node.targets[0], ast.Tuple) and _parses(node.value):
+        is_parsed = isinstance(node.value, ast.Call) and _last_name(node.value.func) in _METHODS
+        if is_parsed and isinstance(node.targets[0], ast.Tuple):
             for variable, name in zip(node.targets[0].elts, names, strict=False):
                 if isinstance(variable, ast.Name) and name is not None:
                     found.variables[variable.id] = name
     return found
-
-
-def _parses(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and _last_name(node.func) in _METHODS
 
 
 def _last_name(node: ast.expr) -> str | None:

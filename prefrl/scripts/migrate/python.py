@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import prefrl
-from prefrl.options.foreign import ARGUMENTS, TRAINER_NAMES
+from prefrl.options.names import ARGUMENTS, TRAINER_NAMES
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.dataset_config import DatasetMixtureConfig, ScriptArguments
-from prefrl.scripts.arguments.model_config import ModelConfig
+from prefrl.scripts.arguments.command import ModelConfig
+from prefrl.scripts.arguments.datasets import DatasetMixtureConfig, ScriptArguments
 from prefrl.scripts.migrate import trl
 from prefrl.scripts.migrate.edits import (
     Edit,
@@ -25,8 +25,8 @@ from prefrl.scripts.migrate.edits import (
     option_names_of,
     parsed_options,
 )
-from prefrl.scripts.migrate.foreign.trl import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
-from prefrl.scripts.migrate.shell import migrate_commands
+from prefrl.scripts.migrate.trl import migrate_commands
+from prefrl.scripts.migrate.trl_names import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
 
 __all__ = ["migrate_script"]
 

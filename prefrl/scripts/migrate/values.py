@@ -12,11 +12,9 @@ from typing import Any, Literal
 import yaml
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments.dataset_columns import SHAPING
+from prefrl.scripts.arguments.datasets import SHAPING
 from prefrl.scripts.migrate.edits import Migrated, converted, every_option, option_names_of
-from prefrl.scripts.migrate.foreign import Counterpart, row_of
-
-__all__ = ["Values", "library_of", "of_command", "of_toml", "of_yaml", "ForeignRun"]
+from prefrl.scripts.migrate.rows import Counterpart, row_of
 
 Values = dict[str, tuple[int, Any]]  # path of keys -> line number and value
 
@@ -70,18 +68,14 @@ def of_yaml(text: str, known: Collection[str]) -> Values:
             for key, value in node.value:
                 yield from leaves(value, f"{path}.{key.value}".lstrip("."), key.start_mark.line + 1)
         else:
-            yield path, (line, _number(_constructed(node, path)))
+            yield path, (line, _number(_loaded(yaml.serialize(node), path)))
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     return _resolved(dict(leaves(root, "", 1))) if isinstance(root, yaml.MappingNode) else {}
 
 
 def of_toml(text: str, *whole: str) -> Values:
-    """The values of a TOML file.
-
-    Args:
-        text: The file.
-        whole: Names of mappings that are values.
+    """The values of a TOML file; mappings with the names in `whole` are values, too.
 
     Raises:
         ConfigError: It is not TOML.
@@ -97,12 +91,7 @@ def of_toml(text: str, *whole: str) -> Values:
 
 
 def of_command(text: str, sections: Collection[str]) -> Values:
-    """The words `path.of.keys=value` of a shell script, with the variables that it sets itself.
-
-    Args:
-        text: The script.
-        sections: The first keys of such paths.
-    """
+    """The words `path.of.keys=value` of a shell script, for some first keys, with the variables that it sets."""
     values: Values = {}
     variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -118,10 +107,6 @@ def of_command(text: str, sections: Collection[str]) -> Values:
             elif name.isidentifier():
                 variables[name] = value
     return values
-
-
-def _constructed(node: yaml.Node, path: str) -> Any:
-    return _loaded(yaml.serialize(node), path)
 
 
 def _loaded(text: str, path: str) -> Any:
@@ -268,16 +253,7 @@ class ForeignRun:
         raise ConfigError(f"{path}={value!r}: must be {_CALLED[type(default)]}")
 
     def number(self, path: str, default: int, *, least: int | None = None) -> int:
-        """The integer at a path of keys; see `value`.
-
-        Args:
-            path: The keys.
-            default: The number if none is given.
-            least: The smallest one that is allowed.
-
-        Raises:
-            ConfigError: It is no integer, or too small.
-        """
+        """The integer at a path of keys, see `value`; ConfigError if it is none, or too small."""
         value = int(self.value(path, default))
         if least is not None and value < least:
             raise ConfigError(f"{path}={value!r}: must be at least {least}")

@@ -1,18 +1,100 @@
-"""What `prefrl migrate` makes of verl's YAML and of command lines of its trainers."""
+"""`prefrl migrate` for verl: the keys of sft_trainer.yaml, next to those of the other trainer; YAML and commands."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
-from prefrl.scripts.migrate.foreign import verl, verl_sft
+from prefrl.scripts.migrate.rows import (
+    LAUNCH,
+    Counterpart,
+    asked,
+    column,
+    if_set,
+    if_true,
+    instead,
+    not_needed,
+    renamed,
+    together,
+)
 from prefrl.scripts.migrate.values import ForeignRun, Values, of_command, of_yaml
+from prefrl.scripts.migrate.verl_keys import KL_ESTIMATORS, LOSSES, PPO_DEFAULTS, VERL
 
-__all__ = ["migrate_verl"]
+_NESTED = "make the nested texts columns of their own, and name these in columns"
+_PADDING = "batches are laid out without padding"
+_ACTOR = "actor_rollout_ref.actor."
+# The rows of the other file, by the names that they have in this one.
+_SHARED = {
+    name.removeprefix(_ACTOR): row for name, row in VERL.items() if name.startswith((_ACTOR, "data.", "trainer."))
+}
+_SFT_DATA: dict[str, Counterpart] = {
+    "train_batch_size": together("gradient_accumulation_steps, times processes and per_device_train_batch_size"),
+    "micro_batch_size": together("per_device_train_batch_size, of one process", "per_device_train_batch_size"),
+    "micro_batch_size_per_gpu": renamed("per_device_train_batch_size"),
+    "use_dynamic_bsz": together("max_tokens_per_micro_batch, a number or 'auto'", "max_tokens_per_micro_batch"),
+    "max_token_len_per_gpu": renamed("max_tokens_per_micro_batch"),
+    "response_key": column("completion"),
+    "prompt_dict_keys": instead(_NESTED),
+    "response_dict_keys": instead(_NESTED),
+    "multiturn.enable": together("columns, as {messages: ...}; without it conversational=True", "columns"),
+    "multiturn.messages_key": column("messages", "conversations"),
+    "messages_key": column("messages", "conversations"),
+    "multiturn.tools_key": column("tools"),
+    "tools_key": column("tools"),
+    "enable_thinking_key": instead("give the template its switches in the column chat_template_kwargs"),
+    "multiturn.enable_thinking_key": instead("give the template its switches in the column chat_template_kwargs"),
+    "balance_dp_token": not_needed("losses are divided by the count of all processes"),
+    "chat_template": if_set("chat_template_path"),
+    "pad_mode": not_needed(_PADDING),
+    "ignore_input_ids_mismatch": not_needed("conversations are tokenized as a whole"),
+}
+_SFT_MODEL: dict[str, Counterpart] = {
+    "partial_pretrain": renamed("model_name_or_path"),
+    "path": renamed("model_name_or_path"),
+    "fsdp_config.model_dtype": asked(
+        "dtype", {"fp32": "float32", "bf16": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
+    ),
+    "fsdp_config": instead(LAUNCH),
+    "strategy": together("accelerate_config='fsdp2' on several processes"),
+    **{
+        name: VERL[f"actor_rollout_ref.model.{name}"]
+        for name in ("external_lib", "enable_gradient_checkpointing", "lora_rank", "target_modules", "use_liger")
+    },
+}
+VERL_SFT: dict[str, Counterpart] = {
+    **{name: row for name, row in _SHARED.items() if name.startswith(("data.", "optim", "checkpoint", "trainer."))},
+    **{f"data.{name}": row for name, row in _SFT_DATA.items()},
+    **{f"model.{name}": row for name, row in _SFT_MODEL.items()},
+    "optim.warmup_steps_ratio": VERL[f"{_ACTOR}optim.lr_warmup_steps_ratio"],
+    "optim.lr_scheduler": asked("lr_scheduler_type", {"cosine": "cosine"}),
+    "ulysses_sequence_parallel_size": instead("see sequence parallelism in docs/distributed.md"),
+    "use_remove_padding": not_needed(_PADDING),
+    "engine": instead(LAUNCH),
+    "trainer.resume_path": if_set("resume_from_checkpoint"),
+    "trainer.max_ckpt_to_keep": if_true("save_total_limit"),
+    "defaults": VERL["defaults"],
+}
+# What sft_trainer.yaml says if it is not changed, where that differs here.
+SFT_DEFAULTS: dict[str, Any] = {
+    "bf16": True,
+    "learning_rate": 1e-5,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.01,
+    "warmup_steps": 0.1,
+    "lr_scheduler_type": "cosine",
+    "truncation_mode": "error",
+    "num_train_epochs": 4,
+    "save_strategy": "no",
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "lora_target_modules": ["all-linear"],
+}
 
-_ROWS = verl.VERL | verl_sft.VERL_SFT
+
+_ROWS = VERL | VERL_SFT
 _SECTIONS = frozenset(path.split(".")[0] for path in _ROWS)
 # Of the policy, in ppo_trainer.yaml and in sft_trainer.yaml.
 _OF_PPO, _OF_SFT = ("actor_rollout_ref.", "algorithm."), ("model.", "optim.")
@@ -45,7 +127,7 @@ def migrate_verl(text: str, *, is_command: bool) -> Migrated:
 def _of_ppo(values: Values) -> Migrated:
     if not values.get("reward_model.enable", (0, False))[1]:
         values = {path: found for path, found in values.items() if not path.startswith(_REWARD_MODEL)}
-    run = ForeignRun(values, verl.VERL, verl.DEFAULTS)
+    run = ForeignRun(values, VERL, PPO_DEFAULTS)
     estimator = run.value("algorithm.adv_estimator", "gae")
     command = {"gae": "ppo", "rloo": "rloo"}.get(estimator, "grpo")
     command = "reinforce_plus_plus" if str(estimator).startswith("reinforce") else command
@@ -82,7 +164,7 @@ def _of_sft(values: Values, script: str) -> Migrated:
     has_messages = "data.messages_key" in values or values.get("data.multiturn.enable", (0, False))[1]
     unread = ("data.prompt_", "data.response_") if has_messages else ("data.multiturn.",)
     values = {path: found for path, found in values.items() if not path.startswith(unread)}
-    run = ForeignRun(values, verl_sft.VERL_SFT, verl_sft.DEFAULTS)
+    run = ForeignRun(values, VERL_SFT, SFT_DEFAULTS)
     run.options |= {} if has_messages else {"conversational": True}
     _files(run)
     processes = _processes(run, of_a_node=1) * _torchrun(run, script)
@@ -146,7 +228,7 @@ def _kl(run: ForeignRun) -> None:
     estimate = "actor_rollout_ref.actor.kl_loss_type" if in_loss else "algorithm.kl_penalty"
     default = "low_var_kl" if in_loss else "kl"
     options["beta"] = run.value(weight, 0.001)
-    options["kl_estimator"] = verl.KL_ESTIMATORS.get(run.value(estimate, default), "k3")
+    options["kl_estimator"] = KL_ESTIMATORS.get(run.value(estimate, default), "k3")
     options["kl_in"] = "loss" if in_loss else "reward"
     if not in_loss and run.value("algorithm.kl_ctrl.type", "fixed") == "adaptive":
         options["kl_kwargs"] = {
@@ -169,7 +251,7 @@ def _loss(run: ForeignRun) -> None:
         options |= {"loss_type": options.get("loss_type", "dapo"), "importance_sampling_level": "token"}
     else:
         options.pop("delta", None)
-        options |= verl.LOSSES.get(mode, {})
+        options |= LOSSES.get(mode, {})
     if not run.value("algorithm.use_pf_ppo", False):
         options.pop("rollout_selection", None)
         options.pop("selection_kwargs", None)

@@ -8,18 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from prefrl.losses.advantage.scored import Advantages, ScoredRows, ScoredTokens
 from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
 from prefrl.options.policy import ImportanceLevel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["AdvantageLevel", "Check", "check_advantages", "check_kl", "check_policy_loss"]
 
 AdvantageLevel = Literal["row", "token"]
 PolicyFunction = Callable[[PolicyTokens], TokenLoss]
@@ -222,7 +218,7 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
     ]
     if level == "row":
         return checks
-    mask = _trainable()
+    mask = _policy_tokens("token").trainable
     poisoned = [_advantages(function, _poisoned_scores(scored, value)) for value in _POISON]
     is_ignored = all(_is_close(other[mask], whole[mask]) for other in poisoned)
     return [*checks, Check("tokens that are not trainable are not read", is_ignored, True)]
@@ -230,10 +226,6 @@ def check_advantages(function: AdvantageFunction, *, level: AdvantageLevel) -> l
 
 def _token_rows() -> Tensor:
     return _policy_tokens("token").row_index
-
-
-def _trainable() -> Tensor:
-    return _policy_tokens("token").trainable
 
 
 def _scored(level: AdvantageLevel, rewards: Tensor, rows: Tensor = _ROWS) -> ScoredRows | ScoredTokens:
@@ -298,9 +290,6 @@ def _is_finite_without_spread(function: AdvantageFunction, level: AdvantageLevel
 
 def check_kl(function: KLFunction) -> list[Check]:
     """Check the properties of a KL estimator.
-
-    Args:
-        function: `function(logprobs, ref_logprobs) -> [N]`.
 
     Raises:
         TypeError: It does not return a tensor.

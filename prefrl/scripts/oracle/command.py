@@ -16,15 +16,13 @@ from rich.table import Table
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.names import nearest
 from prefrl.options.params import Params
-from prefrl.options.suggest import nearest
-from prefrl.scripts.parsing.command_parser import CommandParser
+from prefrl.scripts.declaration import CommandParser
 
 if TYPE_CHECKING:
     from prefrl.scripts.oracle.checks import Check
-    from prefrl.scripts.oracle.measure import Measurement
-
-__all__ = ["VerifyArguments", "main"]
+    from prefrl.scripts.oracle.recipe import Measurement
 
 # The number of positional arguments, and the signature of the function.
 _FORMS = {
@@ -201,20 +199,20 @@ def _value(text: str) -> Any:
 
 def _examine(function: Callable[..., Any], arguments: VerifyArguments) -> tuple[list[Check], list[Measurement]]:
     from prefrl.scripts.oracle import checks as oracle_checks
-    from prefrl.scripts.oracle import measure as oracle_measure
+    from prefrl.scripts.oracle import recipe as oracle_recipe
 
     if arguments.kind == "policy":
         checks = oracle_checks.check_policy_loss(function, level=arguments.level)
-        return checks, oracle_measure.measure_policy_loss(
+        return checks, oracle_recipe.measure_policy_loss(
             function, level=arguments.level, reduction=arguments.reduction
         )
     if arguments.kind == "advantage":
         checks = oracle_checks.check_advantages(function, level=arguments.scored)
-        return checks, oracle_measure.measure_advantages(
+        return checks, oracle_recipe.measure_advantages(
             function, level=arguments.scored, group_size=arguments.group_size
         )
     checks = oracle_checks.check_kl(function)
-    return checks, oracle_measure.measure_kl(function, placement=arguments.placement, reduction=arguments.reduction)
+    return checks, oracle_recipe.measure_kl(function, placement=arguments.placement, reduction=arguments.reduction)
 
 
 def _keeps(claim: str, measurement: Measurement) -> bool:

@@ -19,31 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 
-from prefrl.losses.reduce import row_sums
+from prefrl.losses.per_token import row_sums
 from prefrl.losses.truncation import TokenTruncation, Truncation
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "END",
-    "OBJECTIVES",
-    "Agreement",
-    "Estimate",
-    "ObjectiveName",
-    "Problem",
-    "Samples",
-    "Tree",
-    "agreement",
-    "estimate",
-    "every_batch",
-    "exact_gradient",
-    "make_problem",
-]
 
 END = 0  # the token that ends a completion
 _WHOLE = Truncation()
@@ -76,13 +58,7 @@ class Tree:
 
     @classmethod
     def grow(cls, *, num_prompts: int, num_tokens: int, length: int) -> Self:
-        """Enumerate all completions.
-
-        Args:
-            num_prompts: P.
-            num_tokens: V, including the end token.
-            length: Maximum number of tokens of a completion.
-        """
+        """Enumerate all completions of up to `length` of V tokens, one of which ends them, for P prompts."""
         numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         rows: list[tuple[int, tuple[int, ...]]] = []
         open_prefixes: list[tuple[int, tuple[int, ...]]] = [(prompt, ()) for prompt in range(num_prompts)]
@@ -450,12 +426,7 @@ class Agreement:
 
 
 def agreement(found: Estimate, target: Tensor) -> Agreement:
-    """Compare an estimate with the gradient that it should have.
-
-    Args:
-        found: The estimate of a loss's gradient.
-        target: [D] the true gradient of the minimized objective.
-    """
+    """Compare an estimate with the gradient that it should have."""
     size, length = float(target.norm()), float(found.mean.norm())
     scale = float(found.mean @ target) / size**2
     # Rounding turns a gradient of 0 into about 1e-17, whose direction is meaningless.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
 from prefrl.losses.advantage.tokens import turn_advantages
@@ -18,38 +20,34 @@ from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss, PolicyTokens,
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
-from prefrl.options.policy import LossType, SequenceKLParams
+from prefrl.options.policy import LossType, Reduction, SequenceKLParams
 from prefrl.scripts.oracle.exact import (
     Agreement,
     ObjectiveName,
     Problem,
+    Samples,
     agreement,
     estimate,
     every_batch,
     exact_gradient,
 )
-from prefrl.scripts.oracle.measure import STEPS, one_prompt, silent, two_prompts
 from prefrl.scripts.oracle.recipe import (
+    STEPS,
     PerToken,
     Recipe,
     centered_turns,
     credit_of_turns,
+    one_prompt,
     reinforce_loss,
     row_advantages,
     row_total,
     sampling_weights,
     selection,
+    silent,
     token_advantages,
+    two_prompts,
     whiten,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.options.policy import Reduction
-    from prefrl.scripts.oracle.exact import Samples
-
-__all__ = ["EPSILON_HIGH", "HYPERPARAMETERS", "TABLES", "Line", "TableOfLines", "params_of"]
 
 # Hyperparameters that differ from their defaults, so that the small problem reaches the bounds; by the name of the
 # loss or estimator. All losses that have an epsilon_high get the same one.

@@ -12,12 +12,9 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about
-from prefrl.options.flat_names import init_vars
-from prefrl.options.size import AUTO, AUTOMATIC
+from prefrl.options.fields import about, init_vars
+from prefrl.options.training import AUTO, AUTOMATIC
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch
-
-__all__ = ["ArgumentParser", "TrlParser"]
 
 # Options of TrainingArguments that `--help` shows besides prefrl's own; `--help_all` shows every one.
 _COMMON = frozenset(

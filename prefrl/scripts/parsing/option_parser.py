@@ -16,24 +16,11 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import about, default_of, plain_value
-from prefrl.options.foreign import advice
-from prefrl.options.size import AUTOMATIC
-from prefrl.options.suggest import nearest
-from prefrl.scripts.arguments.dataset_config import DatasetConfig
-from prefrl.scripts.arguments.reward_entry import RewardEntry
+from prefrl.options.names import advice, nearest
+from prefrl.options.training import AUTOMATIC
+from prefrl.scripts.arguments.command import RewardEntry
+from prefrl.scripts.arguments.datasets import DatasetConfig
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
-
-__all__ = [
-    "BOOLEANS",
-    "EarlyParser",
-    "Form",
-    "OptionParser",
-    "boolean",
-    "choice_of",
-    "form_of",
-    "has_switch",
-    "option_of",
-]
 
 # Words that mean yes or no.
 BOOLEANS = {
@@ -266,7 +253,8 @@ class OptionParser(argparse.ArgumentParser):
             if not form.is_nullable:
                 raise ValueError("null is not allowed, the option always has a value")
             return None
-        if _has_form(form, node):
+        is_list = isinstance(node, yaml.SequenceNode)
+        if (form.is_mappings and is_list) or (form.is_mapping and isinstance(node, yaml.MappingNode)):
             return loader.construct_object(node, deep=True)
         if isinstance(node, yaml.MappingNode):
             raise ValueError("a mapping is not allowed here")
@@ -364,6 +352,11 @@ def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
     return read
 
 
+def default_in_words(default: Any) -> str:
+    """What the help says of the default of an option; nothing if it is off."""
+    return "" if default is None or default is False or default == [] else f" (default: {default})"
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Shows one spelling of each option, and the kind of value that it takes."""
 
@@ -374,9 +367,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{option} {action.metavar or self._kind(action)}"
 
     def _expand_help(self, action: argparse.Action) -> str:
-        text = (action.help or "").replace("%%", "%")
-        is_unset = action.default is None or action.default is False or action.default == []
-        return text if is_unset else f"{text} (default: {action.default})"
+        return (action.help or "").replace("%%", "%") + default_in_words(action.default)
 
     def _kind(self, action: argparse.Action) -> str:
         if action.choices is not None:
@@ -431,12 +422,6 @@ def _places(name: str, node: yaml.Node, path: Path, line: int) -> dict[str, str]
         for key, value in node.value:
             places |= _places(f"{name}.{key.value}", value, path, key.start_mark.line + 1)
     return places
-
-
-def _has_form(form: Form, node: yaml.Node) -> bool:
-    """Whether the node is a mapping or a list of mappings, where the option takes one."""
-    is_list = isinstance(node, yaml.SequenceNode)
-    return (form.is_mappings and is_list) or (form.is_mapping and isinstance(node, yaml.MappingNode))
 
 
 def boolean(text: str) -> bool:

@@ -9,8 +9,6 @@ import yaml
 
 from prefrl.errors import ConfigError
 
-__all__ = ["NULL_TAG", "load_yaml", "parse_yaml", "read_yaml"]
-
 # No file of options is larger: characters, values counted where an alias repeats them, and levels.
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_LEVELS = 2**18, 10_000, 20
 _YAML = "tag:yaml.org,2002:"

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prefrl.registry import REGISTRY
-
-__all__ = ["GROUPS", "all_options", "common_options", "found_options", "kind_of", "option_list"]
+from prefrl.scripts.parsing.option_parser import default_in_words
 
 _Options = Sequence[Mapping[str, Any]]
 _WIDTH = 118
@@ -93,18 +92,14 @@ def kind_of(option: Mapping[str, Any]) -> str:
 
 
 def _line(option: Mapping[str, Any]) -> str:
-    default = option.get("default")
     head = f"  --{option['name']} {kind_of(option) if 'choices' not in option else ''}".rstrip()
-    is_unset = default is None or default is False or default == []
-    tail = "" if is_unset else f" (default: {default})"
+    tail = default_in_words(option.get("default"))
     width = _WIDTH - max(len(head), 42) - len(tail) - 1
     return f"{head:<42} {textwrap.shorten(option.get('help', ''), width, placeholder=' ...')}{tail}"
 
 
 def _entry(option: Mapping[str, Any]) -> str:
-    default = option.get("default")
-    is_unset = default is None or default is False or default == []
-    text = option.get("help", "") + ("" if is_unset else f" (default: {default})")
+    text = option.get("help", "") + default_in_words(option.get("default"))
     return "\n".join(
         [
             f"  --{option['name']} {kind_of(option)}",

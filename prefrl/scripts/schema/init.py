@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.suggest import nearest
+from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.schema.help import GROUPS, kind_of
 from prefrl.scripts.schema.parser import options_of
-
-__all__ = ["main"]
 
 _USAGE = "usage: prefrl init ALGORITHM > run.yaml"
 _WIDTH = 100

@@ -3,27 +3,87 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Sequence
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import hints_of
-from prefrl.options.flat_names import init_vars
-from prefrl.options.presets import PRESETS
+from prefrl.options.base import BaseOptions
+from prefrl.options.fields import default_of, flat_names, hints_of, init_vars
+from prefrl.options.names import check_known
+from prefrl.options.optimizers import check_not_refused
+from prefrl.options.presets import PRESETS, combined
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
-from prefrl.scripts.arguments.given import Given
+from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
-from prefrl.scripts.schema.early import EarlyConfig, check_together, early_class, huggingface
 from prefrl.scripts.schema.help import all_options, common_options, found_options
 
-__all__ = ["SchemaParser", "options_of"]
+HUGGINGFACE_FILE = Path(__file__).with_name("huggingface.json")
+_NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
+
+
+@cache
+def huggingface() -> dict[str, Any]:
+    """HuggingFace's options, and the names that some of them take; see `prefrl.scripts.schema.writer`."""
+    found: dict[str, Any] = json.loads(HUGGINGFACE_FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def _stand_in() -> Any:
+    """A dataclass with the names and defaults of HuggingFace's options."""
+    defaults = {row["name"]: row.get("default") for row in huggingface()["options"]}
+    rows = [
+        (name, Any, dataclasses.field(default_factory=partial(list, value)) if isinstance(value, list) else value)
+        for name, value in defaults.items()
+    ]
+    return dataclasses.make_dataclass("HuggingFaceOptions", rows, init=False, repr=False, eq=False)
+
+
+HuggingFaceOptions: Any = _stand_in()
+
+
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class EarlyConfig(BaseOptions, HuggingFaceOptions):
+    """What `BaseConfig` is to `TrainingArguments`."""
+
+    @property
+    def device(self) -> Any:
+        """Where the run computes, as far as that can be known without torch."""
+        return SimpleNamespace(type="cpu" if self.use_cpu else "unknown")
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return max(int(os.environ.get(name, "1")) for name in _NUMBERS_OF_PROCESSES)
+
+    def _complete(self) -> None:
+        """See `BaseOptions._complete`, as far as rules read what HuggingFace fills in."""
+        check_not_refused(str(self.optim))
+        check_known("lr_scheduler_type", str(self.lr_scheduler_type), huggingface()["schedules"], "schedule")
+        check_known("optim", str(self.optim), huggingface()["optimizers"], "optimizer")
+        options: Any = self
+        if options.eval_strategy == "steps" and not options.eval_steps:
+            options.eval_steps = options.logging_steps
+        if options.include_num_input_tokens_seen is False:
+            options.include_num_input_tokens_seen = "no"
+        self._count_evaluations()
+
+
+@cache
+def early_class(algorithm: str) -> Any:
+    """The options of an algorithm: its own, over the stand-in."""
+    early = type("Options", (REGISTRY[algorithm].load_options(), EarlyConfig), {"__module__": __name__})
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(early)
+
 
 _NUMBERS = {"int": int, "float": float}
 _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
@@ -61,10 +121,6 @@ def _flat_names(cls: Any) -> list[dict[str, Any]]:
     return [{**option_of(fields[name], hints[name].type), "is_hidden": True} for name in init_vars(cls)]
 
 
-def _names(cls: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)} | init_vars(cls).keys()
-
-
 class SchemaParser(OptionParser):
     """The parser of `prefrl <algorithm>`.
 
@@ -99,7 +155,9 @@ class SchemaParser(OptionParser):
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
-                self._check_feature(name, values)
+                off = [switch for switch in self._needs[name] if values.get(switch, True) is False]
+                if off and value != self._options[name].get("default"):
+                    raise ConfigError(f"{name}={value!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
         except ConfigError as error:
             raise given.located(error) from None
         return given
@@ -115,14 +173,20 @@ class SchemaParser(OptionParser):
             The options as attributes.
 
         Raises:
-            ConfigError: Options exclude each other, or one has no effect.
+            ConfigError: The one that the config would raise.
         """
-        of_others = self._options.keys() - {*_names(early_class(self._algorithm)), "preset"}
-        values = {name: value for name, value in given.values.items() if name not in of_others}
+        early, values, preset = early_class(self._algorithm), given.values, given.values.get("preset")
+        config = early()
         try:
-            return check_together(self._algorithm, values, knows_processes=knows_processes)
+            if preset is not None:
+                values = combined(PRESETS[preset], values, flat_names(early))
+            for field in dataclasses.fields(early):
+                setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
+            config.knows_sizes = knows_processes and not config.parallelism_config
+            config.__post_init__(*(values.get(name, default) for name, default in init_vars(early).items()))
         except ConfigError as error:
             raise given.located(error) from None
+        return config
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         """Every option by name, the defaults included.
@@ -142,12 +206,6 @@ class SchemaParser(OptionParser):
         if "bounds" in option:
             hint = Annotated[(hint, *(_LIMITS[kind](limit) for kind, limit in option["bounds"].items()))]
         check_value(name, value, list[hint] if option.get("is_list") else hint)
-
-    def _check_feature(self, name: str, values: Mapping[str, Any]) -> None:
-        is_set = values[name] != self._options[name].get("default")
-        off = [switch for switch in self._options[name].get("needs", ()) if values.get(switch, True) is False]
-        if is_set and off:
-            raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
 
     def remedy(self, name: str, known: Collection[str]) -> str:
         """See `OptionParser.remedy`; also names the algorithms that have the option."""

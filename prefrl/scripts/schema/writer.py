@@ -14,13 +14,11 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.options.base import BaseOptions
-from prefrl.options.size import AUTOMATIC
+from prefrl.options.training import AUTOMATIC
 from prefrl.scripts.parsing.option_parser import form_of
-from prefrl.scripts.schema.early import HUGGINGFACE_FILE
-from prefrl.trainer.base.optimizers.schedules import SCHEDULE_NAMES
-from prefrl.trainer.base.options.optimizer import KNOWN_OPTIMIZERS
-
-__all__ = ["huggingface_text"]
+from prefrl.scripts.schema.parser import HUGGINGFACE_FILE
+from prefrl.trainer.base_config import KNOWN_OPTIMIZERS
+from prefrl.trainer.scheduler import SCHEDULE_NAMES
 
 _KINDS = {"int": "int", "float": "float", "string_to_bool": "bool"}
 # Help for options of transformers with which prefrl does something else.

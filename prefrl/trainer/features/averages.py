@@ -8,25 +8,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.models.soup_choice import Ingredient, Soup, greedy_choice
 from prefrl.run.checkpoints import own_checkpoints
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.evaluation import best_metric
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["AveragedWeights", "MovingAverage", "SoupOfCheckpoints", "moving_average", "soup_of_checkpoints"]
 
 _log = logging.getLogger(__name__)
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.parts import Run
 
-__all__ = ["EarlyStopping", "add_early_stopping"]
-
 _log = logging.getLogger(__name__)
 
 _FILE = "early_stopping.json"

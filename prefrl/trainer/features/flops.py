@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from prefrl import distributed
 from prefrl.metrics import Mean, Metric
 from prefrl.models.flops import FlopCounter, ModelCost, floor_flops, model_cost, recomputed_share
 from prefrl.models.forward import verdict_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from prefrl.trainer.account import Pass
-    from prefrl.trainer.parts import Run
-    from prefrl.types import TokenBatch
-
-__all__ = ["StepFlops", "count_flops"]
+from prefrl.trainer.account import Pass
+from prefrl.trainer.parts import Run
+from prefrl.types import TokenBatch
 
 
 def count_flops(run: Run) -> None:

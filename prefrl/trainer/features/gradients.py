@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor, nn
 
 from prefrl import distributed
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["ClipByValue", "Penalty", "clip_by_value", "penalty"]
 
 
 def penalty(args: BaseConfig) -> Penalty | None:

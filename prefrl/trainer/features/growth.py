@@ -13,18 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.options.autopilot import GrowthParams
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
 from prefrl.trainer.steps import StepPlan
-
-if TYPE_CHECKING:
-    from prefrl.options.autopilot import GrowthParams
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["GrowingPlan", "GrowthPlateau", "growing_plan"]
 
 _log = logging.getLogger(__name__)
 

@@ -15,23 +15,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, NonFiniteError
 from prefrl.metrics import Max, Mean, Metric, merge
 from prefrl.run.checkpoints import find_last
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import GoBack, Part, Run
-from prefrl.trainer.step_dump import dump_step, dumped_before
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["EarlyRead", "Guard", "Rollback", "StepGuard", "has_problem"]
+from prefrl.trainer.steps import dump_step, dumped_before
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +117,7 @@ class Guard(Part):
         """Decide whether the step is applied, or note that it was not."""
         problem = self.steps.problem(numbers, may_overflow=lambda: distributed.is_finding_scale(run.accelerator))
         spikes = self.steps.spike(numbers)
-        is_spike = problem is None and self._is_spike(run, {name: metric.value() for name, metric in spikes.items()})
+        is_spike = self._rolls_back and problem is None and self._is_spike(run, spikes)
         distributed.leave_out_update(run.accelerator, run.optimizer, leaves_out=problem is not None or is_spike)
         merge(run.metrics["train"], spikes)
         if self._skips:
@@ -131,15 +126,13 @@ class Guard(Part):
             merge(run.metrics["train"], {"guard/rollbacks": Max(self.steps.num_rollbacks)})
         run.failure = None if problem is None else self._told(run, problem)
 
-    def _is_spike(self, run: Run, scores: dict[str, float]) -> bool:
+    def _is_spike(self, run: Run, spikes: dict[str, Metric]) -> bool:
         """Whether a step is to be left out because of a spike.
 
         Raises:
             GoBack: Training has to go on from a checkpoint.
         """
-        if not self._rolls_back:
-            return False
-        params = run.args.spike_params
+        params, scores = run.args.spike_params, {name: metric.value() for name, metric in spikes.items()}
         over = [
             f"{name} is {scores[key]:.1f} robust deviations above its median"
             for name in run.args.watched_metrics

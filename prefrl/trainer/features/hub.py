@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
@@ -20,12 +20,8 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, HubError
 from prefrl.printable import reason_of
 from prefrl.run.checkpoints import link_files, step_of
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.parts import Run
-
-__all__ = ["Hub", "is_refusal", "tell_not_created"]
+from prefrl.trainer.base_config import BaseConfig
+from prefrl.trainer.parts import Run
 
 _log = logging.getLogger(__name__)
 # What of a checkpoint is the model, its tokenizer and what describes them.
@@ -103,11 +99,11 @@ class Hub:
             self._push_noted_of(run)
             self.wait()
 
-    def push_model(
+    def publish(
         self,
         run: Run,
-        *,
         message: str | None,
+        *,
         token: str | None,
         revision: str | None,
         private: bool | None,

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["EpochIntervals", "epoch_intervals"]
 
 What = Literal["evaluate", "save"]
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from prefrl import distributed
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from prefrl.models.reference import Reference
 
-__all__ = ["MovingReference"]
+_FILE = "reference.safetensors"
 
 
 class MovingReference(Part):
@@ -28,3 +35,31 @@ class MovingReference(Part):
         """Mix the policy into the reference, if it is due."""
         if run.state.global_step % self.steps == 0:
             self.reference.mix(distributed.unwrap(run.model), self.alpha)
+
+    def save(self, run: Run, folder: Path) -> None:
+        """Write the weights that move; processes that do not write hold one of them at a time."""
+        state = distributed.whole_on_host(self.reference.state_dict(), keep=run.args.should_save)
+        if run.args.should_save:
+            save_file(state, folder / _FILE)
+
+    def load(self, run: Run, folder: Path) -> None:
+        """Read what `save` wrote, one weight at a time."""
+        with safe_open(folder / _FILE, framework="pt") as file:
+            self.reference.load_state_dict(_Tensors(file))
+
+
+class _Tensors(Mapping[str, "Tensor"]):
+    """The tensors of a file, each read on access."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())

@@ -13,9 +13,7 @@ from prefrl.trainer.scheduler import RatePlateau, Scheduler, refresh
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-    from prefrl.trainer.base.config import BaseConfig
-
-__all__ = ["WatchPlateau", "plateau_watch"]
+    from prefrl.trainer.base_config import BaseConfig
 
 _log = logging.getLogger(__name__)
 

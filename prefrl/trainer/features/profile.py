@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerAction, profile, schedule
@@ -12,12 +11,8 @@ from torch.profiler import ProfilerAction, profile, schedule
 from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.options.checkpoint import ProfileParams
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-__all__ = ["FOLDER", "StepProfiler", "check_profile", "profiler"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,37 +20,11 @@ FOLDER = "profile"  # in the output folder
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
-def _asked(config: Any) -> ProfileParams | None:
-    return config.profile_params if config.profile else None
-
-
-def check_profile(config: TrainingArguments) -> None:
-    """Reject what cannot be recorded here.
-
-    Raises:
-        ConfigError: A memory snapshot without a CUDA device, or processes that there are not.
-    """
-    params = _asked(config)
-    if params is None:
-        return
-    if params.memory_snapshot and config.device.type != "cuda":
-        raise ConfigError(
-            "profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on "
-            f"the {config.device.type.upper()}. Set profile_memory=True, which traces allocations on every device."
-        )
-    absent = [rank for rank in params.ranks or () if not 0 <= rank < config.world_size]
-    if params.ranks == [] or absent:
-        raise ConfigError(
-            f"profile_kwargs: ranks={params.ranks}: must be numbers of processes from 0 to {config.world_size - 1}, "
-            "or None for all"
-        )
-
-
-def profiler(args: TrainingArguments) -> StepProfiler | None:
+def profiler(args: BaseConfig) -> StepProfiler | None:
     """What profiles this process, if the options say so."""
-    params = _asked(args)
-    if params is None:
+    if not args.profile:
         return None
+    params = args.profile_params
     is_traced = params.ranks is None or args.process_index in params.ranks
     return StepProfiler(params, Path(args.output_dir) / FOLDER, is_traced=is_traced)
 

@@ -9,26 +9,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.options.size import AutoSizeParams, largest_divisor
+from prefrl.options.training import AutoSizeParams, largest_divisor
 from prefrl.rewards.confinement import own_randomness
 from prefrl.run.records import write_identity
+from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.memory import TrialMemory
 from prefrl.trainer.parts import Part, Run
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from prefrl.trainer.base.config import BaseConfig
-    from prefrl.trainer.steps import LongBatch
-    from prefrl.types import TokenBatch
-
-__all__ = ["AutomaticSizes", "Trial", "automatic_sizes", "best", "candidates", "search"]
+from prefrl.trainer.steps import LongBatch
+from prefrl.types import TokenBatch
 
 _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch"
 # The most rows that are tried on a CPU when nothing else bounds them; Ludwig's bound.

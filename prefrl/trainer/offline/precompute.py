@@ -8,26 +8,21 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
 from prefrl import distributed
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import list_lengths
 from prefrl.errors import ConfigError, DataError
-from prefrl.models.fingerprint import combined, rows_fingerprint
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from prefrl.types import TokenBatch
-
-__all__ = ["REFERENCE_COLUMNS", "precompute_reference"]
+from prefrl.models.fingerprint import joint_digest, rows_fingerprint
+from prefrl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +82,7 @@ def precompute_reference(
     tokens = {column: list_lengths(dataset, column) for column in REFERENCE_COLUMNS if column in dataset.column_names}
     images = [name for name in ("images",) if name in dataset.column_names]
     rows = rows_fingerprint(dataset, ["prompt_ids", *tokens, *images])
-    fingerprint = combined([_FILE_VERSION, weights, rows, str(dtype), temperature])
+    fingerprint = joint_digest([_FILE_VERSION, weights, rows, str(dtype), temperature])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "prefrl_reference" if cache_dir is None else cache_dir
     path = folder / f"{fingerprint}.parquet"
     table = _read(path, fingerprint, tokens)

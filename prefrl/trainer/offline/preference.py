@@ -4,42 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from datasets import Dataset
+from torch import Tensor
 
 from prefrl import distributed
 from prefrl.data.collate import preference_batch
+from prefrl.data.images import ProcessingClass
 from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
+from prefrl.losses.per_token import TokenScores, row_sums, trainable_per_row
 from prefrl.losses.preference.pairwise import Pairs
 from prefrl.losses.preference.unpaired import length_desensitized
-from prefrl.losses.reduce import row_sums, trainable_per_row
 from prefrl.metrics import Difference, Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch import Tensor
-
-    from prefrl.data.images import ProcessingClass
-    from prefrl.losses.scores import TokenScores
-    from prefrl.trainer.offline.config import OfflineConfig
-    from prefrl.types import LabeledBatch, TokenBatch
-
-__all__ = [
-    "PAIRS",
-    "RowKind",
-    "RowScores",
-    "StepPairs",
-    "half_pairs",
-    "make_pairs",
-    "pair_groups",
-    "pairs_per_chosen_token",
-    "prepare_unpaired",
-    "preference_metrics",
-    "sided_rows",
-]
-
+from prefrl.trainer.configs import OfflineConfig
+from prefrl.types import LabeledBatch, TokenBatch
 
 Loaded = TypeVar("Loaded", bound="TokenBatch")
 

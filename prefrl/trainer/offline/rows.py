@@ -1,29 +1,23 @@
-"""Rows of prepared datasets: those that need the most memory, and what `compute_metrics` gets about a row."""
+"""Rows of prepared datasets: the longest, what `compute_metrics` gets about a row, a mean over those of all steps."""
 
 from __future__ import annotations
 
 import heapq
+import json
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+import torch
+from torch import Tensor
 
+from prefrl import distributed
 from prefrl.data.samplers import dealing_of
 from prefrl.errors import ConfigError
 from prefrl.trainer.evaluation import NO_TOKEN
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from prefrl.types import LabeledBatch, TokenBatch
-
-__all__ = [
-    "longest_rows",
-    "predicted_pairs",
-    "predicted_rows",
-    "predicted_tokens",
-]
+from prefrl.types import LabeledBatch, TokenBatch
 
 
 def longest_rows(dataset: Any, num_rows: int, *, hidden_size: int) -> list[dict[str, Any]]:
@@ -78,3 +72,50 @@ def predicted_pairs(batch: LabeledBatch, rewards: Tensor) -> tuple[list[np.ndarr
 def predicted_rows(batch: LabeledBatch, rewards: Tensor) -> tuple[list[float], list[int]]:
     """The reward of each row, and whether it is desirable: 1 or 0."""
     return rewards.float().tolist(), [int(bool(label)) for label in batch.is_preferred]
+
+
+class RunningMean:
+    """The mean of all values of earlier optimizer steps, over all ranks; 0 before the first step.
+
+    The values of a step are included from the next step on, so that a loss that reads the mean does not depend on how
+    its step is cut into micro-batches. The mean stays on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+        self._sums = torch.zeros(2, dtype=dtype, device=device)  # of values, and their number
+        self._pending: list[Tensor] = []
+
+    @property
+    def value(self) -> Tensor:
+        """[] the mean."""
+        total, count = self._sums.unbind()
+        return total / count.clamp(min=1.0)
+
+    def add(self, values: Tensor) -> None:
+        """Record values of this rank; the next `fold` includes them in the mean."""
+        self._pending.append(torch.stack([values.detach().sum(), values.new_full((), values.numel())]))
+
+    def fold(self) -> None:
+        """Include the recorded values of all ranks in the mean. All ranks must call it."""
+        own = torch.stack(self._pending).to(self._sums).sum(0) if self._pending else torch.zeros_like(self._sums)
+        self._pending = []
+        sums = distributed.summed_over_ranks(own)
+        self._sums = self._sums + torch.where(sums[0].isfinite(), sums, 0.0)  # otherwise, the step was not applied
+
+    def forget(self) -> None:
+        """Drop the values that were recorded since the last `fold`."""
+        self._pending = []
+
+    def save(self, path: Path, *, writes: bool) -> None:
+        """Write the state, including recorded values. All ranks must call it; they all have the same state."""
+        self.fold()
+        if writes:
+            total, count = self._sums.tolist()
+            path.write_text(json.dumps({"total": total, "count": count}), encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote."""
+        state = json.loads(path.read_text(encoding="utf-8"))
+        self._sums = self._sums.new_tensor([state["total"], state["count"]])
+        self._pending = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,29 +13,28 @@ from transformers import GenerationConfig
 
 from prefrl import distributed
 from prefrl.data.checks import warn_of_unknown_end
-from prefrl.data.samplers import Dealing, EpochDataLoader, StepBatchSampler, dealing_of
-from prefrl.data.stream import StreamLoader
+from prefrl.data.samplers import Dealing, EpochDataLoader, StepBatchSampler, StreamLoader, dealing_of
 from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
-from prefrl.options.foreign import ARGUMENTS
+from prefrl.options.names import ARGUMENTS
 from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
-from prefrl.trainer.base.arguments import (
+from prefrl.trainer.arguments import (
     check_arguments,
     check_has_data,
     check_stream,
     default_output_dir,
+    kept_reference,
+    loaded_reference,
     named,
     own_config,
 )
-from prefrl.trainer.base.references import kept_reference, loaded_reference
-from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
-from prefrl.trainer.callbacks.log_completions import LogCompletionsCallback
+from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
+from prefrl.trainer.callbacks import LogCompletionsCallback
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
-from prefrl.trainer.offline.rows import longest_rows, predicted_pairs
-from prefrl.trainer.offline.running_mean import RunningMean
+from prefrl.trainer.offline.rows import RunningMean, longest_rows, predicted_pairs
 from prefrl.trainer.steps import LongBatch
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
 
@@ -47,12 +45,11 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback
 
     from prefrl.data.images import ProcessingClass
+    from prefrl.losses.per_token import TokenScores
     from prefrl.models.reference import Reference
+    from prefrl.trainer.configs import OfflineConfig
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.offline.config import OfflineConfig
     from prefrl.trainer.offline.preference import RowKind
-
-__all__ = ["OfflineTrainer", "TrainerArguments"]
 
 _REWARD_MEAN_FILE = "reward_mean.json"
 
@@ -77,7 +74,7 @@ Loaded = TypeVar("Loaded", bound=TokenBatch)
 class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     """Trains on the rows of a fixed dataset, with one normalized update for each optimizer step.
 
-    A leaf implements `loss` and `prepare_step`, which makes the batches that the loss reads of those that were loaded.
+    A leaf implements `loss` and, if the loss reads more than what was loaded, `prepare_step`, which makes its batches.
     It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `row_items` itself. If its loss needs a
     reference, it calls `set_up_reference` in its constructor.
 
@@ -159,7 +156,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if is_instance:
             self._late_reference = self.reference
         elif given is None and is_peft_model(self.policy):
-            self._late_reference = kept_reference(self.args, options, self.policy, None, accelerator=self.accelerator)
+            self._late_reference = kept_reference(self, options, self.policy, None)
         self.scorer.reference = None
 
     def _begin_training(self) -> None:
@@ -194,12 +191,11 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             return None
         options = self.args
         assert isinstance(options, OfflineReferenceOptions)
+        score = self.scorer.of_policy if self.reference is None else self.scorer.of_reference
         return precompute_reference(
             dataset,
-            reference_logprobs=(
-                self.scorer.policy_logprobs if self.reference is None else self.scorer.reference_logprobs
-            ),
-            collate=self._read_and_lay_out,
+            reference_logprobs=lambda batch: score(batch).logprobs,
+            collate=cast("Callable[..., TokenBatch]", self.collate),
             batch_size=options.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             weights=cast("str", self._precomputed_from),
             dtype=self._scoring_dtype(),
@@ -211,17 +207,12 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else self.policy.dtype
 
-    @abstractmethod
     def prepare_step(self, batches: list[Loaded]) -> list[Ready]:
-        """The micro-batches of a step with what their losses read besides the policy.
+        """The micro-batches of a step with what their losses read besides the policy; here, that is nothing.
 
         Called once for each step on every rank, before the first forward pass, even if there are no batches.
         """
-
-    def _prepared_step(self, batches: list[Loaded]) -> list[Ready]:
-        if self.reward_mean is not None:
-            self.reward_mean.fold()
-        return self.prepare_step(batches)
+        return cast("list[Ready]", batches)
 
     def with_reference(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """The micro-batches of a step with the reference's log-probs. All ranks must call it."""
@@ -229,17 +220,17 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             return cast("list[ReferencedBatch]", batches)  # they were precomputed
         # Move the batches to the device now, so that the scores can stay there.
         batches = [batch.to(self.args.device) for batch in batches]
-        parts = self.logprobs_of_step(self.scorer.reference_logprobs, batches)
+        parts = self.logprobs_of_step(self.scorer.of_reference, batches)
         return [ReferencedBatch.of(batch, ref_logprobs=part) for batch, part in zip(batches, parts, strict=True)]
 
-    def logprobs_of_step(self, score: Callable[..., Tensor], batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """[N] log-probs of each micro-batch of a step by `Scorer.reference_logprobs` or `Scorer.policy_logprobs`.
+    def logprobs_of_step(self, score: Callable[..., TokenScores], batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """[N] log-probs of each micro-batch of a step by `Scorer.of_reference` or `Scorer.of_policy`.
 
         All ranks must call it, even those without micro-batches.
         """
         rows = type(batches[0]).concat(batches) if batches else self._idle_batch().select([])
         largest = max((batch.num_forward_tokens for batch in batches), default=1)
-        logprobs = score(rows, max_tokens=self.scorer.budget(largest))
+        logprobs = score(rows, max_tokens=self.scorer.budget(largest)).logprobs
         return list(torch.split(logprobs, [batch.num_tokens for batch in batches]))
 
     # Datasets.
@@ -257,18 +248,13 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         return self.row_kind.row_items(batch)
 
     def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
-        """The flat batch of some rows; None if there are none."""
-        return self._read_and_lay_out(rows) if rows else None
+        """The flat batch of some rows, with their images; None if there are none."""
+        rows = rows if self.images is None else [self.images.attach(row) for row in rows]
+        return self.lay_out(rows) if rows else None
 
-    def _read_and_lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
-        """The flat batch of some rows, with their images."""
-        return self.lay_out(rows if self.images is None else [self.images.attach(row) for row in rows])
-
-    def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
+    def training_loader(self) -> EpochDataLoader | StreamLoader:
         """Micro-batches of this rank; see `StepBatchSampler`."""
         dataset = self.train_dataset
-        if dataset is None:
-            raise ConfigError("train_dataset=None: training needs a dataset")
         # With a token budget, micro-batches have no fixed number of rows.
         dealing = self._dealing(dataset, equal_counts=self.args.max_tokens_per_micro_batch is None)
         if isinstance(dataset, datasets.IterableDataset):
@@ -298,11 +284,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             )
         return self._loader(dataset, sampler)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader | StreamLoader:
+    def evaluation_loader(self, dataset: Any) -> EpochDataLoader | StreamLoader:
         """All rows of an evaluation dataset, distributed over the ranks."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
         dealing = self._dealing(dataset, equal_counts=True)
         if isinstance(dataset, datasets.IterableDataset):
             size = self.args.per_device_eval_batch_size
@@ -368,7 +351,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     def trial(self, num_rows: int) -> Iterator[LongBatch]:
         """See `BaseTrainer`."""
         hidden_size = self.policy.config.get_text_config().hidden_size
-        loaded = self._read_and_lay_out(longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size))
+        loaded = self.collate(longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size))
+        assert loaded is not None
         (batch,) = self.prepare_step([loaded])
         try:
             yield LongBatch(batch, loaded.num_forward_tokens)
@@ -383,12 +367,16 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if batches and self.args.max_tokens_per_micro_batch is not None:
             whole = type(batches[0]).concat(batches)
             batches = whole.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
-        return self._prepared_step(batches), count
+        if self.reward_mean is not None:
+            self.reward_mean.fold()
+        return self.prepare_step(batches), count
 
     def evaluation_step(self, model: nn.Module, item: Loaded | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
         count = 0.0 if item is None else float(self.row_items(item).sum())
-        batches = self._prepared_step([] if item is None else [item])
+        if self.reward_mean is not None:
+            self.reward_mean.fold()
+        batches = self.prepare_step([] if item is None else [item])
         metrics: dict[str, Metric] = {}
         # Other ranks may need one without rows to take part in a forward pass.
         for output in self._evaluated(model, batches, num_missing=int(not batches)):

@@ -15,38 +15,24 @@ from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRow
 from prefrl.losses.advantage.scored import Moments, moments, whitened
 from prefrl.losses.advantage.tokens import turn_advantages
 from prefrl.losses.kl import KL_ESTIMATORS
-from prefrl.losses.policy.covariance import covariance, token_keys
+from prefrl.losses.per_token import row_sums
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.reduce import row_sums
-from prefrl.metrics import Mean
-from prefrl.options.advantage import ScaleParams
+from prefrl.losses.policy.tokens import covariance, token_keys
+from prefrl.metrics import Mean, token_mean
+from prefrl.options.policy_gradient import ScaleParams
+from prefrl.rollout.batches import turn_index, turn_rewards
 from prefrl.rollout.collect import prompt_seed
-from prefrl.rollout.rows import turn_index, turn_rewards
 from prefrl.rollout.selection import contested_prefix_lengths
-from prefrl.trainer.online.policy_terms import token_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import Scores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.online.policy_objective import PolicyObjective
+    from prefrl.trainer.scorer import Scores
     from prefrl.types import Rollout, SampledBatch, TokenBatch
-
-__all__ = [
-    "ADVANTAGE_EPSILON",
-    "BalancedEstimator",
-    "ContestedPrefixes",
-    "HighCovariance",
-    "HighEntropy",
-    "KLInReward",
-    "RewardedRows",
-    "TokenCredit",
-    "TurnCredit",
-    "Whitening",
-]
 
 # Added to standard deviations before dividing by them, as in TRL.
 ADVANTAGE_EPSILON = 1e-4
@@ -95,7 +81,7 @@ class KLInReward:
         kl: Tensor = self._estimate(scores.old_logprobs, scores.ref_logprobs)
         if self._objective.adaptation is not None:
             self._objective.adaptation.observe_kl(kl, batch)
-        metrics["kl"] = token_mean(kl, batch)
+        metrics["kl"] = token_mean(kl, batch.trainable)
         return kl
 
     def penalties(self, kl: Tensor, batch: SampledBatch) -> list[float]:

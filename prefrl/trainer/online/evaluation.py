@@ -18,14 +18,12 @@ from prefrl.printable import reason_of
 from prefrl.rewards.at_k import PromptSamples, at_k_metrics
 from prefrl.rollout.collect import Collected, Collector, add_greedy, prompt_seed
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.rollout.summary import collected_metrics, log_completions
+from prefrl.rollout.summary import log_completions, rollout_metrics
 from prefrl.types import Rollout
 
 if TYPE_CHECKING:
+    from prefrl.trainer.configs import OnlineConfig
     from prefrl.trainer.evaluation import PredictedRows
-    from prefrl.trainer.online.config import OnlineConfig
-
-__all__ = ["EvaluationRollouts", "add_rollouts"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,8 @@ class EvaluationRollouts:
             return {}
         seconds = self.collector.clock() - started
         times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
-        return collected_metrics(collected) | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
+        metrics = rollout_metrics(collected.rollouts, logged=collected.logged_metrics)
+        return metrics | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
 
     def take(self) -> Collected:
         """The rollouts since the last call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -13,13 +12,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from prefrl.losses.scores import TokenScores, WantName
+    from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.metrics import Metric
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.config import OnlineConfig
+    from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import LossOutput, Rollout, SampledBatch
-
-__all__ = ["Learned", "Learner", "Objective", "restore", "rows_of_parts", "state_of"]
 
 Rows = TypeVar("Rows", bound=TokenBatch)  # the rows that a learner makes
 Ready = TypeVar("Ready", bound=TokenBatch)  # these rows with everything that their loss reads
@@ -33,29 +29,6 @@ class Learned(Generic[Rows]):
     parts: list[list[int]]  # rows of each optimizer step, in order; a row may occur several times, or never
     advantages: list[float]  # [B] mean advantage over the row's tokens, for the table of completions
     metrics: dict[str, Metric] = field(default_factory=dict)
-
-
-def rows_of_parts(rollouts: Sequence[Rollout], args: OnlineConfig, *, num_parts: int) -> list[list[int]]:
-    """The rows of each optimizer step in a pass over a generation batch.
-
-    Each step learns from consecutive completions of all ranks, whatever the rank that has them.
-
-    Args:
-        rollouts: Whole groups, of one generation batch or several, see `joined`; the number of a group is the position
-            of its prompt in the batches of all ranks.
-        args: Options.
-        num_parts: Number of optimizer steps; with one, the numbers of groups do not matter.
-    """
-    if num_parts == 1:
-        return [list(range(len(rollouts)))]
-    rows: list[list[int]] = [[] for _ in range(num_parts)]
-    seen: Counter[int] = Counter()
-    for row, rollout in enumerate(rollouts):
-        position = rollout.group * args.num_generations + seen[rollout.group]
-        seen[rollout.group] += 1
-        position %= args.completions_of_generation  # in its own of several generation batches
-        rows[position * num_parts // args.completions_of_generation].append(row)
-    return rows
 
 
 class Objective(Protocol[Rows, Ready]):

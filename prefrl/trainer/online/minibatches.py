@@ -12,23 +12,21 @@ import datasets
 import torch
 
 from prefrl import distributed
-from prefrl.data.rows import list_lengths
+from prefrl.data.packing import list_lengths
 from prefrl.data.samplers import cost_of_segments, deal
 from prefrl.errors import ConfigError
-from prefrl.rollout.buffer import Minibatch
+from prefrl.rollout.batches import Minibatch
 from prefrl.trainer.online.learner import Ready, Rows
 from prefrl.types import Completion, Rollout, TokenBatch, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from prefrl.trainer.base.scorer import ScoreNeed, Scorer, Scores
-    from prefrl.trainer.online.config import OnlineConfig, PolicyGradientConfig
+    from prefrl.trainer.configs import OnlineConfig, PolicyGradientConfig
     from prefrl.trainer.online.learner import Learned, Objective
+    from prefrl.trainer.scorer import ScoreNeed, Scorer, Scores
     from prefrl.trainer.steps import MicroStep
     from prefrl.types import IdleBatch
-
-__all__ = ["MinibatchMaker", "share_out", "OverlapStep", "LongestRollouts"]
 
 
 @dataclass
@@ -56,36 +54,34 @@ class MinibatchMaker(Generic[Rows, Ready]):
             learned: The rows of this rank.
             over_ranks: Whether all ranks call this with their rows, so that rows can be redistributed among them.
         """
-        return [
-            self._minibatch(learned.batch, rows, is_first=i == 0, over_ranks=over_ranks)
-            for i, rows in enumerate(learned.parts)
-        ]
-
-    def _minibatch(self, batch: Rows, rows: Sequence[int], *, is_first: bool, over_ranks: bool) -> Minibatch[Ready]:
-        batch = batch.select(rows)
-        num_items = float(self.objective.row_items(batch).sum())
-        batch = self.objective.prepared(batch, num_items=num_items)
-        # Of the rows with trainable tokens, those whose loss has a gradient, and those whose loss has none.
-        learning: list[int] = []
-        others: list[int] = []
-        acts = self.objective.has_gradient(batch)
-        for row, (count, has_gradient) in enumerate(zip(batch.trainable_counts, acts, strict=True)):
-            if count > 0:
-                (learning if has_gradient else others).append(row)
-        metrics = self.objective.metrics_without_pass(batch.select(others)) if others else {}
-        batch = batch.select(learning)
-        if over_ranks and distributed.world_size() > 1:
-            batch = share_out(
-                batch,
-                hidden_size=self.hidden_size,
-                rows_together=self._rows_together,
-                # With a token budget, micro-batches have no fixed number of rows.
-                equal_counts=self.args.max_tokens_per_micro_batch is None,
-                device=self.args.device,
-            )
-        # Score before cutting, so that a prompt is computed once for its whole group. Later minibatches are scored
-        # now, too: by the time the policy learns from them, earlier minibatches have updated it.
-        return Minibatch(self.cut(self.objective.ready(batch, self._score, is_first=is_first)), num_items, metrics)
+        minibatches = []
+        for i, rows in enumerate(learned.parts):
+            batch = learned.batch.select(rows)
+            num_items = float(self.objective.row_items(batch).sum())
+            batch = self.objective.prepared(batch, num_items=num_items)
+            # Of the rows with trainable tokens, those whose loss has a gradient, and those whose loss has none.
+            learning: list[int] = []
+            others: list[int] = []
+            acts = self.objective.has_gradient(batch)
+            for row, (count, has_gradient) in enumerate(zip(batch.trainable_counts, acts, strict=True)):
+                if count > 0:
+                    (learning if has_gradient else others).append(row)
+            metrics = self.objective.metrics_without_pass(batch.select(others)) if others else {}
+            batch = batch.select(learning)
+            if over_ranks and distributed.world_size() > 1:
+                batch = share_out(
+                    batch,
+                    hidden_size=self.hidden_size,
+                    rows_together=self._rows_together,
+                    # With a token budget, micro-batches have no fixed number of rows.
+                    equal_counts=self.args.max_tokens_per_micro_batch is None,
+                    device=self.args.device,
+                )
+            # Score before cutting, so that a prompt is computed once for its whole group. Later minibatches are scored
+            # now, too: by the time the policy learns from them, earlier minibatches have updated it.
+            micro_batches = self.cut(self.objective.ready(batch, self._score, is_first=i == 0))
+            minibatches.append(Minibatch(micro_batches, num_items, metrics))
+        return minibatches
 
     @property
     def _rows_together(self) -> int | None:

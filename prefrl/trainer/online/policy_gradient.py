@@ -17,7 +17,8 @@ from prefrl.losses.advantage.estimators import (
     normalize_rows,
     row_totals,
 )
-from prefrl.losses.reduce import row_sums
+from prefrl.losses.per_token import row_sums
+from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.rollout.selection import row_counts
 from prefrl.trainer.online.credit import (
@@ -32,7 +33,7 @@ from prefrl.trainer.online.credit import (
     TurnCredit,
     Whitening,
 )
-from prefrl.trainer.online.learner import Learned, rows_of_parts
+from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.policy_objective import PolicyObjective
 from prefrl.trainer.online.policy_terms import PolicyBatch
 
@@ -41,11 +42,9 @@ if TYPE_CHECKING:
 
     from prefrl.metrics import Metric
     from prefrl.rewards.runner import RewardRunner
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
+    from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import Rollout, SampledBatch
-
-__all__ = ["PolicyGradient"]
 
 
 class PolicyGradient:

@@ -9,10 +9,10 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.per_token import row_items, row_sums, token_weights
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.tokens import PolicyTokens
-from prefrl.losses.reduce import row_items, row_sums, token_weights
-from prefrl.metrics import Max, Mean, Metric, Min, host
+from prefrl.metrics import Max, Mean, Metric, Min, host, token_mean
 from prefrl.trainer.online.policy_terms import (
     Adaptation,
     AdaptiveEntropy,
@@ -26,19 +26,16 @@ from prefrl.trainer.online.policy_terms import (
     OffPolicyMask,
     PolicyBatch,
     SamplingCorrection,
-    token_mean,
 )
 from prefrl.types import LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prefrl.losses.scores import TokenScores, WantName
-    from prefrl.trainer.base.scorer import ScoreNeed, Scores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.losses.per_token import TokenScores, WantName
+    from prefrl.trainer.configs import PolicyGradientConfig
+    from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import TokenBatch
-
-__all__ = ["PolicyObjective"]
 
 
 class PolicyObjective:
@@ -156,7 +153,7 @@ class PolicyObjective:
         is_behavior_ratio = self.correction is not None and self.correction.is_ratio_of_loss
         tokens = self._tokens(batch, scores.logprobs, batch.sampling_logprobs if is_behavior_ratio else old_logprobs)
         token = self.policy_loss.function(tokens, self.loss_params)
-        metrics = _stats(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch)}
+        metrics = _stats(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch.trainable)}
         seen = LossPass(batch, scores, tokens, old_logprobs, metrics)
         per_token = batch.loss_scale * token.loss
         for term in self.token_terms:
@@ -182,7 +179,7 @@ class PolicyObjective:
         stats = self.policy_loss.function(self._tokens(batch, no_change, no_change), self.loss_params).stats
         metrics = _stats({name: values for name, values in stats.items() if name not in NEEDS_RATIO}, batch)
         entropies = -batch.sampling_logprobs if batch.entropies is None else batch.entropies
-        metrics["entropy"] = token_mean(entropies, batch)
+        metrics["entropy"] = token_mean(entropies, batch.trainable)
         return {name: host(metric) for name, metric in metrics.items()}
 
     def _tokens(self, batch: PolicyBatch, logprobs: Tensor, old_logprobs: Tensor) -> PolicyTokens:
@@ -229,7 +226,7 @@ def _stats(stats: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Metric]:
         if name.endswith("_seq_mean"):
             metrics[name] = Mean((values * weights).sum(), weights.sum())  # the weights of a row sum to 1
         else:
-            metrics[f"{name}_mean" if is_ratio else name] = token_mean(values, batch)
+            metrics[f"{name}_mean" if is_ratio else name] = token_mean(values, batch.trainable)
         if name in ("clip_ratio/low", "clip_ratio/high"):
             kind = Min if name.endswith("low") else Max
             shares = torch.zeros(batch.num_rows, device=batch.device)

@@ -19,33 +19,17 @@ from prefrl.errors import ConfigError
 from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, sequence_kl
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
 from prefrl.losses.policy.tokens import off_policy_sequence_mask, positive_nll
-from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min
+from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min, token_mean
 from prefrl.options.policy import EntropyParams, SampledKLParams, SequenceKLParams
 from prefrl.types import ReadyBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prefrl.losses.per_token import TokenScores
     from prefrl.losses.policy.tokens import PolicyTokens
-    from prefrl.losses.scores import TokenScores
-    from prefrl.trainer.online.config import PolicyGradientConfig
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.types import SampledBatch, TokenBatch
-
-__all__ = [
-    "CriticBatch",
-    "PolicyBatch",
-    "Adaptation",
-    "AdaptiveEntropy",
-    "AdaptiveKL",
-    "EntropyBonus",
-    "KLTerm",
-    "LikelihoodTerm",
-    "LossPass",
-    "LossTerm",
-    "OffPolicyMask",
-    "SamplingCorrection",
-    "token_mean",
-]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -159,7 +143,7 @@ class OffPolicyMask:
         kept = off_policy_sequence_mask(
             seen.tokens, seen.batch.sampling_logprobs, off_policy_mask_threshold=self.threshold
         )
-        seen.metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, seen.batch)
+        seen.metrics["sampling/off_policy_masked_share"] = token_mean(1 - kept, seen.batch.trainable)
         return kept * loss
 
 
@@ -200,7 +184,7 @@ class KLTerm:
             sampler = batch.sampling_logprobs if self._is_corrected else seen.old_logprobs
             log_ratio = (logprobs - sampler).where(batch.trainable, 0.0)
             kl = self._estimate(batch, logprobs, batch.ref_logprobs, log_ratio)
-        seen.metrics["kl"] = token_mean(kl.detach(), batch)
+        seen.metrics["kl"] = token_mean(kl.detach(), batch.trainable)
         if self._adaptation is not None:
             self._adaptation.observe_kl(kl, batch)
         return loss + self._beta() * kl
@@ -261,11 +245,6 @@ class EntropyBonus:
         if self.value == 0:
             return loss
         return loss - self.value * (batch.entropy_weights * entropy).sum()
-
-
-def token_mean(values: Tensor, batch: TokenBatch) -> Mean:
-    """Mean of [N] values over trainable tokens."""
-    return Mean((values * batch.trainable).sum(), batch.trainable.sum())
 
 
 # Coefficients that adapt to the quantity that they control, from step to step.

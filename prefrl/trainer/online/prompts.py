@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import datasets
 import torch
@@ -13,31 +13,24 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from prefrl import distributed
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
-from prefrl.data.stream import EmptyItems, StreamLoader, StreamRows
+from prefrl.data.images import ProcessingClass
+from prefrl.data.samplers import (
+    EmptyItems,
+    EpochDataLoader,
+    GenerationBatchSampler,
+    StepBatchSampler,
+    StreamLoader,
+    StreamRows,
+    positions_of_rank,
+)
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
+from prefrl.options.rollout import ResamplingParams
 from prefrl.options.types import TRUNCATION_SIDES
-from prefrl.rollout.collect import Collected, PrefetchQueue, Request, add_greedy, prompt_seed
+from prefrl.rollout.collect import Collected, Collector, PrefetchQueue, Request, add_greedy, prompt_seed
 from prefrl.rollout.curriculum import SuccessCurriculum
 from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
-
-if TYPE_CHECKING:
-    from prefrl.data.images import ProcessingClass
-    from prefrl.options.rollout import ResamplingParams
-    from prefrl.rollout.collect import Collector
-    from prefrl.trainer.online.config import PolicyGradientConfig
-
-__all__ = [
-    "Prompts",
-    "check_prompts",
-    "evaluation_loader",
-    "most_completions",
-    "numbered_rows",
-    "prompt_loader",
-    "prompts_per_generation",
-    "tokenized_prompts",
-]
+from prefrl.trainer.configs import PolicyGradientConfig
 
 
 def tokenized_prompts(
@@ -90,27 +83,26 @@ def check_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
         )
 
 
-def prompt_loader(args: PolicyGradientConfig, dataset: Any, collate: Callable[..., Any]) -> DataLoader[Any]:
-    """An item for each micro-batch: prompts of this rank, see `GenerationBatchSampler`; of a stream, nothing."""
+def prompt_loader(args: PolicyGradientConfig, dataset: Any) -> DataLoader[Any]:
+    """An empty item for each micro-batch, see `GenerationBatchSampler`; of a stream, for ever."""
     if isinstance(dataset, datasets.IterableDataset):
         return DataLoader(EmptyItems(), batch_size=None, generator=torch.Generator())
-    return EpochDataLoader(dataset, prompt_sampler(args, num_rows=len(dataset)), collate_fn=collate)
+    return EpochDataLoader(dataset, prompt_sampler(args, num_rows=len(dataset)), collate_fn=list)
 
 
-def evaluation_loader(dataset: Any, *, num_prompts: int, collate: Callable[..., Any]) -> DataLoader[Any]:
+def evaluation_loader(dataset: Any, *, num_prompts: int) -> DataLoader[Any]:
     """This rank's prompts of an evaluation dataset, in order.
 
     Args:
         dataset: Prepared.
         num_prompts: Prompts of an item.
-        collate: Makes an item of rows.
     """
     place: dict[str, Any] = {"rank": distributed.rank(), "world_size": distributed.world_size()}
     if isinstance(dataset, datasets.IterableDataset):
         cut: dict[str, Any] = {"micro_batch_size": num_prompts, "micro_batches_per_step": 1, "drop_last": False}
-        return StreamLoader(dataset, collate_fn=collate, **cut, **place)
+        return StreamLoader(dataset, collate_fn=list, **cut, **place)
     sampler = StepBatchSampler(len(dataset), micro_batch_size=num_prompts, **place)
-    return EpochDataLoader(dataset, sampler, collate_fn=collate)
+    return EpochDataLoader(dataset, sampler, collate_fn=list)
 
 
 def numbered_rows(args: PolicyGradientConfig, dataset: Any) -> tuple[Any, Callable[[int], list[int]]]:
@@ -136,9 +128,6 @@ def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBa
         num_rows,
         prompts_per_window=prompts_per_generation(args),
         items_per_window=args.micro_batches_per_generation * args.num_iterations,
-        num_updates=args.updates_per_generation,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
         shuffle=args.shuffle_dataset,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
@@ -169,6 +158,13 @@ class Prompts:
         self._rows_of_generation = rows_of_generation
         self._collector = collector
         self._sampling = args.sampling_params()
+        self.num_prompts = prompts_per_generation(args)
+        self._groups = positions_of_rank(  # those of this rank
+            self.num_prompts,
+            num_updates=args.updates_per_generation,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+        )
         self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
         # What options add; None: the option is off.
         self.prefetched: PrefetchQueue | None = None
@@ -229,17 +225,8 @@ class Prompts:
             rows = self.curriculum.choose(rows, seed=self._args.seed, generation=number)
         self._rows = rows
         step = number * self._args.steps_of_a_generation
-        seeds = {group: prompt_seed(self._args.seed, step, group) for group in self._groups(len(rows))}
+        seeds = {group: prompt_seed(self._args.seed, step, group) for group in self._groups}
         return self._collector.ask([self._dataset[rows[group]] for group in seeds], self._sampling, seeds)
-
-    def _groups(self, num_prompts: int) -> list[int]:
-        """The groups of this rank."""
-        return positions_of_rank(
-            num_prompts,
-            num_updates=self._args.updates_per_generation,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-        )
 
     def _with_visits(self, collected: Collected, rows: Sequence[int]) -> Collected:
         """Update the curriculum with the rewards of all ranks, and note them."""
@@ -254,7 +241,6 @@ class Prompts:
 
     def _with_signal(self, collected: Collected, number: int, params: ResamplingParams) -> Collected:
         resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
-        groups = self._groups(len(resampling.rows))
         while True:
             mine = signal_values(collected.rollouts, metric=params.reward_metric)
             everyone = [pair for part in distributed.gather_objects(mine) for pair in part]
@@ -263,14 +249,14 @@ class Prompts:
                 break
             weights = None if self.curriculum is None else self.curriculum.weights
             redrawn = resampling.redraw(without_signal, weights=weights)
-            seeds = {group: resampling.sample_seed(group) for group in groups if group in redrawn}
+            seeds = {group: resampling.sample_seed(group) for group in self._groups if group in redrawn}
             # All ranks make a request, even those without a group to replace: recovery of a server may need them.
             asked = [self._dataset[resampling.rows[group]] for group in seeds]
             new = self._collector.collect(self._collector.ask(asked, self._sampling, seeds))
             if self.curriculum is not None:
                 new = self._with_visits(new, resampling.rows)
             collected = replace(replace_groups(collected, new), visits=[*collected.visits, *new.visits])
-        return replace(collected, metrics=resampling.metrics(groups, without_signal))
+        return replace(collected, metrics=resampling.metrics(self._groups, without_signal))
 
     # Checkpoints. The curriculum is the same on all ranks.
 

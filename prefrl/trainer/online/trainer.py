@@ -5,33 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from prefrl import distributed
 from prefrl.data.formats import column_names
-from prefrl.errors import ConfigError
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.models.load import arguments_for_reward
 from prefrl.rewards.runner import RewardRunner
-from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
-from prefrl.rollout.rows import sampled_batch, token_counts
-from prefrl.rollout.summary import Tables, collected_metrics, log_collected
-from prefrl.trainer.base.arguments import check_arguments, check_has_data, check_stream, default_output_dir, own_config
-from prefrl.trainer.base.references import loaded_reference
-from prefrl.trainer.base.scorer import Scores
-from prefrl.trainer.base.trainer import BaseTrainer, Optimizers, Ready
+from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
+from prefrl.trainer.arguments import (
+    check_arguments,
+    check_has_data,
+    check_stream,
+    default_output_dir,
+    loaded_reference,
+    own_config,
+)
+from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
-from prefrl.trainer.online.episodes import Episodes
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
-from prefrl.trainer.online.generators import make_generator, server_metrics
-from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -45,8 +44,10 @@ from prefrl.trainer.online.prompts import (
     prompts_per_generation,
     tokenized_prompts,
 )
+from prefrl.trainer.online.sampling import Episodes, make_generator, server_metrics
 from prefrl.trainer.progress.history import samples_of
-from prefrl.trainer.steps import LongBatch, Step, SyncStep
+from prefrl.trainer.scorer import Scores
+from prefrl.trainer.steps import LongBatch, Step
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
 
 if TYPE_CHECKING:
@@ -59,14 +60,12 @@ if TYPE_CHECKING:
 
     from prefrl.data.images import ProcessingClass
     from prefrl.generation.base import Generator
-    from prefrl.losses.scores import TokenScores
+    from prefrl.losses.per_token import TokenScores
     from prefrl.rewards.base import RewardSource
+    from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.online.config import PolicyGradientConfig
-    from prefrl.trainer.online.episodes import EnvironmentFactory, Tools
     from prefrl.trainer.online.learner import Learned, Learner
-
-__all__ = ["OnlineTrainer"]
+    from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
 
 # The checkpoint file of adaptive coefficients and running moments.
 _STATE_FILE = "learning_state.json"
@@ -170,8 +169,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
         state, clock = lambda: self.state, lambda: self.account.clock()
-        company = partial(distributed.in_company, device=args.device)
-        self._collector = Collector(self.rewards, sampler, state, clock, lambda: company(self.rewards.passes))
+        self._collector = Collector(self.rewards, sampler, state, clock)
+        if self.rewards.models:
+            company = partial(distributed.in_company, device=args.device)
+            self._collector = replace(self._collector, company=lambda: company(self.rewards.passes))
         self._evaluation = EvaluationRollouts(args, self._collector)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
@@ -197,15 +198,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
         ref_hidden = batch.ref_hidden if isinstance(batch, ReadyBatch) else None
         return self._policy_loss(batch, self.scorer.scores(model, batch, self.objective.want, ref_hidden=ref_hidden))
 
-    def row_items(self, batch: Any) -> Tensor:
-        """See the objective."""
-        return self.objective.row_items(batch)
-
     def _policy_loss(self, batch: Ready, scores: TokenScores) -> LossOutput:
         """See the objective; keeps the log-probs for the later visits of the batch."""
         if self.args.num_iterations > 1:
             self._fresh_logprobs.append(scores.logprobs.detach())
         return self.objective(batch, scores)
+
+    def row_items(self, batch: Any) -> Tensor:
+        """See the objective."""
+        return self.objective.row_items(batch)
 
     # Datasets.
 
@@ -218,18 +219,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """The dataset rows, unchanged."""
         return rows
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def training_loader(self) -> DataLoader[Any]:
         """See `prompt_loader`."""
-        if self.train_dataset is None:
-            raise ConfigError("train_dataset=None: training needs a dataset")
-        return prompt_loader(self.args, self.train_dataset, self.collate)
+        return prompt_loader(self.args, self.train_dataset)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def evaluation_loader(self, dataset: Any) -> DataLoader[Any]:
         """The prompts of an evaluation dataset, in order."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch, collate=self.collate)
+        return evaluation_loader(dataset, num_prompts=self.args.prompts_per_evaluation_batch)
 
     # One step.
 
@@ -248,7 +244,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
         if self.buffer.is_spent:
             generations = {number: self._collect(number) for number in self.plan.units}
-            rollouts = joined(list(generations.values()), num_prompts=prompts_per_generation(self.args))
+            rollouts = joined(list(generations.values()), num_prompts=self.prompts.num_prompts)
             learned = self._learned(rollouts, num_parts=self.args.updates_per_generation)
             merge(self.metrics["train"], learned.metrics)
             for number, collected in generations.items():
@@ -299,21 +295,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
             learned.metrics.update(token_counts(rollouts, batch))
         return learned
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Step], float]:
-        """See `BaseTrainer.get_batch_samples`. With overlap, items are counted at the end of the step."""
+    def make_step(self, items: list[Any]) -> tuple[Step, float]:
+        """See `BaseTrainer`. With overlap, items are counted at the end of the step."""
         if self.args.generation_mode != "overlap":
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._start_step()
-        items = self.plan.next_items(epoch_iterator, num_batches)
-        if not items:
-            return [], 0.0
+            return super().make_step(items)
         (number,) = self.plan.units
-        step = OverlapStep(
-            self._arriving(number, self._parts(number)), lambda: self.policy, self._idle_batch(), self.accelerator
-        )
-        return [*(SyncStep() for _ in items[1:]), step], 1.0
+        groups = self._arriving(number, self._parts(number))
+        return OverlapStep(groups, lambda: self.policy, self._idle_batch(), self.accelerator), 1.0
 
     def _parts(self, number: int) -> Iterator[Collected]:
         """The scored groups of a generation batch, in the order in which they arrive or arrived."""
@@ -375,13 +363,11 @@ class OnlineTrainer(BaseTrainer[Ready]):
         with self.account.phase("weight_sync" if self.args.use_vllm else "generation"):
             self.generator.sync(self.weights, version=self.state.global_step)
 
-    def training_step(
-        self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | float | None = None
-    ) -> Tensor:
-        """See `BaseTrainer.training_step`; changes a minibatch that is visited again, see `Objective.visited`."""
+    def run_step(self, model: nn.Module, step: Step, num_items: Tensor | float | None) -> Tensor:
+        """See `BaseTrainer`; changes a minibatch that is visited again, see `Objective.visited`."""
         self._fresh_logprobs = []
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if inputs.micro_batches:
+        loss = super().run_step(model, step, num_items)
+        if step.micro_batches:
             self.objective.end_step(self.args.device)
             if self._fresh_logprobs:
                 self.buffer.change_visited(self.objective.visited, self._fresh_logprobs)
@@ -389,8 +375,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     # Evaluation: completions, rewards and their loss.
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """See `Loop`; samples with the current weights, and learning goes on as before."""
+    def run_evaluation(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
+        """See `BaseTrainer`; samples with the current weights, and learning goes on as before."""
         has_average = self.evaluates_averages  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
@@ -398,7 +384,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         state = state_of(self.learner)
         self._evaluation.take()  # what an evaluation that failed has left
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            return super().run_evaluation(dataloader, prefix)
         finally:
             restore(self.learner, state)
             if has_average:
@@ -441,7 +427,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         step = self.state.global_step
-        metrics = collected_metrics(collected) | self.health.check(collected.rollouts)
+        metrics = rollout_metrics(collected.rollouts, logged=collected.logged_metrics)
+        metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= server_metrics(collected.rollouts, self.generator, step=step)
         if self.prompts.prefetched is not None:
@@ -453,20 +440,19 @@ class OnlineTrainer(BaseTrainer[Ready]):
             log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)
 
     def decisive(self) -> dict[str, Any]:
-        """See `Loop`; the updates also depend on the rewards and on how many prompts a generation has."""
+        """See `BaseTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
         return {
             **super().decisive(),
-            "prompts_per_generation": prompts_per_generation(self.args),
+            "prompts_per_generation": self.prompts.num_prompts,
             "steps_of_a_generation": self.args.steps_of_a_generation,
             "rewards": self.rewards.fingerprints,
             "episodes": self.episodes.fingerprints,
         }
 
-    def end(self) -> None:
-        """See HuggingFace's `end`; also releases the servers."""
+    def close(self) -> None:
+        """Release the servers."""
         self._collector.sampler.close()
         self.generator.close()
-        super().end()
 
     def _save_update_state(self, folder: Path) -> None:
         """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""

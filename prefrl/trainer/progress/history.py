@@ -5,32 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from prefrl.printable import printable
 from prefrl.rollout.summary import as_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from prefrl.types import Rollout
-
-__all__ = [
-    "History",
-    "Row",
-    "Sample",
-    "duration",
-    "number",
-    "quantity",
-    "samples_of",
-    "show_banner",
-    "sparkline",
-]
-
+from prefrl.types import Rollout
 
 # What is shown of a log, in this order: its name in the log and its title. Of two with one title, the first is shown.
 _TITLES = {
@@ -80,7 +64,7 @@ class Row:
             step,
             values,
             _reward_parts(numbers),
-            {_between(name, "time/", "_s"): s for name, s in numbers.items() if name.startswith("time/")},
+            {n.removeprefix("time/").removesuffix("_s"): s for n, s in numbers.items() if n.startswith("time/")},
             numbers.get("step_time"),
         )
 
@@ -176,7 +160,7 @@ class History:
     def seconds_left(self, step: int) -> float | None:
         """Seconds until the end of the run, at its mean speed so far; None: not known yet."""
         done = step - self._first_step
-        return self.seconds / done * (self.total - step) if done > 0 else None
+        return (self.clock() - self._start) / done * (self.total - step) if done > 0 else None
 
 
 def number(value: float | None) -> str:
@@ -196,21 +180,11 @@ def duration(seconds: float | None) -> str:
 
 
 def _reward_parts(numbers: Mapping[str, float]) -> dict[str, float]:
-    parts = {
-        _name_of_part(_between(name, "rewards/", "/mean")): value
-        for name, value in numbers.items()
-        if name.startswith("rewards/") and name.endswith("/mean")
-    }
-    return parts if len(parts) > 1 else {}
-
-
-def _name_of_part(name: str) -> str:
-    """The name of a reward function; one that is also the title of a metric, such as `length`, is told from it."""
-    return f"{name} reward" if name in _TITLES.values() else name
-
-
-def _between(name: str, prefix: str, suffix: str) -> str:
-    return name.removeprefix(prefix).removesuffix(suffix)
+    """By name; one that is also the title of a metric, such as `length`, is told from it."""
+    names = [name for name in numbers if name.startswith("rewards/") and name.endswith("/mean")]
+    parts = {name.removeprefix("rewards/").removesuffix("/mean"): numbers[name] for name in names}
+    titles = {*_TITLES.values()}
+    return {f"{n} reward" if n in titles else n: mean for n, mean in parts.items()} if len(parts) > 1 else {}
 
 
 def sparkline(values: Sequence[float], *, width: int = 32) -> str:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.progress.history import History, Sample
 
-__all__ = ["NotebookView"]
-
 _CHARACTERS = 2000  # of a prompt or a completion
 _CELL = "text-align: left; vertical-align: top; white-space: pre-wrap; overflow-wrap: anywhere"
 

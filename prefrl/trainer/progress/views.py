@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,30 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from prefrl.printable import printable, reason_of
 from prefrl.run.records import METRICS_FILE, append_metrics
-from prefrl.trainer.progress.history import duration, number, show_banner
-from prefrl.trainer.progress.live import RichProgressCallback
+from prefrl.trainer.progress.history import History, Row, Sample, duration, number, show_banner, sparkline
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
-
-    from prefrl.trainer.progress.history import History, Row
-
-__all__ = [
-    "LineView",
-    "Recorder",
-    "add_views",
-    "closed_at_end",
-    "contain_trackers",
-    "line",
-]
-
 
 _log = logging.getLogger(__name__)
 
@@ -209,3 +200,152 @@ def closed_at_end(handler: CallbackHandler) -> Iterator[None]:
         for callback in handler.callbacks:
             if isinstance(callback, RichProgressCallback):
                 callback.close()
+
+
+_BAR = 24  # characters of the longest bars
+_CHARACTERS, _LINES = 300, 4  # of a completion or the end of a prompt
+
+
+class RichProgressCallback(ProgressCallback):
+    """Shows progress and time left, metrics with their course, where the time goes, and two completions, in place.
+
+    Trainers use it by themselves on a terminal. Passed in `callbacks`, it is used wherever the output goes.
+
+    Args:
+        console: Where to write; None: standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
+        self.console = console or Console()
+        self.history = History()  # the trainer sets its own
+        self._live: Live | None = None
+        self._step = 0
+        self._is_evaluating = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        if not state.is_world_process_zero:
+            return
+        show_banner(self.console, self.history.facts())
+        self._step, self._is_evaluating = state.global_step, False
+        self._live = Live(get_renderable=self.view, console=self.console, refresh_per_second=4)
+        self._live.start()
+        atexit.register(self.close)  # an error in the step must not leave the cursor hidden
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        self._step = state.global_step
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """HuggingFace's hook."""
+        if self._live is not None:
+            self._live.refresh()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *_: Any, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook; outside of training, HuggingFace's bar is shown."""
+        self._is_evaluating = self._live is not None
+        if not self._is_evaluating:
+            super().on_prediction_step(args, state, control, **kwargs)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        self._is_evaluating = False
+        super().on_evaluate(args, state, control, **kwargs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop updating; what was shown last stays on the screen."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+            atexit.unregister(self.close)
+
+    def view(self) -> Group:
+        """All that is shown now."""
+        parts: list[RenderableType] = [self._bar()]
+        if self.history.rows:
+            beside = Table.grid(padding=(0, 4))
+            beside.add_row(self._metrics(), self._times())
+            parts += ["", beside]
+        if self.history.best is not None and self.history.worst is not None:
+            parts += ["", _samples(self.history.best, self.history.worst)]
+        return Group(*parts)
+
+    def _bar(self) -> Table:
+        """The steps that are done, the time, and what the run is doing."""
+        step, total = self._step, self.history.total
+        phase = "evaluation" if self._is_evaluating else (self.history.phase() or "").replace("_", " ")
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text("Training", style="bold"),
+            ProgressBar(total, step, width=_BAR),
+            f"{step}/{total}",
+            f"{step / max(total, 1):.0%}",
+            duration(self.history.seconds),
+            f"{duration(self.history.seconds_left(step))} left",
+            Text(phase, style="cyan"),
+        )
+        return bar
+
+    def _metrics(self) -> Table:
+        """The latest values, with their course so far."""
+        last = self.history.rows[-1]
+        table = Table("", f"step {last.step}", "so far", box=None, padding=(0, 2))
+        table.columns[1].justify = "right"
+        for title in self.history.titles:
+            table.add_row(title, *self._course(title))
+            if title == "reward":
+                for name in last.rewards:
+                    table.add_row(Text(f"  {printable(name)}", style="dim"), *self._course(name))
+        for row in self.history.evaluations[-1:]:
+            for title, value in row.values.items():
+                table.add_row(Text(printable(f"evaluation {title}")), number(value), f"step {row.step}")
+        return table
+
+    def _course(self, title: str) -> tuple[str, Text]:
+        values = self.history.series(title)
+        return number(values[-1] if values else None), Text(sparkline(values), style="green")
+
+    def _times(self) -> Table:
+        """Where the time of a step goes, the longest phase first."""
+        last = self.history.rows[-1]
+        table = Table("", f"{number(last.step_s)} s/step", "", box=None, padding=(0, 2))
+        table.columns[1].justify = "right"
+        whole = sum(last.phases.values())
+        for phase, seconds in sorted(last.phases.items(), key=lambda item: -item[1]):
+            if seconds >= 0.01 * whole > 0:
+                bar = Text("\u2588" * max(1, round(_BAR * seconds / whole)), style="blue")
+                table.add_row(phase.replace("_", " "), f"{seconds / whole:.0%}", bar)
+        return table
+
+
+def _samples(best: Sample, worst: Sample) -> Table:
+    table = Table("", "reward", "prompt", "completion", box=None, padding=(0, 2))
+    for name, sample in {"best": best, "worst": worst}.items():
+        shortened = (
+            Text(printable(sample.prompt[-_CHARACTERS:], max_lines=_LINES), style="dim"),
+            Text(printable(sample.completion, max_characters=_CHARACTERS, max_lines=_LINES)),
+        )
+        table.add_row(name, number(sample.reward), *shortened)
+    return table

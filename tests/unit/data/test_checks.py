@@ -14,7 +14,7 @@ from prefrl import DataError
 from prefrl.data import checks
 from prefrl.data.checks import ID_COLUMNS, check_known_ids, check_positions, warn_of_shared_rows, warn_of_unknown_end
 from prefrl.models.plans import PositionLimit
-from prefrl.options.length_bound import LengthBound
+from prefrl.options.types import LengthBound
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer
 from tests.unit.data.templates import CHATML, chat_tokenizer

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefrl.data.convert import (
+from prefrl.data.sources import (
     extract_prompt,
     maybe_extract_prompt,
     maybe_unpair_preference_dataset,

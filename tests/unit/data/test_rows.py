@@ -5,7 +5,7 @@ import logging
 import datasets
 import pytest
 
-from prefrl.data.rows import drop_rows, map_rows
+from prefrl.data.packing import drop_rows, map_rows
 from prefrl.errors import ConfigError, DataError
 
 FEATURES = datasets.Features(half=datasets.Value("int64"))

@@ -15,8 +15,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from prefrl.data.samplers import EpochDataLoader, GenerationBatchSampler, StepBatchSampler, positions_of_rank
-from prefrl.data.stream import StreamLoader, StreamRows
+from prefrl.data.samplers import (
+    EpochDataLoader,
+    GenerationBatchSampler,
+    StepBatchSampler,
+    StreamLoader,
+    StreamRows,
+    positions_of_rank,
+)
 from prefrl.errors import DataError
 
 
@@ -80,16 +86,18 @@ def test_drop_last_leaves_the_shorter_step_out() -> None:
     assert len(sampler) == 4
 
 
-def test_prompts_come_once_for_each_window_and_stay_on_one_rank() -> None:
-    def of_rank(rank: int) -> list[list[int]]:
-        sampler = GenerationBatchSampler(
-            9, prompts_per_window=4, items_per_window=3, num_updates=1, rank=rank, world_size=2, shuffle=False, seed=0
-        )
-        assert len(list(sampler)) == len(sampler)
-        return list(sampler)
+def test_prompts_are_read_by_the_number_of_their_generation_and_items_are_only_counted() -> None:
+    sampler = GenerationBatchSampler(9, prompts_per_window=4, items_per_window=3, shuffle=False, seed=0)
+    assert list(sampler) == [[]] * 6
+    assert len(sampler) == 6
+    assert [sampler.rows_of_generation(number) for number in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
 
-    assert of_rank(0) == [[0, 1], [], [], [4, 5], [], []]
-    assert of_rank(1) == [[2, 3], [], [], [6, 7], [], []]
+
+def test_each_epoch_of_prompts_has_an_order_of_its_own() -> None:
+    sampler = GenerationBatchSampler(40, prompts_per_window=20, items_per_window=3, shuffle=True, seed=0)
+    first, second = (joined(sampler.rows_of_generation(2 * epoch + i) for i in range(2)) for epoch in range(2))
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert first != second
 
 
 @given(share=sizes, updates=sizes, world=st.integers(1, 4))

@@ -20,14 +20,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prefrl import distributed
 from prefrl.data import samplers as dealing_module
-from prefrl.data.rows import map_rows
-from prefrl.data.samplers import Dealing, GenerationBatchSampler, StepBatchSampler, deal, positions_of_rank
+from prefrl.data.packing import map_rows
+from prefrl.data.samplers import Dealing, StepBatchSampler, deal, positions_of_rank
 from prefrl.distributed import shards
 from prefrl.distributed.processes import form_teams
 from prefrl.errors import DataError
-from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.batches import Minibatch, RolloutBuffer
 from prefrl.rollout.journal import Journal
-from prefrl.scripts.report.page import _FILE
+from prefrl.scripts.report_page import _FILE
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.types import LabeledBatch
 from tests.unit.distributed.test_orders import labeled
@@ -102,29 +102,12 @@ def test_every_rank_has_as_many_micro_batches_and_each_row_is_on_one(
 
 @many
 @pytest.mark.parametrize("prompts_per_rank", [0.5, 1.0, 1.7, 6.0])
-def test_each_prompt_is_sampled_on_one_rank_in_the_same_items(world: int, prompts_per_rank: float) -> None:
-    count, updates = int(world * prompts_per_rank), 3
-    samplers = [
-        GenerationBatchSampler(
-            2 * count + 1,
-            prompts_per_window=count,
-            items_per_window=updates,
-            num_updates=updates,
-            rank=rank,
-            world_size=world,
-            shuffle=True,
-            seed=1,
-        )
-        for rank in range(world)
-    ]
-    items = [list(sampler) for sampler in samplers]
-    assert {len(of_rank) for of_rank in items} == {2 * updates}
-    for window, first in enumerate((0, updates)):
-        prompts = [row for of_rank in items for row in of_rank[first]]
-        assert sorted(prompts) == sorted(samplers[-1].rows_of_generation(window))
-        sizes = [len(of_rank[first]) for of_rank in items]
-        assert max(sizes) - min(sizes) <= 1
-        assert not any(of_rank[first + i] for of_rank in items for i in range(1, updates))
+def test_each_prompt_is_sampled_on_one_rank(world: int, prompts_per_rank: float) -> None:
+    count = int(world * prompts_per_rank)
+    shares = [positions_of_rank(count, num_updates=3, rank=rank, world_size=world) for rank in range(world)]
+    assert sorted(position for share in shares for position in share) == list(range(count))
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
 
 
 @many

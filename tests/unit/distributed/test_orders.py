@@ -18,9 +18,9 @@ from prefrl.errors import CheckpointError
 from prefrl.metrics import Mean, values_of
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
-from prefrl.run import seal
+from prefrl.run import checkpoints
 from prefrl.run.records import Identity
-from prefrl.trainer import step_dump
+from prefrl.trainer import steps
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.trainer.run_folder import RunFolder
 from prefrl.types import LabeledBatch
@@ -149,11 +149,11 @@ def test_a_rank_that_cannot_write_its_rows_makes_all_give_up(
             raise error
         path.touch()
 
-    monkeypatch.setattr(step_dump, "_write", write)
+    monkeypatch.setattr(steps, "_write", write)
 
     def work(rank: int) -> Path:
         identity = Identity(run="r", decisive={}, model="")
-        return step_dump.dump_step(tmp_path, [], step=3, num_items=1.0, identity=identity, save_model=lambda _: None)
+        return steps.dump_step(tmp_path, [], step=3, num_items=1.0, identity=identity, save_model=lambda _: None)
 
     found = on_ranks(RANKS, work)
     assert [(type(one), str(one)) for one in found] == [(OSError, "disk full")] * RANKS
@@ -278,24 +278,26 @@ def test_ranks_seal_a_checkpoint_together_and_read_each_file_once(
 ) -> None:
     contents, read = staged(tmp_path), []
 
-    def noted(path: Path) -> seal.FileSeal:
+    def noted(path: Path) -> checkpoints.FileSeal:
         read.append((distributed.rank(), path.name))
         return seal_file(path)
 
-    def threads_of_a_rank(folder: Path, names: Sequence[str]) -> dict[str, seal.FileSeal]:
+    def threads_of_a_rank(folder: Path, names: Sequence[str]) -> dict[str, checkpoints.FileSeal]:
         return {name: noted(folder / name) for name in names}
 
-    seal_file = seal._seal_file
+    seal_file = checkpoints._seal_file
     monkeypatch.setattr("prefrl.trainer.run_folder.seals_of", threads_of_a_rank)
-    monkeypatch.setattr(seal, "_seal_file", lambda path: pytest.fail(f"the main process reads {path.name} again"))
+    monkeypatch.setattr(
+        checkpoints, "_seal_file", lambda path: pytest.fail(f"the main process reads {path.name} again")
+    )
     found = on_ranks(RANKS, lambda _: run_folder(tmp_path).publish(tmp_path, step=3, resumable=True, best=None))
     assert found == [tmp_path / "checkpoint-3"] * RANKS
     assert sorted(name for _, name in read) == sorted(Path(name).name for name in contents)
     (of_model,) = [rank for rank, name in read if name == "model.safetensors"]
     assert [name for rank, name in read if rank == of_model] == ["model.safetensors"]
     monkeypatch.undo()
-    assert seal.problem_of(tmp_path / "checkpoint-3") is None
-    manifest = seal.manifest_of(tmp_path / "checkpoint-3")
+    assert checkpoints.problem_of(tmp_path / "checkpoint-3") is None
+    manifest = checkpoints.manifest_of(tmp_path / "checkpoint-3")
     assert manifest is not None
     assert {name: file.size for name, file in manifest.files.items()} == {k: len(v) for k, v in contents.items()}
 
@@ -308,9 +310,9 @@ def test_a_file_that_a_rank_cannot_read_is_sealed_by_the_main_process_or_ends_al
     error: OSError, is_sealed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged(tmp_path)
-    seals_of = seal.seals_of
+    seals_of = checkpoints.seals_of
 
-    def fail(folder: Path, names: Sequence[str]) -> dict[str, seal.FileSeal]:
+    def fail(folder: Path, names: Sequence[str]) -> dict[str, checkpoints.FileSeal]:
         if distributed.rank() == 5:
             raise error
         return seals_of(folder, names)
@@ -319,7 +321,7 @@ def test_a_file_that_a_rank_cannot_read_is_sealed_by_the_main_process_or_ends_al
     found = on_ranks(RANKS, lambda _: run_folder(tmp_path).publish(tmp_path, step=3, resumable=True, best=None))
     if is_sealed:
         assert found == [tmp_path / "checkpoint-3"] * RANKS
-        assert seal.problem_of(tmp_path / "checkpoint-3") is None
+        assert checkpoints.problem_of(tmp_path / "checkpoint-3") is None
         return
     assert all(isinstance(one, CheckpointError) and "No space left" in str(one) for one in found)
     assert not (tmp_path / "checkpoint-3").exists()

@@ -25,8 +25,8 @@ from transformers import (
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import Home, SamplingParams
+from prefrl.generation.local.decoding import uniform_numbers
 from prefrl.generation.local.generator import LocalGenerator
-from prefrl.generation.local.sampling import uniform_numbers
 from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model, tiny_tokenizer
 

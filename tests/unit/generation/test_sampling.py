@@ -16,9 +16,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local import packed_linear as linear_module
-from prefrl.generation.local.cache import keep_rows, rows_of_cache
+from prefrl.generation.local.decoding import TokenSampler, keep_rows, rows_of_cache, uniform_numbers
 from prefrl.generation.local.packed_linear import packed_linears
-from prefrl.generation.local.sampling import TokenSampler, uniform_numbers
 from tests.assets import tiny_model
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.vllm import asker as code
-from prefrl.generation.vllm.asker import Balance, Server, ServerAsker
+from prefrl.generation.vllm import client as code
+from prefrl.generation.vllm.client import Balance, Server, ServerAsker
 from prefrl.generation.vllm.fleet import VLLMStats
 from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
 from prefrl.generation.vllm.requests import Aborted, PromptRequest

@@ -5,7 +5,7 @@ import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, clip_advantages, normalize_rows
 from prefrl.losses.advantage.scored import Moments, moments, row_totals, whitened
-from prefrl.options.advantage import AdvantageParams, GrpoParams
+from prefrl.options.policy_gradient import AdvantageParams, GrpoParams
 
 NAN = math.nan
 SUM, NORMALIZE = "sum_then_normalize", "normalize_then_sum"

@@ -7,7 +7,7 @@ import torch
 
 from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredTokens
 from prefrl.losses.advantage.tokens import turn_advantages
-from prefrl.options.advantage import BaselineParams, DiscountParams, GaeParams
+from prefrl.options.policy_gradient import BaselineParams, DiscountParams, GaeParams
 
 NAN = math.nan
 

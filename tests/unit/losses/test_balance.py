@@ -12,8 +12,8 @@ from prefrl.losses.advantage.balance import (
     gram,
     squared_weights,
 )
-from prefrl.losses.reduce import token_weights
-from prefrl.options.advantage import FamoParams, GradnormParams, UncertaintyParams
+from prefrl.losses.per_token import token_weights
+from prefrl.options.policy_gradient import FamoParams, GradnormParams, UncertaintyParams
 
 HYPERPARAMETERS = {
     "fixed": {},

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, default_chunk_size, module_logprobs
-from prefrl.losses.scores import TokenScores, WantName
+from prefrl.losses.per_token import TokenScores, WantName
 
 WITH_ENTROPY = ("entropy", "entropy_gradient")
 EVERYTHING = [name for name in get_args(WantName) if name != "hidden"]  # which are what comes in

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from prefrl.losses.policy.covariance import select_clip_cov, select_kl_cov
+from prefrl.losses.per_token import item_count, token_weights
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES, PolicyTokens
-from prefrl.losses.reduce import item_count, token_weights
+from prefrl.losses.policy.tokens import select_clip_cov, select_kl_cov
 from prefrl.options.policy import CovarianceBand, HighestCovariance, PolicyLossParams
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.policy.covariance import covariance, covariance_sums, select_clip_cov, select_kl_cov, token_keys
+from prefrl.losses.policy.tokens import covariance, covariance_sums, select_clip_cov, select_kl_cov, token_keys
 from prefrl.options.policy import CovarianceBand, HighestCovariance
 
 # Trainable tokens: log-probs -1, -3, -2 (mean -2), advantages 2, -1, 2 (mean 1).

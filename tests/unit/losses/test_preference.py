@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
+from prefrl.losses.per_token import row_sums
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, box_cox, divergence_score, rpo_nll, smoothed_logistic
 from prefrl.losses.preference.unpaired import length_desensitized, wpo_weights
-from prefrl.losses.reduce import row_sums
 from prefrl.options.preference import PairParams
 
 LN2 = math.log(2)

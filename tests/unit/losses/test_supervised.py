@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefrl.losses.reduce import item_count, row_items, token_weights, trainable_per_row
-from prefrl.losses.router_balance import routed, sequence_balance
+from prefrl.losses.per_token import item_count, row_items, token_weights, trainable_per_row
 from prefrl.losses.supervised import SUPERVISED_LOSSES, dft, nll, value_loss
+from prefrl.models.routers import routed, sequence_balance
 
 
 def loss_and_gradient(function):

@@ -15,7 +15,7 @@ from prefrl.errors import ConfigError
 from prefrl.models.adapters import bitsandbytes_config, lora_config
 from prefrl.models.forward import token_logprobs
 from prefrl.models.load import load_model, load_reward_model
-from prefrl.trainer.sft_config import SFTConfig
+from prefrl.trainer.configs import SFTConfig
 from prefrl.trainer.sft_trainer import SFTTrainer
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 

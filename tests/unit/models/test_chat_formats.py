@@ -12,9 +12,7 @@ from prefrl.models.adapters import add_adapter, lora_config
 from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_tokenizer
 from prefrl.models.tokenizer_changes import CHAT_FORMATS, TokenizerChanges
-from prefrl.trainer.dpo_config import DPOConfig
-from prefrl.trainer.reward_config import RewardConfig
-from prefrl.trainer.sft_config import SFTConfig
+from prefrl.trainer.configs import DPOConfig, RewardConfig, SFTConfig
 from tests.assets import tiny_model, tiny_tokenizer
 
 CHAT = [

@@ -261,6 +261,15 @@ def test_rows_that_share_any_prompt_stay_together_where_they_fit():
     assert [part.num_forward_tokens for part in batch.split(7)] == [5, 5]
 
 
+def test_a_batch_that_is_whole_and_in_its_place_is_not_copied():
+    batch = stripped_thinking().batch
+    assert batch.select(range(batch.num_rows)) is batch
+    assert batch.to("cpu") is batch
+    elsewhere = batch.to("meta")
+    assert {tensor.device.type for tensor in elsewhere.tensors().values()} == {"meta"}
+    assert elsewhere.device.type == "meta"
+
+
 @pytest.mark.parametrize("plan", ["shared_prefix", "packed"])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 64])  # 64: more than there are tokens
 def test_parts_are_equally_long_and_make_up_the_row(plan: ForwardPlan, num_parts: int) -> None:

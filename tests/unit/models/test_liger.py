@@ -19,7 +19,7 @@ from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_o
 from prefrl.models.kernels import apply_liger, liger_options, without_liger
 from prefrl.models.selfcheck import check_plans
 from prefrl.options import run_rules
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 from tests.contract.cases import ROOT, make_trainer, relative_difference, update_of
 

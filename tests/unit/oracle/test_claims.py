@@ -13,7 +13,6 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.policy import SequenceKLParams
 from prefrl.scripts.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
-from prefrl.scripts.oracle.measure import silent, two_prompts
 from prefrl.scripts.oracle.recipe import (
     Recipe,
     reinforce_loss,
@@ -21,7 +20,9 @@ from prefrl.scripts.oracle.recipe import (
     row_total,
     sampling_weights,
     selection,
+    silent,
     token_advantages,
+    two_prompts,
     whiten,
 )
 from prefrl.scripts.oracle.tables import params_of

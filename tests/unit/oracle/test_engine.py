@@ -9,10 +9,10 @@ import torch
 
 from prefrl.losses.advantage.estimators import rloo
 from prefrl.losses.advantage.tokens import turn_advantages
+from prefrl.losses.per_token import row_sums
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.reduce import row_sums
 from prefrl.losses.truncation import Truncation
-from prefrl.options.advantage import AdvantageParams
+from prefrl.options.policy_gradient import AdvantageParams
 from prefrl.scripts.oracle.exact import (
     END,
     OBJECTIVES,

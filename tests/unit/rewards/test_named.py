@@ -13,10 +13,9 @@ import pytest
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.rewards import ReasoningGym, RewardRunner, reasoning_gym_dataset
-from prefrl.rewards.named import reward_by_name
-from prefrl.rewards.reasoning_gym import _RUNS_ANSWERS
+from prefrl.rewards.named import _RUNS_ANSWERS, reward_by_name
 from prefrl.rewards.runner import reward_fingerprint
-from prefrl.scripts.arguments.reward_entry import reward_entries
+from prefrl.scripts.arguments.command import reward_entries
 
 FILE = """\
 import dataclasses

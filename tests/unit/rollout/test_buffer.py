@@ -10,7 +10,7 @@ import torch
 
 from prefrl.errors import DataError
 from prefrl.metrics import Max, Mean, Min
-from prefrl.rollout.buffer import Minibatch, RolloutBuffer
+from prefrl.rollout.batches import Minibatch, RolloutBuffer
 from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.types import LabeledBatch, ReadyBatch, TokenBatch
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.batches import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
 from prefrl.rollout.collect import Collector, Request
-from prefrl.rollout.rows import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 

@@ -14,11 +14,19 @@ import pytest
 
 from prefrl import distributed
 from prefrl.errors import CheckpointError, ConfigError
-from prefrl.run.checkpoints import clean, find_last, publish, rotate, staging_folder
-from prefrl.run.folder import only_writer, writer_token
+from prefrl.run.checkpoints import (
+    MANIFEST,
+    clean,
+    find_last,
+    manifest_of,
+    problem_of,
+    publish,
+    rotate,
+    seal,
+    staging_folder,
+)
+from prefrl.run.folder import Stopped, StopRequest, only_writer, writer_token
 from prefrl.run.records import STARTS, Identity, command_of, read_starts, record_start
-from prefrl.run.seal import MANIFEST, manifest_of, problem_of, seal
-from prefrl.run.stop import Stopped, StopRequest
 from prefrl.trainer.run_folder import RunFolder
 from tests.contract.survival_worker import forked
 

@@ -14,8 +14,16 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from prefrl.errors import CheckpointError, ConfigError
-from prefrl.run.checkpoints import find_last, publish, rotate, staging_folder
-from prefrl.run.seal import MANIFEST, manifest_of, problem_of, text_of
+from prefrl.run.checkpoints import (
+    MANIFEST,
+    find_last,
+    manifest_of,
+    problem_of,
+    publish,
+    rotate,
+    staging_folder,
+    text_of,
+)
 from prefrl.run.uploads import Place, Uploads, check_place, fetch
 from tests.contract.survival_worker import forked
 from tests.patience import PATIENCE

@@ -21,8 +21,8 @@ import pytest
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.sandbox import AssertionTest, InputOutputTest, LocalSandbox, SandboxLimits, Verdict, local
-from prefrl.sandbox.jailed import Output
 from prefrl.sandbox.local import _working
+from prefrl.sandbox.walls import Output
 
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=1.0, memory_mb=256, processes=4, scratch_mb=2, output_bytes=2**16)
 QUICK = replace(LIMITS, wall_s=0.5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError, RewardError
-from prefrl.sandbox import AssertionTest, InputOutputTest, RemoteSandbox, SandboxLimits, Verdict, remote
+from prefrl.sandbox import AssertionTest, InputOutputTest, RemoteSandbox, SandboxLimits, Verdict, protocol
 
 TEST = InputOutputTest("1", "2")
 Answer = tuple[int, Any]
@@ -45,7 +45,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
-    monkeypatch.setattr(remote, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(protocol, "_PAUSES_S", (0.0, 0.0))
     monkeypatch.delenv("PREFRL_SANDBOX_KEY", raising=False)
     server = Server()
 

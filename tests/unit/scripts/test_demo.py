@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.demo import smollm2
-from prefrl.scripts.demo.smollm2 import cached_smollm2, gives_number, is_right, make_chat_questions
+from prefrl.scripts import demo
+from prefrl.scripts.demo import cached_smollm2, gives_number, is_right, make_chat_questions
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_held_out_questions_are_never_trained_on() -> None:
 
 def test_a_model_in_the_cache_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    monkeypatch.setattr(smollm2, "is_installed", lambda package: pytest.fail(f"asked for {package}"))
+    monkeypatch.setattr(demo, "is_installed", lambda package: pytest.fail(f"asked for {package}"))
     assert cached_smollm2(pytest.fail, folder=tmp_path) == tmp_path
 
 
 def test_without_a_network_the_error_says_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "is_installed", lambda _: True)
+    monkeypatch.setattr(demo, "is_installed", lambda _: True)
     index = {"INDEX_URL": "http://127.0.0.1:9/simple", "EXTRA_INDEX_URL": "", "FIND_LINKS": "", "RETRIES": "0"}
     for name, value in (index | {"CONFIG_FILE": "/dev/null", "NO_CACHE_DIR": "1"}).items():
         monkeypatch.setenv(f"PIP_{name}", value)
@@ -47,7 +47,7 @@ def test_without_a_network_the_error_says_what_is_needed(tmp_path: Path, monkeyp
 
 
 def test_without_gguf_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "is_installed", lambda _: False)
-    monkeypatch.setattr(smollm2, "_download", lambda _: pytest.fail("fetched"))
+    monkeypatch.setattr(demo, "is_installed", lambda _: False)
+    monkeypatch.setattr(demo, "_download", lambda _: pytest.fail("fetched"))
     with pytest.raises(ConfigError, match=r"pip install 'prefrl\[gguf\]'"):
         cached_smollm2(lambda _: None, folder=tmp_path / "model")

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from prefrl.rewards.at_k import PromptSamples
-from prefrl.scripts.sampling.at_k import MeanWithInterval, default_sizes, evaluation_table, summaries
+from prefrl.scripts.eval import MeanWithInterval, default_sizes, evaluation_table, summaries
 
 # Two prompts of one source with 1 of 2 and 2 of 2 correct, and one of another with 0 of 1.
 PROMPTS = [

@@ -16,9 +16,17 @@ from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.inputs import read
-from prefrl.scripts.launch.command import CONFIGS, plan_training, visible_gpus, with_gpus
+from prefrl.scripts.launch.command import (
+    CONFIGS,
+    ServerProgram,
+    check_start,
+    choose_port,
+    plan_server,
+    plan_training,
+    visible_gpus,
+    with_gpus,
+)
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.together import ServerProgram, check_start, choose_port, plan_server
 from prefrl.scripts.schema.parser import SchemaParser
 
 EIGHT = [str(i) for i in range(8)]

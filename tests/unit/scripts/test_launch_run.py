@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from prefrl.generation.vllm import handshake
+from prefrl.scripts.launch.command import ServerProgram, run_together
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.together import ServerProgram, run_together
 
 # Starts a process in a session of its own, as torchrun does, which ignores SIGTERM; then does what it is told.
 PROGRAM = """

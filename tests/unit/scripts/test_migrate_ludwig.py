@@ -9,8 +9,7 @@ import yaml
 
 from prefrl import ConfigError
 from prefrl.scripts.migrate.edits import every_option
-from prefrl.scripts.migrate.foreign.ludwig import LUDWIG_KEYS
-from prefrl.scripts.migrate.ludwig import migrate_ludwig
+from prefrl.scripts.migrate.ludwig import LUDWIG_KEYS, migrate_ludwig
 from prefrl.scripts.migrate.values import library_of, of_yaml
 
 HEAD = """\

@@ -21,9 +21,9 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
 from prefrl.run.records import Identity, record_start, write_identity
 from prefrl.scripts.main import main
-from prefrl.scripts.report.page import histograms_of, page, side_by_side
-from prefrl.scripts.report.record import events_of, read_run, thinned
-from prefrl.scripts.report.watch import LivePage, serve
+from prefrl.scripts.report import LivePage, serve
+from prefrl.scripts.report_page import histograms_of, page, side_by_side
+from prefrl.scripts.report_record import events_of, read_run, thinned
 from prefrl.types import Completion, Rollout, Turn
 from tests.patience import PATIENCE
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from prefrl.errors import ConfigError
 from prefrl.run.checkpoints import publish, staging_folder
 from prefrl.run.records import STARTS, Identity, Start, write_identity
-from prefrl.scripts import resume
+from prefrl.scripts import commands
 from prefrl.scripts.ending import ending, next_commands
 from prefrl.scripts.startup import uncollected
 
@@ -49,27 +49,27 @@ def started(folder: Path, *words: str) -> None:
 def test_the_last_command_goes_on_from_its_checkpoint(folder: Path, program: list[str]) -> None:
     started(folder, "prefrl", "dpo")
     started(folder, *program, *OPTIONS)
-    assert resume.command_to_resume(Path("run")) == [*OPTIONS, "--resume_from_checkpoint", "true"]
+    assert commands.command_to_resume(Path("run")) == [*OPTIONS, "--resume_from_checkpoint", "true"]
     started(folder, *program, *OPTIONS, "--resume_from_checkpoint", "true")
-    assert resume.command_to_resume(folder) == [*OPTIONS, "--resume_from_checkpoint", "true"]
+    assert commands.command_to_resume(folder) == [*OPTIONS, "--resume_from_checkpoint", "true"]
 
 
 def test_it_runs_in_place_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(folder, "prefrl", *OPTIONS)
     calls: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(resume.os, "execv", lambda program, argv: calls.append((program, argv)))
-    resume.main(["run"])
+    monkeypatch.setattr(commands.os, "execv", lambda program, argv: calls.append((program, argv)))
+    commands.resume(["run"])
     words = ["-m", "prefrl.scripts.main", *OPTIONS, "--resume_from_checkpoint", "true"]
     assert calls == [(sys.executable, [sys.executable, *words])]
 
 
 def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing to resume: no run has written its command there \(starts.jsonl\)"):
-        resume.command_to_resume(tmp_path / "missing")
+        commands.command_to_resume(tmp_path / "missing")
     started(folder, "prefrl", *OPTIONS)
     (folder / "checkpoint-3/weights").write_text("damaged")
     with pytest.raises(ConfigError, match=r"the run has no complete checkpoint \(checkpoint-3: .*\). Start it again"):
-        resume.command_to_resume(folder)
+        commands.command_to_resume(folder)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, 
 def test_a_command_that_cannot_be_given_again_is_told(folder: Path, words: list[str], message: str) -> None:
     started(folder, *words)
     with pytest.raises(ConfigError, match=message):
-        resume.command_to_resume(folder)
+        commands.command_to_resume(folder)
 
 
 HISTORY = [
@@ -105,7 +105,7 @@ def panel(history: list[dict[str, Any]], *, steps: int, max_steps: int) -> str:
     return console.export_text()
 
 
-def commands(folder: Path, algorithm: str, **given: Any) -> list[str]:
+def commands_after(folder: Path, algorithm: str, **given: Any) -> list[str]:
     about = {"dataset": "data.jsonl", "rewards": None, "is_chat": True} | given
     return next_commands(algorithm, str(folder), **about)
 
@@ -126,7 +126,7 @@ def test_a_loss_is_best_where_it_is_lowest() -> None:
 def test_the_commands_have_the_paths_filled_in(tmp_path: Path) -> None:
     (tmp_path / "completions").mkdir()
     (tmp_path / "adapter_config.json").touch()
-    lines = commands(tmp_path, "grpo", rewards=["my.py:f", "string_check(reference='7')"])
+    lines = commands_after(tmp_path, "grpo", rewards=["my.py:f", "string_check(reference='7')"])
     assert [line.split()[1] for line in lines] == ["chat", "generate", "eval", "look", "merge", "report"]
     assert all(f" {tmp_path}" in line for line in lines)
     assert any(
@@ -135,12 +135,12 @@ def test_the_commands_have_the_paths_filled_in(tmp_path: Path) -> None:
 
 
 def test_commands_that_the_run_has_no_use_for_are_left_out(tmp_path: Path) -> None:
-    assert [line.split()[1] for line in commands(tmp_path, "sft")] == ["chat", "generate", "report"]
-    assert commands(tmp_path, "reward") == [f"prefrl report {tmp_path}"]  # a reward model does not write
+    assert [line.split()[1] for line in commands_after(tmp_path, "sft")] == ["chat", "generate", "report"]
+    assert commands_after(tmp_path, "reward") == [f"prefrl report {tmp_path}"]  # a reward model does not write
 
 
 def test_a_model_without_a_chat_template_continues_texts(tmp_path: Path) -> None:
-    assert commands(tmp_path, "sft", is_chat=False)[0] == f"prefrl generate {tmp_path} 'your prompt' --raw"
+    assert commands_after(tmp_path, "sft", is_chat=False)[0] == f"prefrl generate {tmp_path} 'your prompt' --raw"
 
 
 def test_what_is_imported_is_not_collected_meanwhile_nor_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from prefrl.models.forward import token_logprobs
 from prefrl.models.kernels import OffloadActivations
 from prefrl.models.modes import checkpoint_activations
 from prefrl.registry import REGISTRY
+from prefrl.trainer.features import parts_of_models
+from prefrl.trainer.features.kernels import Offloading
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model, tiny_tokenizer
 
@@ -176,6 +178,8 @@ def test_the_option_is_what_moves_activations(tmp_path: Path) -> None:
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     data = Dataset.from_list([{"text": "to be"}])
     trainer = SFTTrainer(tiny_model(), config, train_dataset=data, processing_class=tiny_tokenizer())
-    assert not isinstance(trainer._saved_activations(), OffloadActivations)
+    assert trainer.parts.get(Offloading) is None
     trainer.args.activation_offloading = True  # the config refuses it on a CPU
-    assert isinstance(trainer._saved_activations(), OffloadActivations)
+    (part,) = parts_of_models(trainer.args, trainer.policy)
+    assert isinstance(part, Offloading)
+    assert isinstance(part.activations(), OffloadActivations)

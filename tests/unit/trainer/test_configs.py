@@ -17,7 +17,7 @@ from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
 from prefrl.losses.truncation import cumsum_permitted
 from prefrl.models.modes import of_products
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.base.config import BaseConfig
+from prefrl.trainer.base_config import BaseConfig
 
 GRPO_RULES = [
     pytest.param({"loss_type": "ppo"}, "loss_type='ppo': must be one of 'grpo', 'bnpo', 'dr_grpo', 'dapo'", id="loss"),

@@ -12,12 +12,12 @@ import torch
 from prefrl import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.generation.base import OnDemand
 from prefrl.rewards.runner import RewardRunner
+from prefrl.rollout.batches import sampled_batch
 from prefrl.rollout.collect import Collector
-from prefrl.rollout.rows import sampled_batch
-from prefrl.trainer.base.scorer import Scores
 from prefrl.trainer.offline.trainer import numbered_apart
 from prefrl.trainer.online.policy_gradient import PolicyGradient
 from prefrl.trainer.online.prompts import Prompts
+from prefrl.trainer.scorer import Scores
 from prefrl.types import Completion, Episode, Rollout, Turn
 from tests.assets import ragged_batch
 
@@ -108,7 +108,7 @@ def seeds_of(folder: Path, number: int, **options: Any) -> Sequence[int]:
     asked = Asked()
     nothing: Any = None  # is collected
     collector = Collector(nothing, asked, nothing, nothing)
-    args = GRPOConfig(output_dir=str(folder), use_cpu=True, **options)
+    args = GRPOConfig(output_dir=str(folder), use_cpu=True, num_generations=4, **options)
     rows = [{"prompt_ids": [5]}, {"prompt_ids": [6]}]
     prompts = Prompts(args, dataset=rows, rows_of_generation=lambda _: [0, 1], collector=collector)
     prompts.request(number, last=9)

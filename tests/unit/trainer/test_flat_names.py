@@ -12,7 +12,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig
-from prefrl.options.flat_names import flat_names, init_vars
+from prefrl.options.fields import flat_names, init_vars
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.parsing.argument_parser import ArgumentParser

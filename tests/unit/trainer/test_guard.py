@@ -14,9 +14,9 @@ import torch
 
 from prefrl import GRPOConfig
 from prefrl.errors import RewardError
+from prefrl.rollout.summary import SignalHealth
 from prefrl.trainer.features.guard import Guard, StepGuard, has_problem
 from prefrl.trainer.features.intervals import EpochIntervals
-from prefrl.trainer.online.health import SignalHealth
 from prefrl.trainer.parts import Events, Part, Parts
 from prefrl.types import Completion, FinishReason, Rollout, Turn
 from tests.contract.cases import make_trainer
@@ -234,3 +234,28 @@ def test_a_run_without_options_has_no_part_but_the_guard(tmp_path: Path) -> None
     assert [type(part) for part in plain._parts] == [Guard]
     by_epochs = make_trainer("sft", tmp_path / "epochs", save_strategy="epoch").parts
     assert [type(part) for part in by_epochs._parts] == [EpochIntervals, Guard]
+
+
+def test_parts_of_models_hear_of_each_model_before_a_backend_and_a_later_part_is_around_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    class Around(Part):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def made(self, run: Any, model: Any, role: str) -> None:
+            heard.append(f"{self.name} {role}")
+
+        def around_loss(self, run: Any, batch: Any, compute: Any) -> Any:
+            heard.append(f"{self.name} begins")
+            output = compute()
+            heard.append(f"{self.name} ends")
+            return output
+
+    monkeypatch.setattr("prefrl.trainer.base_trainer.parts_of_models", lambda args, model: [Around("1"), Around("2")])
+    trainer = make_trainer("dpo", tmp_path, max_steps=1)
+    assert heard == ["1 policy", "2 policy", "1 reference", "2 reference"]
+    trainer.train()
+    assert heard[4:8] == ["2 begins", "1 begins", "1 ends", "2 ends"]

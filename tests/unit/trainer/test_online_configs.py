@@ -12,15 +12,14 @@ import pytest
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.fields import about
-from prefrl.options.kwargs import kwargs_options
 from prefrl.options.online import OnlineOptions
+from prefrl.options.params import kwargs_options
 from prefrl.options.policy import ClipCovParams, VespoParams
 from prefrl.options.presets import PRESETS
 from prefrl.options.rollout import RolloutOptions
 from prefrl.registry import REGISTRY
-from prefrl.trainer.online.episodes import Episodes
-from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.online.policy_objective import PolicyObjective
+from prefrl.trainer.online.sampling import Episodes, sync_method
 
 RULES = [
     (GRPOConfig, {"top_entropy_quantile": 0.0}, "top_entropy_quantile=0.0: must be a number > 0"),

@@ -107,10 +107,10 @@ def test_an_optimizer_that_cannot_update_partitioned_weights_is_refused(
     name: str, backend: str, message: str | None
 ) -> None:
     if message is None:
-        distributed.check_optimizer(accelerator(backend), name, works_under(name))
+        distributed.check_works_under(accelerator(backend), name, works_under(name))
         return
     with pytest.raises(ConfigError, match=message):
-        distributed.check_optimizer(accelerator(backend), name, works_under(name))
+        distributed.check_works_under(accelerator(backend), name, works_under(name))
 
 
 def test_options_that_deepspeed_would_ignore_are_refused() -> None:

@@ -12,8 +12,8 @@ import torch
 
 from prefrl import GRPOConfig
 from prefrl.errors import ConfigError
+from prefrl.losses.per_token import TokenScores
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.scores import TokenScores
 from prefrl.options.policy import EntropyParams
 from prefrl.trainer.online.policy_objective import PolicyObjective
 from prefrl.trainer.online.policy_terms import AdaptiveEntropy, AdaptiveKL, PolicyBatch

@@ -18,9 +18,8 @@ from prefrl.rollout.summary import Tables
 from prefrl.run.records import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress import notebook
 from prefrl.trainer.progress.history import History, Row, Sample, duration, quantity, sparkline
-from prefrl.trainer.progress.live import RichProgressCallback
 from prefrl.trainer.progress.notebook import NotebookView
-from prefrl.trainer.progress.views import line
+from prefrl.trainer.progress.views import RichProgressCallback, line
 
 LOGS: dict[str, Any] = {
     "loss": -0.0,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from prefrl.metrics import Mean
-from prefrl.trainer.base.router_loss import with_router_loss
+from prefrl.trainer.features.router import RouterLoss
 from prefrl.types import LossOutput, TokenBatch
 
 
@@ -39,6 +41,10 @@ def batch_of(*response_row: int) -> TokenBatch:
     )
 
 
+def run_of(scorer: Recording, items: torch.Tensor, *, policy_learns: bool = True) -> Any:
+    return SimpleNamespace(scorer=scorer, row_items=lambda batch: items, policy_learns=policy_learns)
+
+
 @pytest.fixture(autouse=True)
 def settable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefrl.models.routers.RouterRecord.losses", None)
@@ -46,7 +52,7 @@ def settable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_count_by_their_items_and_responses_share_that_of_their_row():
     scorer, items = Recording([2.0, 4.0, 8.0, 5.0]), torch.tensor([3.0, 1.0])
-    output = with_router_loss(scorer.run, scorer, batch_of(0, 0, 0, 1), items, coef=0.5)
+    output = RouterLoss(0.5).around_loss(run_of(scorer, items), batch_of(0, 0, 0, 1), scorer.run)
     # 3 * (2 + 4 + 8) / 3 + 1 * 5 = 19
     assert output.total.item() == pytest.approx(10 + 0.5 * 19)
     assert set(output.metrics) == {"entropy", "aux_loss"}
@@ -56,5 +62,14 @@ def test_rows_count_by_their_items_and_responses_share_that_of_their_row():
 def test_a_pass_that_fails_is_the_last_that_is_recorded():
     scorer = Recording([1.0])
     with pytest.raises(ZeroDivisionError):
-        with_router_loss(lambda: 1 / 0, scorer, batch_of(0), torch.ones(1), coef=1.0)
+        RouterLoss(1.0).around_loss(run_of(scorer, torch.ones(1)), batch_of(0), lambda: 1 / 0)
+    assert scorer.routers is None
+
+
+def test_nothing_is_recorded_while_the_policy_does_not_learn():
+    scorer = Recording([2.0])
+    run = run_of(scorer, torch.ones(1), policy_learns=False)
+    output = RouterLoss(1.0).around_loss(run, batch_of(0), lambda: LossOutput(torch.tensor(10.0), {}))
+    assert output.total.item() == 10.0
+    assert output.metrics == {}
     assert scorer.routers is None

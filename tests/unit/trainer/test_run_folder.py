@@ -18,7 +18,7 @@ from prefrl import ConfigError, GRPOConfig, SFTConfig, SFTTrainer
 from prefrl.errors import DataError, GenerationError, RewardError
 from prefrl.models.load import load_model
 from prefrl.trainer.checkpointing import saved_at_errors
-from prefrl.trainer.decisive import model_fingerprint
+from prefrl.trainer.facts import model_fingerprint
 from tests.assets import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 

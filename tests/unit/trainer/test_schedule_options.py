@@ -14,9 +14,9 @@ import pytest
 from prefrl import SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.base import BaseOptions
-from prefrl.options.kwargs import kwargs_options
+from prefrl.options.params import kwargs_options
 from prefrl.registry import REGISTRY, Algorithm
-from prefrl.trainer.decisive import decisive_options
+from prefrl.trainer.facts import decisive_options
 from prefrl.trainer.scheduler import refresh
 from tests.unit.trainer.test_schedules import PLATEAU, RATES, VALUES, WSD, config, curve, optimizer_of, scheduler_of
 

@@ -14,9 +14,8 @@ from transformers.trainer_utils import SchedulerType
 
 from prefrl import SFTConfig, distributed
 from prefrl.options.schedule import PlateauParams
-from prefrl.trainer.base.optimizers.schedules import SCHEDULES
-from prefrl.trainer.decisive import decisive_options
-from prefrl.trainer.scheduler import RatePlateau, Scheduler, own_scheduler, refresh
+from prefrl.trainer.facts import decisive_options
+from prefrl.trainer.scheduler import SCHEDULES, RatePlateau, Scheduler, refresh
 
 STEPS = 20
 RATES = (0.3, 0.06)  # of two parameter groups, the first of learning_rate
@@ -35,7 +34,7 @@ def optimizer_of(*rates: float, weight_decay: float = 0.0) -> torch.optim.SGD:
 
 
 def scheduler_of(options: SFTConfig, optimizer: torch.optim.Optimizer) -> Scheduler:
-    scheduler = own_scheduler(options, None, optimizer, STEPS)
+    scheduler = options.own_scheduler(None, optimizer, STEPS)
     assert scheduler is not None
     return scheduler
 

@@ -19,9 +19,9 @@ from prefrl.models.flops import ModelCost, Products
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.reference import make_reference
 from prefrl.trainer.account import StepAccount
-from prefrl.trainer.base.scorer import Scorer, Scores
 from prefrl.trainer.features.flops import StepFlops
 from prefrl.trainer.parts import Events, Parts
+from prefrl.trainer.scorer import Scorer, Scores
 from tests.assets import ragged_batch, tiny_model
 
 CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ def test_operations_of_a_step_stand_beside_their_floor(clock: Clock, flops: Step
     for _ in range(2):
         account.start()
         product()  # generation
-        with account.passes("training", rows()), account.phase("forward"):
+        with account.phase("backward", "training", rows()), account.phase("forward"):
             product()
             clock.wait(4)
         account.finish()
@@ -253,10 +253,10 @@ def test_passes_without_gradients_need_one_forward(clock: Clock, flops: StepFlop
     flops.reference = ModelCost(token=Products(20, 40), position=Products(0, 0), pair={}, scores_rows=False)
     account = StepAccount(CPU, clock=clock, flops=flops)
     account.start()
-    with account.scoring("old_policy", *rows()):
+    with account.phase("old_policy", "old_policy", rows()):
         clock.wait(2)
         product()
-    with account.scoring("reference", *rows()):
+    with account.phase("reference", "reference", rows()):
         clock.wait(3)
         product()
     account.finish()
@@ -272,7 +272,7 @@ def test_a_prompt_in_several_micro_batches_is_needed_once(clock: Clock, flops: S
     account = StepAccount(CPU, clock=clock, flops=flops)
     batch = flat_batch([[7] * 5] * 2, [[1, 2, 3, 4], [1, 2]], groups=[3, 3])
     account.start()
-    with account.passes("training", batch.chunks(1)):
+    with account.phase("backward", "training", batch.chunks(1)):
         product()
     account.finish()
     assert values(account.drain([]))["perf/flops_floor"] == 108
@@ -281,8 +281,8 @@ def test_a_prompt_in_several_micro_batches_is_needed_once(clock: Clock, flops: S
 def test_a_pass_inside_another_is_counted_once(clock: Clock, flops: StepFlops) -> None:
     account = StepAccount(CPU, clock=clock, flops=flops)
     account.start()
-    with account.passes("training", rows()):
-        with account.scoring("old_policy", *rows()):
+    with account.phase("backward", "training", rows()):
+        with account.phase("old_policy", "old_policy", rows()):
             product()
         product()
     account.finish()
@@ -291,15 +291,15 @@ def test_a_pass_inside_another_is_counted_once(clock: Clock, flops: StepFlops) -
 
 def test_passes_outside_a_step_are_not_counted(clock: Clock, flops: StepFlops) -> None:
     account = StepAccount(CPU, clock=clock, flops=flops)
-    with account.passes("training", rows()):
+    with account.phase("backward", "training", rows()):
         product()
     account.start()
-    with account.passes("training", rows()):
+    with account.phase("backward", "training", rows()):
         product()  # of a step that is not finished
     account.start()
-    with account.phase(None), account.passes("training", rows()):
+    with account.phase(None), account.phase("backward", "training", rows()):
         product()
-    with account.passes("training", rows()):
+    with account.phase("backward", "training", rows()):
         product()
     account.finish()
     logged = values(account.drain([]))
@@ -328,6 +328,6 @@ def test_every_pass_scores_the_distribution_that_is_sampled_from(tmp_path: Path)
     for other_way in ({"truncation": cuts}, {"temperature": 0.5}):
         assert not torch.allclose(expected, token_logprobs(policy, batch, **other_way).logprobs, atol=0.1)
     torch.testing.assert_close(scorer.scores(policy, batch, want=()).logprobs.detach(), expected)
-    torch.testing.assert_close(scorer.policy_logprobs(batch), expected)
+    torch.testing.assert_close(scorer.of_policy(batch).logprobs, expected)
     expected = token_logprobs(other, batch, temperature=0.5, truncation=cuts).logprobs.detach()
-    torch.testing.assert_close(scorer.reference_logprobs(batch), expected)
+    torch.testing.assert_close(scorer.of_reference(batch).logprobs, expected)

@@ -15,10 +15,8 @@ from prefrl.data.tool_calls import tool_call_reader
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.rollout.episodes.driver import EpisodeSampler
-from prefrl.rollout.episodes.environment import EnvironmentKind, environment_kinds
-from prefrl.rollout.episodes.options import EpisodeLimits
-from prefrl.rollout.episodes.play import Player, Task
-from prefrl.rollout.episodes.seats import Seat
+from prefrl.rollout.episodes.environment import EnvironmentKind, Seat, environment_kinds
+from prefrl.rollout.episodes.play import EpisodeLimits, Player, Task
 from prefrl.rollout.episodes.threads import MainThread
 from prefrl.types import Completion, Episode, Rollout
 from tests.patience import PATIENCE

@@ -12,9 +12,9 @@ import pytest
 
 from prefrl import DataError, Environment, EpisodeError, Observation
 from prefrl.data.chat import ChatTemplate, special_tokens
+from prefrl.rollout.batches import responses_of
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT
 from prefrl.rollout.episodes.play import EnvironmentFailure
-from prefrl.rollout.rows import responses_of
 from prefrl.types import Completion
 from tests.patience import PATIENCE, before_a_deadline
 from tests.unit.data import templates

@@ -8,14 +8,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefrl import Environment
 from prefrl.rewards.call import EventLoopThread
-from prefrl.rollout.episodes.environment import environment_kinds
-from prefrl.rollout.episodes.seats import CallTimeout, Seat, Seats
+from prefrl.rollout.episodes.environment import CallTimeout, Seat, Seats, environment_kinds
 from prefrl.rollout.episodes.threads import MainThread
 from tests.launch import run_module
 from tests.patience import PATIENCE
@@ -92,8 +92,7 @@ def test_a_hung_call_is_abandoned_in_time_and_the_next_one_works() -> None:
 def hang() -> None:
     """Run by a process of its own."""
     os.dup2(1, 2)  # no error goes unseen
-    (kind,) = environment_kinds(None, World).values()
-    loop, seat = EventLoopThread(), Seat(kind, MainThread())
+    loop, seat = EventLoopThread(), Seat(SimpleNamespace(make=None, unused=[], is_full=False), MainThread())
     try:
         loop.submit(seat.call(threading.Event().wait, timeout=0.1)).result()
     except CallTimeout as error:

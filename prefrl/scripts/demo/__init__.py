@@ -1,1 +1,0 @@
-"""`prefrl demo`: a tiny model, or SmolLM2, learns to add."""

@@ -1,0 +1,256 @@
+"""What a name of another library is here; names of axolotl, peft and other libraries, for messages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# How many processes there are, and what each of them holds.
+LAUNCH = "set num_processes, num_machines and accelerate_config; see docs/distributed.md"
+_UNSET = (None, "", "None", -1)
+
+CounterpartKind = Literal["renamed", "becomes", "instead", "not needed", "server", "not there", "aside"]
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """What a name of another library is here.
+
+    Args:
+        kind: Whether there is a counterpart, and whether the name may be left out.
+        text: What it is, or why it is not needed, or what to do instead; no full stop.
+        options: The options that it becomes; advice is given only where a config has the first of them.
+        convert: From the value to those options, which may be none. None: the value alone does not decide them.
+    """
+
+    kind: CounterpartKind
+    text: str
+    options: tuple[str, ...] = ()
+    convert: Callable[[Any], Mapping[str, Any]] | None = None
+
+    @property
+    def says(self) -> str:
+        """The row in words that may follow the name."""
+        return {
+            "renamed": f"is {self.text} here",
+            "becomes": f"becomes here: {self.text}",
+            "instead": f"works differently here: {self.text}",
+            "not needed": f"is not needed here: {self.text}",
+            "server": f"belongs to prefrl vllm-serve here: {self.text}",
+            "not there": f"has no counterpart here: {self.text}",
+            "aside": f"has no counterpart here: {self.text}",
+        }[self.kind]
+
+    @property
+    def may_go(self) -> bool:
+        """Whether the name may be left out without another one in its place."""
+        return self.kind in ("not needed", "server")
+
+
+def renamed(option: str, key: str | None = None) -> Counterpart:
+    """The same value under another name, or as a key of an option that is a mapping."""
+    if key is None:
+        return Counterpart("renamed", option, (option,), lambda value: {option: value})
+    return Counterpart("becomes", f"the key {key!r} of {option}", (option,), lambda value: {option: {key: value}})
+
+
+def becomes(text: str, convert: Callable[[Any], Mapping[str, Any]], *options: str) -> Counterpart:
+    """Other options, or other values."""
+    return Counterpart("becomes", text, options, convert)
+
+
+def together(text: str, *options: str) -> Counterpart:
+    """Other options, which the values of several keys decide together."""
+    return Counterpart("becomes", text, options)
+
+
+def asked(option: str, values: Mapping[Any, Any], text: str | None = None) -> Counterpart:
+    """An option whose values have other names."""
+    listed = ", ".join(f"{theirs} is {ours!r}" for theirs, ours in values.items())
+    return Counterpart("becomes", text or f"{option}: {listed}", (option,), lambda value: {option: values[value]})
+
+
+def flag(option: str, value: Any) -> Counterpart:
+    """A switch that sets an option to a value."""
+    return becomes(f"{option}={value!r}", lambda given: {option: value} if given else {}, option)
+
+
+def if_true(option: str, text: str | None = None) -> Counterpart:
+    """The same value under another name, unless it is 0, False or empty."""
+    return becomes(text or option, lambda value: {option: value} if value else {}, option)
+
+
+def unless(default: Any, option: str) -> Counterpart:
+    """The same value under another name, unless it is what `default` says, which is so without it."""
+    return becomes(option, lambda value: {} if value == default else {option: value}, option)
+
+
+def if_set(option: str) -> Counterpart:
+    """The same value under another name, unless it says that nothing is set."""
+    return becomes(option, lambda value: {} if value in _UNSET else {option: value}, option)
+
+
+def if_set_key(option: str, key: str) -> Counterpart:
+    """The same value as a key of an option that is a mapping, unless it says that nothing is set."""
+    convert = renamed(option, key).convert
+    assert convert is not None
+    return becomes(f"the key {key!r} of {option}", lambda value: {} if value in _UNSET else convert(value), option)
+
+
+def sampled_top_k() -> Counterpart:
+    """The number of tokens that evaluations sample from; a negative one stands for all of them."""
+    option = "eval_sampling_kwargs"
+    return becomes(f"the key 'top_k' of {option}, 0 for all tokens", lambda n: {option: {"top_k": max(n, 0)}}, option)
+
+
+def column(name: str, *others: str) -> Counterpart:
+    """The name of a column of the dataset; here it is `name`, or one of the others, unless `columns` maps it."""
+
+    def convert(value: Any) -> Mapping[str, Any]:
+        return {} if value in (name, *others, None, "") else {"columns": {name: value}}
+
+    return becomes(f"columns, as {{{name}: ...}}", convert, "columns")
+
+
+def betas() -> Counterpart:
+    """The two decay rates of Adam in a list."""
+    names = ("adam_beta1", "adam_beta2")
+    return becomes(" and ".join(names), lambda value: {names[0]: value[0], names[1]: value[1]}, names[0])
+
+
+def layers() -> Counterpart:
+    """The layers that get adapters."""
+    option = "lora_target_modules"
+    return becomes(option, lambda value: {option: [value] if isinstance(value, str) else value}, option)
+
+
+def loggers() -> Counterpart:
+    """The trackers of a run."""
+
+    def convert(value: Any) -> Mapping[str, Any]:
+        trackers = [name for name in ([value] if isinstance(value, str) else value) if name != "console"]
+        if len(trackers) > 1:
+            raise ValueError("report_to names one tracker, or all")
+        return {"report_to": trackers[0] if trackers else "none"}
+
+    return becomes("report_to; the console always has the log", convert, "report_to")
+
+
+def not_needed(why: str) -> Counterpart:
+    """Leaving it out changes nothing."""
+    return Counterpart("not needed", why)
+
+
+def server(text: str) -> Counterpart:
+    """Not an option of training, but of the command that starts a server."""
+    return Counterpart("server", text)
+
+
+def instead(what: str) -> Counterpart:
+    """Something else does this, which the user has to choose."""
+    return Counterpart("instead", what)
+
+
+def not_there(why: str) -> Counterpart:
+    """There is no counterpart."""
+    return Counterpart("not there", why)
+
+
+def aside(why: str) -> Counterpart:
+    """There is no counterpart, but most runs mean the same without it: `prefrl migrate` turns it into a comment."""
+    return Counterpart("aside", why)
+
+
+def row_of(rows: Mapping[str, Counterpart], name: str) -> Counterpart | None:
+    """The row of an option or a path of keys: its own, or that of a section that contains it."""
+    parts = name.split(".")
+    paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((rows[path] for path in paths if path in rows), None)
+
+
+AXOLOTL: dict[str, Counterpart] = {
+    "base_model": renamed("model_name_or_path"),
+    "sequence_len": renamed("max_length"),
+    "micro_batch_size": renamed("per_device_train_batch_size"),
+    "num_epochs": renamed("num_train_epochs"),
+    "optimizer": renamed("optim"),
+    "lr_scheduler": renamed("lr_scheduler_type"),
+    "sample_packing": renamed("packing"),
+    "eval_sample_packing": renamed("eval_packing"),
+    "pad_to_sequence_len": not_needed("batches are laid out without padding"),
+    "flash_attention": instead("set attn_implementation='flash_attention_2'"),
+    "sdp_attention": instead("set attn_implementation='sdpa'"),
+    "train_on_inputs": instead("set completion_only_loss=False to train on prompts, too"),
+    "val_set_size": renamed("test_split_size"),
+    "rl": instead("choose the command: prefrl dpo, kto, orpo or grpo"),
+    "rl_beta": renamed("beta"),
+    "adapter": instead("use use_peft=True for LoRA; add load_in_4bit=True for QLoRA"),
+    "lora_target_linear": instead("set lora_target_modules=all-linear"),
+    "peft_use_rslora": renamed("use_rslora"),
+    "peft_use_dora": renamed("use_dora"),
+    "unfrozen_parameters": instead("use freeze, which names the parameters that are not trained"),
+    "saves_per_epoch": instead("set save_strategy='epoch' and save_epochs"),
+    "evals_per_epoch": instead("set eval_strategy='epoch' and eval_epochs"),
+    "neftune_noise_alpha": not_there("noise on embeddings is not supported"),
+    "wandb_project": instead("set the variable WANDB_PROJECT, for example in env"),
+    "special_tokens": instead("set eos_token and pad_token"),
+    "chat_template_jinja": instead("write it into a file and set chat_template_path"),
+    "default_system_message": renamed("system_prompt"),
+    "field_messages": instead("set columns={messages: ...}, for one dataset or for each of datasets"),
+}
+
+
+OTHERS: dict[str, Counterpart] = {
+    **dict.fromkeys(
+        ("model", "model_name", "model_path", "pretrained_model_name_or_path"), renamed("model_name_or_path")
+    ),
+    **dict.fromkeys(("dataset", "data", "dataset_path", "train_file", "data_path"), renamed("dataset_name")),
+    **dict.fromkeys(("reward", "rewards", "reward_function", "reward_functions"), renamed("reward_funcs")),
+    **dict.fromkeys(("lr", "learn_rate"), renamed("learning_rate")),
+    **dict.fromkeys(("epochs", "num_epochs"), renamed("num_train_epochs")),
+    **dict.fromkeys(("steps", "num_steps", "max_iters"), renamed("max_steps")),
+    **dict.fromkeys(("output", "out_dir", "save_dir"), renamed("output_dir")),
+    **dict.fromkeys(("grad_accum", "accumulation_steps"), renamed("gradient_accumulation_steps")),
+    **dict.fromkeys(("resume", "resume_from"), renamed("resume_from_checkpoint")),
+    **dict.fromkeys(("precision", "weight_dtype"), renamed("dtype")),
+    **dict.fromkeys(("tracker", "logger", "log_with"), renamed("report_to")),
+    **dict.fromkeys(("group_size", "num_return_sequences", "n_generations"), renamed("num_generations")),
+    **dict.fromkeys(("rank", "lora_dim"), renamed("lora_r")),
+    **dict.fromkeys(("lora", "use_lora"), renamed("use_peft")),
+    "target_modules": renamed("lora_target_modules"),
+    **dict.fromkeys(("chat_template", "template"), renamed("chat_template_path")),
+    **dict.fromkeys(("column_mapping", "column_map", "rename_columns"), renamed("columns")),
+    **dict.fromkeys(("system", "system_message"), renamed("system_prompt")),
+    "gradient_clipping": renamed("max_grad_norm"),
+    "scheduler": renamed("lr_scheduler_type"),
+    "dry_run": not_there("max_steps=1 tries out a run; prefrl launch --dry_run prints its commands"),
+    "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
+    "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
+    "early_stop": if_set("early_stopping_patience"),
+    "early_stopping_threshold": renamed("early_stopping_kwargs", "threshold"),
+    "validation_metric": renamed("metric_for_best_model"),
+    "increase_batch_size_on_plateau_patience": renamed("increase_batch_size_kwargs", "patience"),
+    "increase_batch_size_on_plateau_rate": renamed("increase_batch_size_kwargs", "rate"),
+    "increase_batch_size_eval_metric": renamed("increase_batch_size_kwargs", "eval_metric"),
+    "increase_batch_size_eval_split": renamed("increase_batch_size_kwargs", "eval_split"),
+    "model_soup_top_k": renamed("model_soup_kwargs", "top_k"),
+    "batch_size": renamed("per_device_train_batch_size"),
+    "eval_batch_size": renamed("per_device_eval_batch_size"),
+    "max_batch_size": renamed("auto_size_kwargs", "max_batch_size"),
+    "clipglobalnorm": renamed("max_grad_norm"),
+    "clipnorm": renamed("max_grad_norm"),
+    "clipvalue": renamed("max_grad_value"),
+    "lora_rank": renamed("lora_r"),
+    "warmup_fraction": renamed("warmup_steps"),
+    "reduce_on_plateau_patience": renamed("reduce_on_plateau_kwargs", "patience"),
+    "reduce_on_plateau_rate": renamed("reduce_on_plateau_kwargs", "factor"),
+    "reduce_eval_metric": renamed("reduce_on_plateau_kwargs", "metric"),
+    "reduce_eval_split": not_there("a metric of reduce_on_plateau_kwargs of evaluations begins with eval_"),
+    "skip_all_evaluation": not_needed("eval_strategy is 'no' unless it is set"),
+    "steps_per_checkpoint": renamed("save_steps"),
+    "checkpoints_per_epoch": not_there("save_strategy='epoch' and save_epochs, the epochs between two checkpoints"),
+    "tp_size": not_there("a server takes --tensor_parallel_size; for training see docs/distributed.md"),
+    "model_resume_path": renamed("resume_from_checkpoint"),
+    "skip_save_progress": not_there("set save_strategy='no'"),
+}

@@ -1,1 +1,0 @@
-"""`prefrl replay`: a past step of a run, computed again."""

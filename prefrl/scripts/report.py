@@ -1,0 +1,339 @@
+"""What a recorded run shows: `prefrl report`, `watch` and `look`.
+
+`report` writes one HTML file about a run, or about two that are compared. `watch` keeps the page about a run up to
+date on this machine's loopback interface. `look` shows completions of a run, from the files of its journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Annotated, Any
+
+import pyarrow.parquet as pq
+from annotated_types import Ge, Lt
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from prefrl.errors import ConfigError, DataError
+from prefrl.options.fields import check_fields, opt
+from prefrl.options.names import nearest
+from prefrl.printable import printable
+from prefrl.scripts.declaration import command
+from prefrl.scripts.report_page import page
+
+
+@dataclass
+class RunArguments:
+    """One run, or two that are compared."""
+
+    run: str | None = opt(None, "output_dir of a run.")
+    other: str | None = opt(None, "output_dir of another run to compare it with.")
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise ConfigError("run: not given. Write the output_dir of a run, such as runs/a.")
+
+    def folders(self) -> list[Path]:
+        """The folders of the runs."""
+        return [Path(folder) for folder in (self.run, self.other) if folder is not None]
+
+
+@dataclass
+class ReportArguments(RunArguments):
+    """The runs, and where the page goes."""
+
+    output: str | None = opt(None, "File to write; None: report.html in the folder of the first run.")
+
+
+@command(
+    "report",
+    ReportArguments,
+    about="Write one HTML file with curves, rewards, completions, health, options and versions of a run. "
+    "Example: prefrl report runs/a runs/b --output compared.html",
+    takes_config=False,
+    positional=("run", "other"),
+)
+def report(options: ReportArguments) -> int:
+    """Write the page to a file that only this user can read, as the completions in it."""
+    folders = options.folders()
+    output = folders[0] / "report.html" if options.output is None else Path(options.output)
+    text = page(folders)
+    try:
+        output.unlink(missing_ok=True)  # it could be a link
+        with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"output={str(output)!r}: cannot be written: {error.strerror}. Give another file."
+        ) from error
+    print(output)
+    return 0
+
+
+_LOOPBACK = "127.0.0.1"
+_WATCHED = ("*.json", "*.jsonl", "checkpoint-*", "nan-step-*", "completions", "evaluations")
+
+
+@dataclass
+class WatchArguments(RunArguments):
+    """The runs, and the address of the page."""
+
+    port: Annotated[int, Ge(0), Lt(2**16)] = opt(8765, "Port of the page; 0: any free one.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self)
+
+
+@command(
+    "watch",
+    WatchArguments,
+    about="Show a run in the browser, while it trains or later. Only this machine can open the page, with the address "
+    "that is printed: it contains a random token, which keeps out other users. "
+    "Example: prefrl watch runs/a",
+    takes_config=False,
+    positional=("run", "other"),
+)
+def watch(options: WatchArguments) -> int:
+    """Serve the page until Ctrl-C."""
+    live = LivePage(options.folders())
+    live.current()
+    with serve(live, options.port) as server:
+        print(f"http://{_LOOPBACK}:{server.server_port}{live.path}  (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+class LivePage:
+    """The page of today's files: it is made anew when a file has changed.
+
+    Args:
+        folders: `output_dir` of one run, or of two.
+
+    Attributes:
+        path: The page's path on the server, with a random token: the page shows prompts and completions, and every
+            user of the machine can reach the port.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.path = f"/?token={secrets.token_urlsafe(32)}"
+        self._folders = list(folders)
+        self._lock = Lock()  # guards what follows
+        self._stamp = ""
+        self._page = b""
+
+    def current(self) -> tuple[str, bytes]:
+        """The page and its tag, which changes with it.
+
+        Raises:
+            ConfigError: A folder is not that of a run, or not any more.
+        """
+        with self._lock:
+            stamp = _stamp_of(self._folders)
+            if stamp != self._stamp:
+                self._page = page(self._folders, is_live=True).encode()
+                self._stamp = stamp
+            return f'"{self._stamp}"', self._page
+
+
+def serve(live: LivePage, port: int) -> ThreadingHTTPServer:
+    """A server of the page on the loopback interface; it serves once `serve_forever` is called.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
+    try:
+        return ThreadingHTTPServer((_LOOPBACK, port), partial(_Handler, live))
+    except OSError as error:
+        raise ConfigError(f"port={port}: {error.strerror}. Choose another one with --port, or 0.") from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the browser on this machine that has the token."""
+
+    def __init__(self, live: LivePage, *arguments: Any) -> None:
+        self._live = live
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        """Send the page; nothing if the browser has it already."""
+        # A site whose name resolves to this machine could read the page otherwise.
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        if host not in (_LOOPBACK, "localhost"):
+            self.send_error(403, "only for this machine")
+            return
+        if self.path.partition("?")[0] != "/":
+            self.send_error(404)
+            return
+        if not hmac.compare_digest(self.path.encode(), self._live.path.encode()):
+            self.send_error(403, "open the address that prefrl watch printed: it ends with a token")
+            return
+        try:
+            tag, body = self._live.current()
+        except ConfigError:
+            self.send_error(503, "the folder of the run is gone")
+            return
+        if self.headers.get("If-None-Match") == tag:
+            self.send_response(304)
+            self.end_headers()
+            return
+        self.send_response(200)
+        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(body)), "ETag": tag}
+        headers |= {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+        for name, value in {**headers, "X-Content-Type-Options": "nosniff"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Print no line for each request."""
+
+
+def _stamp_of(folders: Sequence[Path]) -> str:
+    """A hash of the sizes and times of the files that the page is made of."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for pattern in _WATCHED for path in folder.glob(pattern)):
+            try:
+                about = path.stat()
+            except OSError:
+                continue
+            found.update(f"{path}{about.st_mtime_ns}{about.st_size}\n".encode())
+    return found.hexdigest()[:16]
+
+
+_METADATA = b"prefrl"  # where the journal says which columns are rewards
+_SHOWN_CHARACTERS, _SHOWN_LINES = 4000, 100
+_DEFAULT_WORST = 3
+
+
+@dataclass
+class LookArguments:
+    """Which completions of which run."""
+
+    run_dir: str | None = opt(None, "Folder of the run, or of its completions.")
+    worst: Annotated[int, Ge(0)] | None = opt(None, "Number of completions with the lowest reward to show; None: 3.")
+    best: Annotated[int, Ge(0)] = opt(0, "Number of completions with the highest reward to show.")
+    step: int | None = opt(
+        None, "Show completions of the generation batch that this optimizer step learned from; None: the last one."
+    )
+    all_steps: bool = opt(False, "Search all generation batches that the run kept.")
+    reward: str = opt("reward", "Column to sort by: reward for the total, the name of a single reward, or advantage.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.run_dir is None:
+            raise ConfigError("run_dir: not given. Write prefrl look RUN_DIR --worst 5.")
+        if self.step is not None and self.all_steps:
+            raise ConfigError(f"step={self.step} and all_steps=True: remove one of them")
+        if self.worst is None:
+            self.worst = 0 if self.best else _DEFAULT_WORST
+
+
+@command("look", LookArguments, about="Show the worst and the best completions of a run.", positional=("run_dir",))
+def look(options: LookArguments) -> int:
+    """Print completions."""
+    files = _files(Path(str(options.run_dir)))
+    chosen = _chosen(files, options)
+    rows = [row for step in chosen for row in _last_turns(files[step], options.reward)]
+    scored = sorted(
+        (row for row in rows if _is_number(row[options.reward])), key=lambda row: float(row[options.reward])
+    )
+    console = Console(highlight=False)
+    console.print(_heading(chosen, rows, scored, options.reward))
+    names = _reward_names(files[chosen[0]])
+    for title, some in (("worst", scored[: options.worst]), ("best", scored[len(scored) - options.best :][::-1])):
+        for number, row in enumerate(some, start=1):
+            console.print(_panel(row, f"{title} {number}", names))
+    return 0
+
+
+def _files(run: Path) -> dict[int, list[Path]]:
+    """The files by the first step that learned from them, as logs count it; several processes wrote one each."""
+    folder = run / "completions" if (run / "completions").is_dir() else run
+    files: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob("completions_*.parquet")):
+        number = path.stem.removeprefix("completions_").split("_")[0]
+        if number.isdecimal():
+            files.setdefault(int(number) + 1, []).append(path)  # the number is that of the steps before it
+    if not files:
+        raise DataError(
+            f"run_dir={str(run)!r}: has no completions. Runs that sample (GRPO, RLOO, PPO, ...) write them to the "
+            "folder completions of their output_dir; journal_keep=0 switches that off."
+        )
+    return files
+
+
+def _chosen(files: Mapping[int, Any], options: LookArguments) -> list[int]:
+    steps = sorted(files)
+    if options.all_steps:
+        return steps
+    if options.step is None:
+        return steps[-1:]
+    before = [step for step in steps if step <= options.step]
+    if not before:
+        raise ConfigError(
+            f"step={options.step}: the run kept steps {steps[0]} to {steps[-1]}. Raise journal_keep to keep more."
+        )
+    return before[-1:]
+
+
+def _last_turns(paths: Iterable[Path], reward: str) -> list[dict[str, Any]]:
+    """The rows of the files; of an episode, that of its last turn, which has the whole conversation."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for path in paths:
+        table = pq.read_table(path)
+        if reward not in table.column_names:
+            raise ConfigError(f"reward={reward!r}: is not a column. {nearest(reward, table.column_names)}")
+        ids = ("prompt_ids", "completion_ids", "logprobs", "trainable", "policy_versions", "images")
+        kept = [name for name in table.column_names if name not in ids]
+        lengths = [len(ids or ()) for ids in table["completion_ids"].to_pylist()]
+        for row, length in zip(table.select(kept).to_pylist(), lengths, strict=True):
+            key = (path, row["group"], row["rollout"])
+            tokens = length + (rows[key]["tokens"] if key in rows else 0)
+            rows[key] = {**row, "tokens": tokens}
+    return list(rows.values())
+
+
+def _reward_names(paths: Sequence[Path]) -> list[str]:
+    about = json.loads(pq.read_schema(paths[0]).metadata[_METADATA])
+    return list(dict.fromkeys(name for part in about["parts"] for name in part["rewards"]))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not math.isnan(value)
+
+
+def _heading(steps: Sequence[int], rows: Sequence[Any], scored: Sequence[Mapping[str, Any]], reward: str) -> str:
+    values = [float(row[reward]) for row in scored]
+    where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    told = f"{where}: {len(rows):,} completions"
+    if not values:
+        return f"{told}, none with a number in {reward}"
+    return f"{told}, {reward} {min(values):.4g} to {max(values):.4g}, mean {math.fsum(values) / len(values):.4g}"
+
+
+def _panel(row: Mapping[str, Any], title: str, rewards: Sequence[str]) -> Panel:
+    numbers = [f"{name} {row[name]:.4g}" for name in ("reward", *rewards, "advantage") if _is_number(row.get(name))]
+    about = f"{row['tokens']} tokens, {row['finish_reason']}"
+    shown = Text()
+    for name in ("prompt", "completion"):
+        text = printable(str(row[name]), max_characters=_SHOWN_CHARACTERS, max_lines=_SHOWN_LINES)
+        shown.append(f"{name}\n", style="dim").append(f"{text}\n")
+    shown.append(" | ".join([*numbers, about]), style="bold")
+    return Panel(shown, title=f"{title}, step {row['step'] + 1}, prompt {row['group']}", title_align="left")

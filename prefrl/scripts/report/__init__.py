@@ -1,1 +1,0 @@
-"""`prefrl report`, `watch` and `look`: what the folder of a run says about it."""

@@ -1,0 +1,350 @@
+"""The page about one run or two: a single HTML file without anything from elsewhere, with completions and curves."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from prefrl import __version__
+from prefrl.printable import printable
+from prefrl.scripts.report_record import Point, events_of, read_run, series_of, thinned
+
+_FOLDER = Path(__file__).parent / "page"
+_MAX_POINTS = 300  # of a curve
+_MAX_METRICS = 200
+_MAX_OF_OPTION = 500  # of an option's value
+# Metrics whose curves come first.
+_FIRST = (
+    *("reward", "eval_reward", "loss", "eval_loss", "mean_token_accuracy", "rewards/accuracies", "rewards/margins"),
+    *("kl", "entropy", "completions/mean_length", "completions/clipped_ratio", "grad_norm", "learning_rate"),
+)
+_NUM_FIRST = 9
+# What HuggingFace logs at the end of training.
+_TOTALS = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
+
+
+def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
+    """The page about one run, or two that are compared; a live one asks its server every second for what is new.
+
+    Raises:
+        ConfigError: A folder is not that of a run.
+    """
+    runs = [read_run(folder) for folder in folders]
+    names = [printable(run.name) for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({letter})" for name, letter in zip(names, "AB", strict=True)]
+    series = [series_of(run.rows) for run in runs]
+    main = _main_metrics(series)
+    metrics = _ordered(series, main)
+    times = [run.times() for run in runs]
+    script = (_FOLDER / "page.js").read_text(encoding="utf-8")
+    curves = {
+        name: [[_short(point) for point in thinned(s.get(name, []), _MAX_POINTS)] for s in series] for name in metrics
+    }
+    environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {"number": _number, "clock": _clock}
+    text = environment.get_template("page.html").render(
+        runs=runs,
+        names=names,
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data={"names": names, "curves": curves},
+        first=main,
+        others=metrics[len(main) :],
+        finals=_finals(metrics, series),
+        times=times,
+        phases=sorted({phase for of_run in times for phase in of_run}),
+        histograms=[histograms_of(run.folder) for run in runs],
+        tables=side_by_side([run.folder for run in runs], names),
+        events=[events_of(run) for run in runs],
+        options=_table([run.config for run in runs]),
+        versions=_table(
+            [{**run.starts[-1].versions, "platform": run.starts[-1].platform} if run.starts else {} for run in runs]
+        ),
+        now=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        version=__version__,
+        is_live=is_live,
+    )
+    return printable(text)  # names of metrics, options and packages, and commands, come from files
+
+
+def _main_metrics(series: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the metrics whose curves come first."""
+    names = {name for of_run in series for name in of_run}
+    if "reward" in names:  # the loss of a policy gradient says nothing about progress
+        names -= {"loss", "eval_loss"}
+    parts = sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean"))
+    return [*(name for name in _FIRST if name in names), *parts][:_NUM_FIRST]
+
+
+def _ordered(series: Sequence[Mapping[str, Any]], main: Sequence[str]) -> list[str]:
+    """The names of all metrics: the main ones, then the others in the order of the alphabet."""
+    others = sorted({name for of_run in series for name in of_run} - {*main, *_TOTALS})
+    return [*main, *others][:_MAX_METRICS]
+
+
+def _short(point: Point) -> tuple[int, float]:
+    return point[0], float(f"{point[1]:.5g}")
+
+
+def _finals(names: Sequence[str], series: Sequence[Mapping[str, Sequence[Point]]]) -> list[dict[str, Any]]:
+    """The first and last value of each metric in each run, and the difference of the last ones."""
+    rows = []
+    for name in names:
+        of_runs = [s.get(name, []) for s in series]
+        firsts = [points[0][1] if points else None for points in of_runs]
+        lasts = [points[-1][1] if points else None for points in of_runs]
+        known = [last for last in lasts if last is not None]
+        change = known[1] - known[0] if len(known) > 1 else None
+        rows.append({"name": name, "firsts": firsts, "lasts": lasts, "change": change})
+    return rows
+
+
+def _table(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each name: its values in all columns, and whether all columns have it with values that differ."""
+    rows = []
+    for name in sorted({name for column in columns for name in column}):
+        values = [_text(column[name]) if name in column else "" for column in columns]
+        rows.append(
+            {
+                "name": name,
+                "values": values,
+                "differs": all(name in column for column in columns) and len(set(values)) > 1,
+            }
+        )
+    return rows
+
+
+def _text(value: Any) -> str:
+    return printable("null" if value is None else str(value), max_characters=_MAX_OF_OPTION)
+
+
+def _clock(time: str) -> str:
+    """A time in ISO 8601 as people read it; other texts as they are."""
+    try:
+        return datetime.fromisoformat(time).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except ValueError:
+        return time
+
+
+def _number(value: float | None) -> str:
+    """A number with four digits."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10_000 and math.isfinite(value) else f"{value:.4g}"
+
+
+_FILE = re.compile(r"completions_(\d+)(?:_rank\d+of\d+)?")
+_EVALUATION = re.compile(r"(\w+)_(\d+)")
+_COLUMNS = ("group", "turn", "prompt", "completion", "reward", "finish_reason")
+_MAX_CHARACTERS = 1500  # of a prompt and of a completion
+_MAX_PROMPTS = 8
+_RECENT = 8  # generation batches in which prompts of two runs are looked for
+_BINS = 20
+
+
+@dataclass(frozen=True)
+class ShownCompletion:
+    """A completion, with texts that are safe to show."""
+
+    group: int
+    key: str  # the whole prompt, by which prompts are found in another batch
+    prompt: str
+    completion: str
+    step: int
+    reward: float
+    rewards: dict[str, float]  # by the name of the reward; those that are None are left out
+    is_cut_off: bool
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Completions of the same prompts in columns."""
+
+    title: str
+    columns: tuple[str, str]
+    pairs: list[tuple[ShownCompletion, ShownCompletion]]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The rewards of a generation batch."""
+
+    name: str
+    step: int
+    low: float
+    high: float
+    counts: list[int]  # of bins of equal width from low to high
+
+    @property
+    def most(self) -> int:
+        """The count of the fullest bin."""
+        return max(self.counts)
+
+
+def side_by_side(folders: Sequence[Path], names: Sequence[str]) -> list[SideBySide]:
+    """The tables of one run, or of two.
+
+    One run: the first and the last evaluation, and the best and the worst completion of prompts of the last batch. Two
+    runs: the completions of prompts that both have had, in the last evaluations or else in the last batches; the first
+    ones of their groups, which are random ones. If no prompt is shared: the best and the worst of each run.
+    """
+    if len(folders) == 1:
+        first, last = _evaluations(folders[0], 0), _evaluations(folders[0], -1)
+        tables = [_shared("Evaluation, first and last", ("first", "last"), first, last)]
+        tables.append(_best_and_worst(folders[0], "Last generation batch, best and worst"))
+        return [table for table in tables if table.pairs]
+    a, b = folders
+    columns = (names[0], names[1])
+    found = _shared("The same prompts in the last evaluations", columns, _evaluations(a, -1), _evaluations(b, -1))
+    if not found.pairs:
+        recent = [
+            [sample for batch in _batches(folder)[-_RECENT:] for sample in _samples(*batch)] for folder in folders
+        ]
+        found = _shared("The same prompts in the last generation batches", columns, *recent)
+    if found.pairs:
+        return [found]
+    tables = [
+        _best_and_worst(folder, f"{name}: best and worst") for folder, name in zip(folders, columns, strict=True)
+    ]
+    return [table for table in tables if table.pairs]
+
+
+def histograms_of(folder: Path) -> list[list[Histogram]]:
+    """For each reward, and the total of several: histograms of the first, a middle and the last batch."""
+    batches = _batches(folder)
+    if not batches:
+        return []
+    chosen = [batches[i] for i in sorted({0, len(batches) // 2, len(batches) - 1})]
+    values: dict[str, list[tuple[int, list[float]]]] = {}
+    for step, paths in chosen:
+        samples = _samples(step, paths)
+        names = dict.fromkeys(name for sample in samples for name in sample.rewards)
+        for name in names:
+            values.setdefault(name, []).append((step, [s.rewards[name] for s in samples if name in s.rewards]))
+        if len(names) > 1:
+            values.setdefault("reward", []).append((step, [s.reward for s in samples if math.isfinite(s.reward)]))
+    return [rows for name, of_steps in values.items() if (rows := _histograms(name, of_steps))]
+
+
+def _histograms(name: str, of_steps: Sequence[tuple[int, list[float]]]) -> list[Histogram]:
+    every = [value for _, values in of_steps for value in values if math.isfinite(value)]
+    if not every:
+        return []
+    low, high = min(every), max(every)
+    width = (high - low) / _BINS or 1.0
+    rows = []
+    for step, values in of_steps:
+        counts = [0] * _BINS
+        for value in values:
+            if math.isfinite(value):
+                counts[min(int((value - low) / width), _BINS - 1)] += 1
+        rows.append(Histogram(name, step, low, high, counts))
+    return rows
+
+
+def _shared(
+    title: str, columns: tuple[str, str], left: Iterable[ShownCompletion], right: Iterable[ShownCompletion]
+) -> SideBySide:
+    """The first completions of each prompt's last group on both sides."""
+    of_left, of_right = _by_prompt(left), _by_prompt(right)
+    keys = [key for key in of_left if key in of_right][:_MAX_PROMPTS]
+    return SideBySide(title, columns, [(of_left[key], of_right[key]) for key in keys])
+
+
+def _by_prompt(samples: Iterable[ShownCompletion]) -> dict[str, ShownCompletion]:
+    chosen: dict[str, ShownCompletion] = {}
+    for sample in samples:
+        old = chosen.get(sample.key)
+        if old is None or (sample.step, sample.group) != (old.step, old.group):
+            chosen[sample.key] = sample
+    return chosen
+
+
+def _best_and_worst(folder: Path, title: str) -> SideBySide:
+    groups: dict[int, list[ShownCompletion]] = {}
+    batches = _batches(folder)
+    for sample in _samples(*batches[-1]) if batches else []:
+        if math.isfinite(sample.reward):
+            groups.setdefault(sample.group, []).append(sample)
+    pairs = [
+        (max(group, key=lambda sample: sample.reward), min(group, key=lambda sample: sample.reward))
+        for group in groups.values()
+    ]
+    pairs.sort(key=lambda pair: pair[1].reward - pair[0].reward)
+    differing = [pair for pair in pairs if pair[0].reward > pair[1].reward]
+    return SideBySide(title, ("best", "worst"), (differing or pairs)[:_MAX_PROMPTS])
+
+
+def _batches(folder: Path) -> list[tuple[int, list[Path]]]:
+    """The journal's files of each step, counted from 1 as in the metrics; those of all ranks together."""
+    paths: dict[int, list[Path]] = {}
+    for path in sorted((folder / "completions").glob("completions_*.parquet")):
+        if found := _FILE.fullmatch(path.stem):
+            paths.setdefault(int(found[1]) + 1, []).append(path)
+    return sorted(paths.items())
+
+
+def _evaluations(folder: Path, place: int) -> list[ShownCompletion]:
+    """The samples of an evaluation, those of all its datasets."""
+    paths: dict[int, list[Path]] = {}
+    for path in sorted((folder / "evaluations").glob("*.parquet")):
+        if found := _EVALUATION.fullmatch(path.stem):
+            paths.setdefault(int(found[2]), []).append(path)
+    steps = sorted(paths)
+    return _samples(steps[place], paths[steps[place]]) if steps else []
+
+
+def _samples(step: int, paths: Iterable[Path]) -> list[ShownCompletion]:
+    return [sample for path in paths for sample in _read(step, path)]
+
+
+def _read(step: int, path: Path) -> Iterator[ShownCompletion]:
+    """The rows of a file, one for each rollout; none if it has been deleted meanwhile or is damaged."""
+    try:
+        schema = pq.read_schema(path)
+        parts = json.loads((schema.metadata or {}).get(b"prefrl", b"{}")).get("parts", [])
+        names = list(dict.fromkeys(name for part in parts for name in part["rewards"]))
+        wanted = [name for name in (*_COLUMNS, *names) if name in schema.names]
+        rows = pq.read_table(path, columns=wanted).to_pylist()
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
+        return
+    for row in rows:
+        if row.get("turn", 0) == 0:
+            yield _sample(step, row, names)
+
+
+def _sample(step: int, row: Mapping[str, Any], names: Sequence[str]) -> ShownCompletion:
+    prompt = str(row.get("prompt", ""))
+    rewards = {name: float(row[name]) for name in names if isinstance(row.get(name), int | float)}
+    return ShownCompletion(
+        group=row.get("group", 0),
+        key=prompt,
+        prompt=_ending(prompt),
+        completion=printable(str(row.get("completion", "")), max_characters=_MAX_CHARACTERS),
+        step=step,
+        reward=math.nan if row.get("reward") is None else float(row["reward"]),
+        rewards=rewards,
+        is_cut_off=row.get("finish_reason") == "length",
+    )
+
+
+def _ending(prompt: str) -> str:
+    """The end of a prompt, where the question is."""
+    left_out = len(prompt) - _MAX_CHARACTERS
+    return (
+        printable(prompt) if left_out <= 0 else f"({left_out:,} more characters) ...\n{printable(prompt[left_out:])}"
+    )

@@ -1,0 +1,475 @@
+"""`prefrl generate` and `chat`, and what `eval` samples with, too: of a model in this process, of a server, of a file.
+
+`prefrl generate` writes files of rows with responses, which `prefrl eval` reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from urllib.parse import urlsplit
+
+from annotated_types import Ge, Gt, Le
+from rich.console import Console
+from rich.markup import escape
+
+from prefrl.errors import ConfigError, DataError, GenerationError
+from prefrl.options.fields import check_fields, check_unset, opt
+from prefrl.options.names import nearest
+from prefrl.printable import printable
+from prefrl.run.folder import check_writable
+from prefrl.scripts.arguments.command import DType
+from prefrl.scripts.arguments.datasets import FILES, SHAPING, ColumnArguments, DatasetConfig, load_part
+from prefrl.scripts.declaration import command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from prefrl.generation.base import SamplingParams
+    from prefrl.http import Http
+
+TextOrMessages = str | list[dict[str, Any]]
+
+_REQUEST_SECONDS = 600.0
+_REQUESTS_AT_ONCE = 32
+_ANSWER_BYTES = 2**26
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass
+class SamplingArguments:
+    """The model, and how completions are sampled."""
+
+    model_name_or_path: str | None = opt(
+        None,
+        "Model or adapter: a folder or a name on the Hub. With a server, the model's name on it; None: its first "
+        "model.",
+    )
+    server: str | None = opt(
+        None,
+        "Sample from this server instead: the URL of an OpenAI-compatible API, such as http://localhost:8000/v1. "
+        "The key is read from VLLM_API_KEY or, for a server on this machine, from the key file of prefrl vllm-serve.",
+    )
+    num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt.")
+    max_completion_length: Annotated[int, Ge(1)] = opt(512, "Maximum length of a completion in tokens.")
+    temperature: Annotated[float, Ge(0)] | None = opt(
+        None, "Sampling temperature; 0 decodes greedily. None: 0 for one completion per prompt, 1 for several."
+    )
+    top_p: Annotated[float, Gt(0), Le(1)] = opt(
+        1.0, "Sample from the smallest set of most likely tokens with this total probability."
+    )
+    top_k: Annotated[int, Ge(0)] = opt(0, "Sample from this many of the most likely tokens; 0: from all.")
+    seed: Annotated[int, Ge(0)] = opt(0, "Seed for sampling: the same seed gives the same completions.")
+    batch_size: Annotated[int, Ge(1)] = opt(
+        64, "Number of completions that are decoded together in this process; 1 needs the least memory."
+    )
+    dtype: DType = opt("auto", "Type of the weights; auto: that of the files.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.server is not None:
+            remedy = "Leave it out: the server decides."
+            check_unset(self, "batch_size", "dtype", because="server is set", remedy=remedy)
+            address = urlsplit(self.server)
+            if address.scheme not in ("http", "https") or not address.hostname:
+                raise ConfigError(f"server={self.server!r}: must be a URL such as http://localhost:8000/v1")
+
+    def params(self) -> SamplingParams:
+        """The sampling parameters."""
+        from prefrl.generation.base import SamplingParams
+
+        default = 0.0 if self.num_generations == 1 else 1.0
+        return SamplingParams(
+            num_samples=self.num_generations,
+            max_tokens=self.max_completion_length,
+            temperature=default if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledText:
+    """A completion as text."""
+
+    text: str
+    finish_reason: str  # "stop", or "length" if it was cut off
+    token_ids: list[int] | None  # None: the server does not tell
+
+
+class Sampler(Protocol):
+    """Samples completions of prompts."""
+
+    def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
+        """[P][G] completions of texts or conversations; they depend on the place of a prompt only by its seed."""
+        ...
+
+
+def has_messages(prompts: Sequence[TextOrMessages]) -> bool:
+    """Whether prompts need a chat template."""
+    return not all(isinstance(prompt, str) for prompt in prompts)
+
+
+def make_sampler(options: SamplingArguments, *, needs_template: bool) -> Sampler:
+    """The model, or the connection to the server, that the options name.
+
+    Raises:
+        ConfigError: There is no such model, the server has none, or the model has no chat template and needs one.
+        GenerationError: The server cannot be reached.
+    """
+    if options.server is not None:
+        return _Server(options)
+    if options.model_name_or_path is None:
+        raise ConfigError("model_name_or_path: not given. Set it to a model, or set server to the URL of a server.")
+    return _Local(options, options.model_name_or_path, needs_template=needs_template)
+
+
+class _Local:
+    """A model in this process; an adapter is merged into it."""
+
+    def __init__(self, options: SamplingArguments, name: str, *, needs_template: bool) -> None:
+        import torch
+
+        from prefrl.generation.local.generator import LocalGenerator
+        from prefrl.models.export import load_merged, saved_tokenizer, tokenizer_of_checkpoint
+
+        self._options = options
+        if needs_template and (saved := saved_tokenizer(name)) is not None:
+            _check_template(saved, name)
+        model = load_merged(name, dtype=options.dtype).eval()
+        if torch.accelerator.is_available():
+            model.to(torch.accelerator.current_accelerator())
+        self._tokenizer = tokenizer_of_checkpoint(name, model)
+        if needs_template:
+            _check_template(self._tokenizer, name)
+        self._generator = LocalGenerator(model, tokenizer=self._tokenizer, max_rows=options.batch_size)
+
+    def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
+        """See `Sampler`."""
+        import datasets
+
+        from prefrl.data.tokenize import completion_text, prepare_prompt_dataset
+        from prefrl.rollout.collect import prompt_seed
+
+        if not prompts:
+            return []
+        rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+        with _without_bars():
+            prompt_ids = prepare_prompt_dataset(rows, self._tokenizer, max_prompt_length=None)["prompt_ids"]
+        seeds = [prompt_seed(self._options.seed, 0, number) for number in range(len(prompts))]
+        completions = self._generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
+        return [
+            [
+                SampledText(
+                    str(completion_text(self._tokenizer, one.token_ids, False)), one.finish_reason, one.token_ids
+                )
+                for one in group
+            ]
+            for group in completions
+        ]
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"model_name_or_path={name!r}: the model has no chat template, so it only continues texts. Write "
+            'prefrl generate MODEL "..." --raw, or give a dataset of texts.'
+        )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bar of datasets, which a chat would show for every question."""
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
+
+
+class _Server:
+    """An OpenAI-compatible server."""
+
+    def __init__(self, options: SamplingArguments) -> None:
+        from prefrl.generation.server import KEY_VARIABLE, key_of_user
+        from prefrl.http import Http
+
+        self._options = options
+        self._url = str(options.server).rstrip("/")
+        is_here = urlsplit(self._url).hostname in _LOOPBACK
+        # The file's key is for servers of this machine; another machine has another file.
+        self._http: Http = Http(key=key_of_user(os.environ) if is_here else os.environ.get(KEY_VARIABLE))
+        self._model = options.model_name_or_path or self._first_model()
+
+    def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
+        """See `Sampler`."""
+        from prefrl.http import HttpError
+
+        try:
+            return self._http.submit(self._sample_all(prompts)).result()
+        except HttpError as error:
+            raise GenerationError(f"server={self._url!r}: {error}") from error
+
+    async def _sample_all(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
+        slots = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+        return list(await asyncio.gather(*(self._sample(slots, i, prompt) for i, prompt in enumerate(prompts))))
+
+    async def _sample(self, slots: asyncio.Semaphore, number: int, prompt: TextOrMessages) -> list[SampledText]:
+        from prefrl.rollout.collect import prompt_seed
+
+        params = self._options.params()
+        body: dict[str, Any] = {
+            "model": self._model,
+            "n": params.num_samples,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": prompt_seed(self._options.seed, 0, number) % 2**31,
+        }
+        if params.top_k:
+            body["top_k"] = params.top_k  # vLLM knows it, others refuse it
+        is_text = isinstance(prompt, str)
+        route = "completions" if is_text else "chat/completions"
+        asked = {**body, ("prompt" if is_text else "messages"): prompt}
+        async with slots:
+            answer = await self._http.send(
+                "POST", f"{self._url}/{route}", timeout=_REQUEST_SECONDS, json=asked, max_bytes=_ANSWER_BYTES
+            )
+        return [_sample_of(choice) for choice in self._choices(answer, params.num_samples)]
+
+    def _choices(self, answer: Any, count: int) -> list[Any]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or len(choices) != count:
+            raise GenerationError(f"server={self._url!r}: its answer does not have {count} choices: {answer!r:.300}")
+        return choices
+
+    def _first_model(self) -> str:
+        from prefrl.http import HttpError
+
+        try:
+            answer = self._http.request("GET", f"{self._url}/models", timeout=_REQUEST_SECONDS)
+        except HttpError as error:
+            raise GenerationError(
+                f"server={self._url!r}: {error}. Is it running, does the URL end in /v1, and is VLLM_API_KEY its key?"
+            ) from error
+        try:
+            return str(answer["data"][0]["id"])
+        except (TypeError, KeyError, IndexError) as error:
+            raise ConfigError(
+                f"server={self._url!r}: lists no model: {answer!r:.300}. Set model_name_or_path."
+            ) from error
+
+
+def _sample_of(choice: Any) -> SampledText:
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    return SampledText(text or "", str(choice.get("finish_reason")), None)
+
+
+RESPONSES = "responses"  # the column of a file that holds the responses of each row
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+def load_rows(
+    dataset: str, split: str | None, *, column: str, options: ColumnArguments | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a dataset.
+
+    Args:
+        dataset: A name on the Hub, a folder or a file.
+        split: Its split; None: the whole of a file, otherwise "test".
+        column: A column that it must have.
+        options: What to make of its columns before.
+
+    Raises:
+        DataError: It cannot be loaded, is empty, or lacks the column.
+    """
+    split = split or ("train" if Path(dataset).is_file() else "test")
+    shaping: dict[str, Any] = {} if options is None else {name: getattr(options, name) for name in SHAPING}
+    loaded: Any = load_part(
+        DatasetConfig(path=dataset, split=split, **shaping),
+        streaming=False,
+        path_option="dataset_name",
+        split_option="dataset_split",
+    )
+    if column not in loaded.column_names:
+        remedy = nearest(column, loaded.column_names)
+        raise DataError(f"dataset_name={dataset!r}: has no column {column!r}. {remedy}")
+    rows: list[dict[str, Any]] = loaded.to_list()
+    if not rows:
+        raise DataError(f"dataset_name={dataset!r} with dataset_split={split!r}: has no rows")
+    return rows
+
+
+def check_output_file(option: str, path: str) -> None:
+    """Refuse a name that does not say what kind of file it is.
+
+    Raises:
+        ConfigError: It ends neither in .jsonl nor in .parquet.
+    """
+    if not path.endswith(_SUFFIXES):
+        raise ConfigError(f"{option}={path!r}: must end in {' or '.join(_SUFFIXES)}")
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as JSON lines or parquet, as the name of the file says.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist(list(rows)), path)
+            return
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+@dataclass
+class GenerateArguments(SamplingArguments, ColumnArguments):
+    """The prompts, and where the completions go."""
+
+    prompt: str | None = opt(None, "The prompt. Set this or dataset_name.")
+    system: str | None = opt(None, "System prompt to use with prompt.")
+    raw: bool = opt(False, "Continue the text of prompt directly, without the chat template.")
+    dataset_name: str | None = opt(None, f"Prompts: a dataset on the Hub, a folder, or {FILES}.")
+    dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
+    prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
+    output_file: str | None = opt(
+        None, f"A .jsonl or .parquet file to which the rows are written, with a column {RESPONSES}."
+    )
+
+    def __post_init__(self) -> None:
+        for part in (SamplingArguments, ColumnArguments):
+            part.__post_init__(self)
+        if (self.prompt is None) == (self.dataset_name is None):
+            given = "both are given" if self.prompt is not None else "not given"
+            raise ConfigError(f'prompt, dataset_name: {given}. Write prefrl generate MODEL "..." or set dataset_name.')
+        if self.dataset_name is None:
+            names = ("dataset_split", "prompt_column", "output_file", *SHAPING)
+            check_unset(self, *names, because="dataset_name is not set", remedy="Set dataset_name.")
+            if self.raw:
+                check_unset(self, "system", because="raw=True", remedy="Write it in the prompt.")
+            return
+        remedy = "system_prompt and conversational are the options for datasets."
+        check_unset(self, "system", "raw", because="dataset_name is set", remedy=remedy)
+        if self.output_file is None:
+            raise ConfigError("output_file: not given. Set it to a .jsonl or .parquet file for the completions.")
+        check_output_file("output_file", self.output_file)
+
+    def messages(self) -> TextOrMessages:
+        """The prompt as a conversation, or as text."""
+        assert self.prompt is not None
+        if self.raw:
+            return self.prompt
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+@command(
+    "generate",
+    GenerateArguments,
+    about="Sample completions of a prompt, or of all prompts of a dataset.",
+    positional=("model_name_or_path", "prompt"),
+)
+def generate(options: GenerateArguments) -> int:
+    """Sample, and print or write the completions."""
+    if options.dataset_name is None:
+        return _print(options)
+    output, column = Path(str(options.output_file)), options.prompt_column
+    rows = load_rows(options.dataset_name, options.dataset_split, column=column, options=options)
+    check_writable(output.parent, option="folder of output_file")
+    prompts = [row[options.prompt_column] for row in rows]
+    samples = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
+    answered = [{**row, RESPONSES: [one.text for one in group]} for row, group in zip(rows, samples, strict=True)]
+    write_rows(output, answered)
+    print(f"{len(rows)} prompts with {options.num_generations} completions each are in {options.output_file}.")
+    print(f"To score them: prefrl eval --dataset_name {options.output_file} --reward_funcs NAME")
+    return 0
+
+
+def _print(options: GenerateArguments) -> int:
+    prompts = [options.messages()]
+    (samples,) = make_sampler(options, needs_template=has_messages(prompts)).sample(prompts)
+    console = Console(highlight=False)
+    for number, sample in enumerate(samples):
+        if len(samples) > 1:
+            console.rule(f"{number + 1} of {len(samples)}")
+        console.print(escape(printable(sample.text)), soft_wrap=True)
+        if sample.finish_reason == "length":
+            console.print(f"[dim](cut off after max_completion_length={options.max_completion_length} tokens)[/dim]")
+    return 0
+
+
+_COMMANDS = "/clear forgets the conversation, /undo its last turn; /exit or Ctrl-D ends."
+
+
+@dataclass
+class ChatArguments(SamplingArguments):
+    """The model, and what it is told first."""
+
+    system: str | None = opt(None, "A system prompt.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_unset(
+            self, "num_generations", because="a chat has only one answer to each question", remedy="Remove it."
+        )
+
+
+@command("chat", ChatArguments, about="Talk to a model in the terminal.", positional=("model_name_or_path",))
+def chat(options: ChatArguments) -> int:
+    """Talk until the input ends."""
+    console = Console(highlight=False)
+    with console.status("Loading the model"):
+        sampler = make_sampler(options, needs_template=True)
+    console.print(f"[dim]{_COMMANDS}[/dim]")
+    _talk(sampler, options, console)
+    return 0
+
+
+def _talk(sampler: Sampler, options: ChatArguments, console: Console) -> None:
+    opening: list[dict[str, Any]] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = list(opening)
+    for text in _lines(console):
+        if text == "/clear":
+            messages = list(opening)
+            continue
+        if text == "/undo":
+            messages = messages[: max(len(opening), len(messages) - 2)]
+            continue
+        asked = [*messages, {"role": "user", "content": text}]
+        with console.status("..."):
+            ((answer,),) = sampler.sample([asked])
+        console.print(f"[bold green]model>[/bold green] {escape(printable(answer.text))}", soft_wrap=True)
+        if answer.finish_reason == "length":
+            console.print(f"[dim](cut off after max_completion_length={options.max_completion_length} tokens)[/dim]")
+        messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """What the user types, until the end."""
+    while True:
+        try:
+            text = console.input("[bold blue]you>[/bold blue] ").strip()
+        except EOFError:
+            return
+        if text == "/exit":
+            return
+        if text:
+            yield text

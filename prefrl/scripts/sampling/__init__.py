@@ -1,1 +1,0 @@
-"""`prefrl generate`, `chat` and `eval`: completions of a model or a server."""

@@ -1,0 +1,317 @@
+"""What trainers' constructors are given: arguments, checked before anything is loaded; models beside the policy."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import datasets
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.utils import PushToHubMixin
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from prefrl import distributed
+from prefrl.data.image_example import example_batch
+from prefrl.data.images import ImageReader, ProcessingClass, image_reader
+from prefrl.errors import ConfigError, DataError
+from prefrl.models.forward import set_image_example
+from prefrl.models.load import arguments_for_other, load_model
+from prefrl.models.reference import Reference, make_reference
+from prefrl.options.fields import default_of
+from prefrl.options.names import ARGUMENTS, TRAINER_NAMES, nearest
+from prefrl.options.preference import ReferenceOptions
+from prefrl.registry import REGISTRY
+from prefrl.trainer.base_config import BaseConfig
+from prefrl.trainer.parts import Run
+
+# The positional parameters after `args` where they are not named, in TRL's order.
+_DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
+_QUANTIZED_PEFT = ("quantization_config", "peft_config")
+_OF_LOGITS = ("optimizer_cls_and_kwargs", "preprocess_logits_for_metrics")
+_MOST = (*_DATA, "compute_metrics", "callbacks", "optimizers", *_QUANTIZED_PEFT)
+_REFERENCE_FREE = (
+    *(*_DATA, "model_init", "callbacks", "optimizers", "preprocess_logits_for_metrics", "peft_config"),
+    "compute_metrics",
+)
+_POSITIONS = {
+    "sft": (
+        *(*_DATA, "compute_loss_func", "compute_metrics", "callbacks", "optimizers", *_OF_LOGITS, *_QUANTIZED_PEFT),
+        "formatting_func",
+    ),
+    "dpo": _MOST,
+    "kto": _MOST,
+    "bco": _MOST,
+    "orpo": _REFERENCE_FREE,
+    "cpo": _REFERENCE_FREE,
+    "online_dpo": (*_DATA, "reward_processing_classes", "peft_config", "compute_metrics", "callbacks", "optimizers"),
+    "reward": (*_DATA, "compute_metrics", "callbacks", "optimizers", *_OF_LOGITS, *_QUANTIZED_PEFT),
+}
+
+
+class _Algorithm(Protocol):
+    """A trainer."""
+
+    algorithm: str
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike | nn.Module)
+
+
+def _is_rewards(value: Any) -> bool:
+    return isinstance(value, list | tuple) or _is_model(value) or callable(value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+# Argument -> test for a value that is not None, and the words of the error message for what it must be.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (_is_model, "a name, a path or a model"),
+    "ref_model": (_is_model, "a name, a path, a model or None"),
+    "reward_funcs": (_is_rewards, "a reward or a list of them: functions, and reward models or their names"),
+    "processing_class": (
+        lambda value: isinstance(value, PreTrainedTokenizerBase | ProcessorMixin),
+        "a tokenizer or processor of transformers or None",
+    ),
+    "compute_metrics": (callable, "a function of an EvalPrediction, which returns numbers by name, or None"),
+    "callbacks": (lambda value: isinstance(value, list | tuple), "a list of callbacks or None"),
+    "optimizers": (_is_pair, "a pair of optimizer and scheduler, each of which may be None"),
+    "peft_config": (lambda value: isinstance(value, PushToHubMixin), "a config of peft, such as LoraConfig, or None"),
+    "quantization_config": (
+        lambda value: isinstance(value, QuantizationConfigMixin),
+        "a quantization config of transformers, such as BitsAndBytesConfig, or None",
+    ),
+}
+_REQUIRED = ("model", "reward_funcs")
+
+
+def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> None:
+    """Reject constructor arguments of the wrong kind, such as those passed in the wrong position.
+
+    Args:
+        trainer: The class whose constructor was called.
+        arguments: The arguments by name, in the order of the constructor. The first wrong one is reported.
+
+    Raises:
+        ConfigError: An argument is of the wrong kind.
+        DataError: A dataset argument is not a dataset, or holds several where one is needed.
+    """
+    for name, value in arguments.items():
+        if name == "args":
+            _check_config(trainer, value)
+        elif name in ARGUMENTS and value is not None:
+            raise _error(trainer, name, value, f"None: {ARGUMENTS[name]}")
+        elif name in ("train_dataset", "eval_dataset"):
+            check_dataset(name, value, takes_several=name == "eval_dataset")
+        elif name in _ARGUMENTS and (value is not None or name in _REQUIRED):
+            is_right, allowed = _ARGUMENTS[name]
+            if not is_right(value):
+                raise _error(trainer, name, value, allowed)
+
+
+def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
+    """Reject names that a constructor of prefrl does not have, with the one that is meant.
+
+    Args:
+        trainer: The class whose constructor was called. One with a constructor of the user's own has its own names.
+        names: The names of its arguments.
+
+    Raises:
+        ConfigError: See above.
+    """
+    if not trainer.__init__.__module__.startswith("prefrl."):
+        return
+    known = set(_POSITIONS.get(trainer.algorithm, ()))
+    for cls in trainer.__mro__:
+        if cls.__module__.startswith("prefrl.") and "__init__" in vars(cls):
+            known |= _named_parameters(vars(cls)["__init__"])
+    for name in names:
+        if name not in known and (name not in ARGUMENTS or trainer.algorithm not in _POSITIONS):
+            ours, advice = TRAINER_NAMES.get(name), ARGUMENTS.get(name)
+            if ours in known:
+                meant = f"It is {ours} here."
+            elif advice is not None:
+                meant = f"Instead, {advice}."
+            elif name in _ARGUMENTS:  # of other trainers
+                meant = "Leave it out."
+            else:
+                meant = nearest(name, known)
+            raise ConfigError(f"{trainer.__name__} has no argument {name!r}. {meant}")
+
+
+def _named_parameters(constructor: Callable[..., None]) -> set[str]:
+    _, *parameters = inspect.signature(constructor).parameters.values()
+    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+
+
+def check_has_data(arguments: Mapping[str, Any]) -> None:
+    """Reject a trainer that can neither train nor evaluate.
+
+    Raises:
+        ConfigError: There is no dataset, and no environment that gives prompts.
+    """
+    if all(arguments.get(name) is None for name in ("train_dataset", "eval_dataset", "environment_factory")):
+        raise ConfigError("train_dataset=None: training needs a dataset. For evaluation alone, pass eval_dataset.")
+
+
+def named(trainer: type[_Algorithm], data: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name, for a constructor that takes those after `args` in TRL's order.
+
+    Raises:
+        TypeError: There are too many positional arguments, or one is given twice.
+    """
+    positions = _POSITIONS[trainer.algorithm]
+    if len(data) > len(positions):
+        raise TypeError(f"too many positional arguments: the order is {_order(trainer)}")
+    by_position = dict(zip(positions, data, strict=False))
+    twice = [name for name in by_position if name in arguments]
+    if twice:
+        raise TypeError(f"{twice[0]} is passed both by position and by name: the order is {_order(trainer)}")
+    return {**by_position, **arguments}
+
+
+def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> None:
+    """Reject a value that is not a dataset.
+
+    Args:
+        name: The argument's name, for the error message.
+        dataset: The value: one dataset or None.
+        takes_several: Whether a mapping of names to datasets is allowed, too.
+
+    Raises:
+        DataError: The value is a mapping where one dataset is needed, is not a dataset at all, or has a transform.
+    """
+    if isinstance(dataset, Mapping) and takes_several:
+        for key, part in dataset.items():
+            check_dataset(f"{name}[{key!r}]", part)
+    elif isinstance(dataset, Mapping):
+        names = list(dataset)
+        example = "train" if "train" in names or not names else names[0]
+        raise DataError(
+            f"{name} is a {type(dataset).__name__} with the splits {', '.join(map(repr, names)) or 'none'}: must be "
+            f"one dataset. Choose a split: {name}=ds[{example!r}]"
+        )
+    elif dataset is not None and not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        raise DataError(
+            f"{name} is a {type(dataset).__name__}: must be a datasets.Dataset or "
+            f"IterableDataset{', or several by name' if takes_several else ''}. To convert a list of rows, use "
+            "datasets.Dataset.from_list(rows)"
+        )
+    elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
+        raise DataError(
+            f"{name} has a transform (with_transform or set_transform), which would run each time that rows are read, "
+            "but rows are read once, before training. Apply it with map(), or remove it with with_format(None)"
+        )
+
+
+def check_stream(dataset: Any, *, max_steps: int) -> None:
+    """Reject a stream to train on without a number of optimizer steps.
+
+    Raises:
+        ConfigError: `max_steps` is not positive.
+    """
+    if isinstance(dataset, datasets.IterableDataset) and max_steps <= 0:
+        raise ConfigError(
+            f"max_steps={max_steps} with an IterableDataset, whose length is not known: set the number of optimizer "
+            "steps, max_steps > 0"
+        )
+
+
+def own_config(trainer: type[_Algorithm], args: Any, *, output_dir: str) -> Any:
+    """The config of a trainer's own class for its argument `args`.
+
+    Plain `transformers.TrainingArguments` give all the options that they have, also where their default is another one
+    than the trainer's. Only their `remove_unused_columns`, which is True unless set, is left out: the data layer
+    chooses the columns.
+
+    Args:
+        trainer: The class whose constructor was called.
+        args: Its argument.
+        output_dir: The output folder if `args` is None.
+    Raises:
+        ConfigError: The arguments are of a subclass, and set an option that the trainer does not have.
+    """
+    config_class = REGISTRY[trainer.algorithm].load_config()
+    if args is None:
+        return config_class(output_dir=output_dir)
+    if isinstance(args, config_class):
+        return args
+    known = {field.name for field in fields(config_class) if field.init}
+    given = {field.name: getattr(args, field.name) for field in fields(args) if field.init}
+    defaults = {field.name: default_of(field) for field in fields(args)}
+    lost = [name for name in given if name not in known and given[name] != defaults[name]]
+    if lost:
+        raise ConfigError(
+            f"args={type(args).__name__}: {lost[0]}={given[lost[0]]!r} is not an option of {config_class.__name__}. "
+            f"Pass args={config_class.__name__}(...)"
+        )
+    del given["remove_unused_columns"]
+    return config_class(**{name: value for name, value in given.items() if name in known})
+
+
+def _check_config(trainer: type[_Algorithm], value: Any) -> None:
+    config_class = REGISTRY[trainer.algorithm].load_config()
+    is_plain = isinstance(value, TrainingArguments) and not isinstance(value, BaseConfig)
+    if value is not None and not is_plain and not isinstance(value, config_class):
+        raise _error(trainer, "args", value, f"{config_class.__name__}(...) or None")
+
+
+def _error(trainer: type[_Algorithm], name: str, value: Any, allowed: str) -> ConfigError:
+    given = "None" if value is None else type(value).__name__
+    order = f"The order is {_order(trainer)}; arguments can be given by name, too."
+    return ConfigError(f"{name}={given}: must be {allowed}. {order}")
+
+
+def _order(trainer: type[_Algorithm]) -> str:
+    """The signature of prefrl's own constructor, for messages; a user's subclass may have a different one."""
+    ours = next(cls for cls in trainer.__mro__ if cls.__module__.startswith("prefrl."))
+    names: list[str] = []
+    constructor: Callable[..., None] = ours.__init__  # type: ignore[misc]  # of the class itself
+    for parameter in list(inspect.signature(constructor).parameters.values())[1:]:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            names.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            names += _POSITIONS[trainer.algorithm]
+    return f"{ours.__name__}({', '.join(names)})"
+
+
+def default_output_dir(model: object, suffix: str) -> str:
+    """The output folder of a run without `args`: `<model name>-<suffix>`."""
+    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
+    return f"{Path(name).name or type(model).__name__}-{suffix}"
+
+
+def loaded_reference(
+    given: str | Path | PreTrainedModel | None, policy: PreTrainedModel, args: BaseConfig
+) -> PreTrainedModel | None:
+    """The user's `ref_model`; one that is given by name or path is loaded with `model_init_kwargs`."""
+    if not isinstance(given, str | Path):
+        return given
+    arguments = cast("dict[str, Any] | None", args.model_init_kwargs)
+    return load_model(given, model_init_kwargs=arguments_for_other(given, policy, arguments))
+
+
+def kept_reference(
+    run: Run, options: ReferenceOptions, model: PreTrainedModel, given: PreTrainedModel | None
+) -> Reference | None:
+    """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
+    reference = make_reference(model, beta=options.beta, moves=options.sync_ref_model, given=given)
+    if reference is not None and reference.own_model is not None:
+        run.parts.tell("made", run, reference.own_model, "reference")
+        distributed.prepare_frozen(run.accelerator, reference.own_model)
+    return reference
+
+
+def reader_for(model: nn.Module, processing_class: ProcessingClass) -> ImageReader | None:
+    """The reader of images of a processor, with which the model's self-check is prepared; None for text."""
+    reader = image_reader(processing_class)
+    if reader is not None:
+        set_image_example(model, example_batch(reader))
+    return reader

@@ -1,1 +1,0 @@
-"""Optimizers by name, and schedules as functions of the step."""

@@ -1,1 +1,0 @@
-"""The options that all trainers share, as mixins of their config, and the rules that bind them."""

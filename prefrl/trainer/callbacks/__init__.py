@@ -1,1 +1,0 @@
-"""Callbacks for the argument `callbacks` of a trainer."""

@@ -1,0 +1,314 @@
+"""What an online trainer samples with: its generator, and the episodes of `tools` and `environment_factory`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+import datasets
+
+from prefrl import distributed
+from prefrl.data.encode import row_encoder
+from prefrl.data.formats import Format, column_names
+from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
+from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
+from prefrl.errors import ConfigError
+from prefrl.generation.local.generator import LocalGenerator, end_token_ids
+from prefrl.generation.server import KEY_VARIABLE, key_of_user
+from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.generation.vllm.handshake import Requirements
+from prefrl.generation.vllm.requests import Guided
+from prefrl.generation.weights.sync import WeightSync
+from prefrl.http import Http
+from prefrl.metrics import Max, Metric, Sum
+from prefrl.models.adapters import is_peft_model
+from prefrl.models.images import adapts_images, placeholder_ids
+from prefrl.options.types import TRUNCATION_SIDES
+from prefrl.rewards.runner import reward_fingerprint
+from prefrl.rollout.collect import CompletionSampler, RolloutSampler
+from prefrl.rollout.episodes.driver import EpisodeSampler
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
+from prefrl.rollout.episodes.play import EpisodeLimits
+from prefrl.rollout.summary import staleness
+from prefrl.trainer.base_trainer import Optimizers
+from prefrl.trainer.configs import PolicyGradientConfig
+from prefrl.trainer.memory import GENERATION, explained
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+    from prefrl.data.tools import Schema
+    from prefrl.generation.base import Generator, WeightSource
+    from prefrl.generation.weights.sync import SyncMethod
+    from prefrl.trainer.configs import OnlineConfig
+    from prefrl.types import Rollout
+
+Tools = list[Callable[..., Any]]
+EnvironmentFactory = Callable[[], Any] | Mapping[str, Callable[[], Any]]
+
+
+class Episodes:
+    """The trainer's arguments for episodes, checked.
+
+    Args:
+        args: Options.
+        tools: Functions that the model may call.
+        environment_factory: A class of environments, or several by the value of the dataset's column `environment`.
+
+    Raises:
+        ConfigError: A tool or an environment cannot be used, or options do not fit.
+    """
+
+    def __init__(
+        self, args: OnlineConfig, tools: Tools | None, environment_factory: EnvironmentFactory | None
+    ) -> None:
+        self._args = args
+        self.exist = bool(tools) or environment_factory is not None
+        args.validate_episodes(has_episodes=self.exist)
+        self.kinds: dict[str | None, EnvironmentKind] = {}
+        self.has_environments = environment_factory is not None
+        if self.exist:
+            self.kinds = environment_kinds(tools, environment_factory)
+            self._check(args)
+
+    def _check(self, args: OnlineConfig) -> None:
+        if distributed.team_size() > 1:
+            raise ConfigError(
+                f"sp_size={distributed.team_size()} with tools or environment_factory: each process of a team would "
+                "play the same episodes. Set sp_size=1."
+            )
+        if isinstance(args, PolicyGradientConfig) and args.loss_params.min_filter_prefix_tokens is not None:
+            raise ConfigError(
+                f"loss_kwargs: min_filter_prefix_tokens={args.loss_params.min_filter_prefix_tokens} with tools or "
+                "environment_factory: it compares the prefixes of completions, but the replies of tools and "
+                "environments differ between episodes, too. Leave it out."
+            )
+
+    @property
+    def rewards(self) -> dict[str, type] | None:
+        """Classes of environments that have rewards of their own, by name; None: there are no environments."""
+        if not self.has_environments:
+            return None
+        return {kind.name: kind.cls for kind in self.kinds.values() if kind.has_reward and kind.cls is not None}
+
+    @property
+    def schemas(self) -> dict[str | None, list[Schema]] | None:
+        """The schemas of the tools of each kind; None: there are no episodes."""
+        return {name: list(kind.schemas.values()) for name, kind in self.kinds.items()} if self.exist else None
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each tool and each class of environments, by name."""
+        tools = {name: tool for kind in self.kinds.values() for name, tool in kind.tools.items()}
+        code: dict[str, Callable[..., Any]] = {**tools}
+        code |= {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
+        return {name: reward_fingerprint(one) for name, one in code.items()}
+
+    def training_prompts(self, dataset: Any, *, num_rows: int) -> Any:
+        """The training dataset, see `with_prompts`; without one, empty prompts, which the environment fills.
+
+        Args:
+            dataset: The training dataset, or None.
+            num_rows: The number of prompts if there is none.
+
+        Raises:
+            ConfigError: Without a dataset, there are several environments.
+        """
+        if not self.has_environments or dataset is not None or self._args.max_steps <= 0:
+            return self.with_prompts(dataset)
+        if None not in self.kinds:
+            raise ConfigError(
+                "train_dataset=None with several environments: the column 'environment' of a dataset names the "
+                "environment of each episode. Pass train_dataset, or a single environment."
+            )
+        return datasets.Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_rows})
+
+    def with_prompts(self, dataset: Any) -> Any:
+        """A dataset, or several by name, with empty prompts where environments bring their own."""
+        if isinstance(dataset, Mapping):
+            return {name: self.with_prompts(one) for name, one in dataset.items()}
+        is_dataset = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
+        if not self.has_environments or not is_dataset or "prompt" in column_names(dataset):
+            return dataset
+        if isinstance(dataset, datasets.IterableDataset):
+            return dataset.map(lambda row: {**row, "prompt": EMPTY_PROMPT})
+        return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
+
+    def sampler(self, processing_class: ProcessingClass, generator: Callable[[], Generator]) -> RolloutSampler:
+        """Samples rollouts as the arguments say.
+
+        Raises:
+            ConfigError: No format of tool calls fits the tokenizer's chat template.
+        """
+        tokenizer = tokenizer_of(processing_class)
+        if not self.exist:
+            return CompletionSampler(generator, tokenizer, image_reader(processing_class))
+        kwargs = cast("dict[str, Any] | None", self._args.chat_template_kwargs)
+        encoder = row_encoder(
+            Format("prompt_only", ("prompt",), "conversational"), processing_class, kwargs, self.schemas
+        )
+        readers: dict[str | None, ToolCallReader | None] = {
+            name: tool_call_reader(
+                encoder.template({"environment": name}), kind.schemas, tool_parser=self._args.tool_parser
+            )
+            if kind.schemas
+            else None
+            for name, kind in self.kinds.items()
+        }
+        return EpisodeSampler(
+            self.kinds, readers, encoder=encoder, generator=generator, limits=_limits(self._args, tokenizer)
+        )
+
+
+def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLimits:
+    longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+    return EpisodeLimits(
+        max_prompt_length=args.max_prompt_length,
+        truncation=TRUNCATION_SIDES[args.truncation_mode],
+        max_tokens=args.longest_completion,
+        max_characters=(args.longest_completion + 1) * longest_token,
+        max_turns=args.max_turns,
+        max_tool_calling_iterations=args.max_tool_calling_iterations,
+        tool_timeout=args.tool_timeout,
+        episode_timeout=args.episode_timeout,
+        tool_error=args.tool_error,
+        environment_error=args.environment_error,
+        reasoning_in_history=args.reasoning_in_history,
+        max_concurrent_environments=args.max_concurrent_environments,
+    )
+
+
+class OnlineArguments(TypedDict, total=False):
+    """See `OnlineTrainer`."""
+
+    train_dataset: Dataset | IterableDataset | None
+    eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None
+    processing_class: ProcessingClass | None
+    reward_processing_classes: ProcessingClass | list[ProcessingClass | None] | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: Optimizers
+    quantization_config: BitsAndBytesConfig | None
+    peft_config: PeftConfig | None
+    tools: Tools | None
+    environment_factory: EnvironmentFactory | None
+
+
+def make_generator(
+    args: OnlineConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    weights: WeightSource,
+    max_rows: int,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> LocalGenerator | VLLMGenerator:
+    """The generator that the options ask for.
+
+    Args:
+        args: Options.
+        model: The policy; it may be a PeftModel.
+        tokenizer: The policy's tokenizer.
+        weights: The policy's weights, to send to servers.
+        max_rows: Maximum number of completions that this process decodes together.
+        autocast: Context manager of training's mixed precision.
+
+    Raises:
+        ConfigError: `weight_sync` does not fit the model.
+    """
+    if not args.use_vllm:
+        return LocalGenerator(
+            model,
+            tokenizer=tokenizer,
+            max_rows=max_rows,
+            gathers=args.ds3_gather_for_generation,
+            offloads_cache=args.cache_implementation == "offloaded",
+            autocast=autocast,
+            memory=partial(explained, args=args, options=GENERATION),
+        )
+    has_adapter = weights.has_adapter
+    method = sync_method(args, has_adapter=has_adapter, reads_images=has_adapter and adapts_images(model))
+    if weights.is_quantized and method != "adapter":
+        raise ConfigError(
+            f"weight_sync={method!r}: the model is quantized, and only its adapter can be sent. Set "
+            "weight_sync='adapter', with sync_folder in vllm_kwargs if servers are on other hosts, and serve the "
+            "same base model."
+        )
+    base: Any = model.get_base_model() if is_peft_model(model) else model
+    # The file's key is for servers of this machine; another machine has another file.
+    http = Http(key=key_of_user(os.environ) if args.servers_are_local else os.environ.get(KEY_VARIABLE))
+    folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None
+    return VLLMGenerator(
+        args.server_urls,
+        http=http,
+        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
+        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
+        stop_ids=end_token_ids(base, tokenizer),
+        never=placeholder_ids(base),
+        server_timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_params.request_timeout,
+        guided=_guided(args),
+    )
+
+
+def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
+    """The effective value of `weight_sync`.
+
+    Args:
+        args: Options.
+        has_adapter: Whether there is an adapter and nothing else is trained.
+        reads_images: Whether the adapter is also in layers that read images; vLLM drops these parts of an adapter.
+
+    Raises:
+        ConfigError: `weight_sync` is "adapter", but the adapter is not all that is trained, or there is none, or vLLM
+            would drop a part of it.
+    """
+    if args.weight_sync == "adapter" and not has_adapter:
+        raise ConfigError(
+            "weight_sync='adapter': the model has no adapter, or more than the adapter is trained. Give peft_config "
+            "(use_peft on the command line), or leave weight_sync None."
+        )
+    if args.weight_sync == "adapter" and reads_images:
+        raise ConfigError(
+            "weight_sync='adapter': the adapter is also in the vision tower, where vLLM ignores it. Restrict "
+            "target_modules (lora_target_modules) to the language model, or leave weight_sync None: the adapter is "
+            "then merged into the weights that are sent."
+        )
+    if args.weight_sync is not None:
+        return args.weight_sync
+    if has_adapter and not reads_images and args.shared_folder is not None:
+        return "adapter"
+    device: Any = args  # a config is also TrainingArguments
+    return "nccl" if device.device.type == "cuda" else "gloo"
+
+
+def server_metrics(rollouts: Sequence[Rollout], generator: Generator, *, step: int) -> dict[str, Metric]:
+    """How old the weights were that sampled, and how servers did.
+
+    Args:
+        rollouts: The rollouts that are first learned from in this step.
+        generator: It sampled them.
+        step: The optimizer step.
+    """
+    metrics = staleness(rollouts, step=step)
+    if isinstance(generator, VLLMGenerator):
+        stats = generator.stats()
+        metrics |= {
+            "server/requests": Sum(stats.requests),
+            "server/retries": Sum(stats.retries),
+            "server/restarts": Sum(stats.restarts),
+            "server/wait_s": Max(stats.wait_s),
+        }
+    return metrics
+
+
+def _guided(args: OnlineConfig) -> Guided | None:
+    regex, params = args.vllm_guided_decoding_regex, args.vllm_params
+    if (regex, params.guided_json, params.guided_grammar) == (None, None, None):
+        return None
+    return Guided(regex=regex, json=params.guided_json, grammar=params.guided_grammar)
