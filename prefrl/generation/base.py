@@ -1,4 +1,7 @@
-"""The interface of all generators, and sampling parameters."""
+"""The interface of all generators, and sampling parameters.
+
+`Generator` is at the end. Only episodes need `TurnSampler` and what belongs to it: conversations of many turns.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ The whole computation, head included, runs inside the model's own forward. Whate
 precision, PEFT) therefore sees one ordinary forward pass, and its hooks fire. A `Readout` defines what is computed:
 token log-probs of a causal language model, whose logits are computed for one chunk of trainable tokens at a time, or
 row scores of a sequence classifier.
+
+On the way of a pass are `score_tokens`, `read_out`, the model's call, inside it `_scoring_forward` and `_score`, which
+run the layers, then `TokenReadout`, the head's call, and inside that `_in_head`.
 """
 
 from __future__ import annotations

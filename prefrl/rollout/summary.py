@@ -45,7 +45,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], *, logged: Mapping[str, float] 
     played = [rollout for rollout in rollouts if not rollout.has_failed]
     lengths = [len(rollout.sampled_ids) for rollout in played]
     ended = [n for n, r in zip(lengths, played, strict=True) if r.finish_reason != "length"]
-    totals = [rollout.reward for rollout in rollouts if rollout.reward == rollout.reward]
+    totals = [rollout.reward for rollout in rollouts if rollout.reward == rollout.reward]  # NaN does not equal itself
     metrics: dict[str, Metric] = {
         "reward": Mean(sum(totals), len(totals)),
         "completions/clipped_ratio": Mean(len(lengths) - len(ended), len(lengths)),

@@ -85,7 +85,10 @@ class MinibatchMaker(Generic[Rows, Ready]):
 
     @property
     def _rows_together(self) -> int | None:
-        """Rows of a group that one rank takes, so that all ranks can take the same number; None: all of them."""
+        """Rows of a group that one rank takes; None: all of them.
+
+        If groups were dealt whole, ranks could not always have equally many rows: 3 groups on 2 ranks.
+        """
         per_rank = self.args.completions_per_rank // self.args.updates_per_generation
         size = gcd(per_rank, self.args.num_generations)
         return size if self.objective.splits_groups and size < self.args.num_generations else None
