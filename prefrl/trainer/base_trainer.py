@@ -24,8 +24,7 @@ from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.modes import disable_dropout
 from prefrl.models.plans import position_limit
 from prefrl.options.training import automatic_rate
-from prefrl.run.folder import check_writable
-from prefrl.run.records import Identity
+from prefrl.run.folder import Identity, check_writable
 from prefrl.trainer import checkpointing
 from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
 from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from prefrl import distributed
 from prefrl.data.collate import batch_of, parts_of_batch
-from prefrl.run.records import Identity, read_identity, write_identity
+from prefrl.run.folder import Identity, read_identity, write_identity
 from prefrl.types import IdleBatch, TokenBatch
 
 _PREFIX = "nan-step-"

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.metrics import Metric
-    from prefrl.run.folder import StopRequest
-    from prefrl.run.records import Identity
+    from prefrl.run.folder import Identity, StopRequest
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.run_folder import RunFolder, StartingPoint
     from prefrl.trainer.scorer import Scorer
