@@ -19,7 +19,7 @@ from prefrl.metrics import Mean, values_of
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
 from prefrl.run import checkpoints
-from prefrl.run.records import Identity
+from prefrl.run.folder import Identity
 from prefrl.trainer import steps
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.trainer.run_folder import RunFolder
