@@ -133,6 +133,9 @@ class Images:
 class TokenBatch(Forest):
     """Rows of different lengths laid end to end, without padding; every prompt is stored once.
 
+    `Forest` says which response belongs to which row and follows which prompt. Outside of episodes, a row is one
+    response.
+
     Log-probs, losses and advantages exist for response tokens only, so every `[N]` tensor is aligned with
     `response_ids`. Lengths and indices are host integers, so reading them never waits for a device.
 
@@ -394,7 +397,7 @@ class SampledBatch(TokenBatch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReadyBatch(SampledBatch):
-    """Completions with advantages, ready for a policy-gradient loss."""
+    """Completions with advantages, ready for a policy-gradient loss; `PolicyBatch` adds what options need."""
 
     advantages: Tensor  # [N] float32
     # [N] factor on each token's policy loss, for losses of selected tokens or rows; the loss denominator is unchanged.
@@ -422,7 +425,7 @@ def _take_segments(flat: Tensor, lengths: Sequence[int], which: Sequence[int]) -
 class LossOutput:
     """What a leaf trainer returns for one micro-batch."""
 
-    total: Tensor  # scalar SUM over the micro-batch; only BaseTrainer divides
+    total: Tensor  # scalar SUM over the micro-batch; only `Loop.compute_loss` divides
     metrics: dict[str, Metric]
     # What `compute_metrics` gets about an evaluated micro-batch: [N] token ids, or [B] rewards; no gradient.
     predictions: Tensor | None = None

@@ -1,5 +1,8 @@
 """Log-probs of response tokens: the one forward pass that every trainer, reference and old policy uses.
 
+It is `token_logprobs`: rows are laid out (`plans`), the model runs, and a readout inside the model's own forward
+(`scoring`) computes the log-probs of chunks of tokens from its last hidden states (`losses.logprobs`).
+
 Passes without gradients run over pieces of a batch, so that their memory does not depend on its size. Ranks that share
 a model's partitioned weights must run equally many passes: ranks with fewer pieces run idle rows for the remaining
 passes, and so do ranks without any row.

@@ -1,4 +1,9 @@
-"""From rows of a dataset to scored rollouts: samplers, requests made ahead, scores."""
+"""From rows of a dataset to scored rollouts: samplers, requests made ahead, scores.
+
+A `Collector` asks a `RolloutSampler` for rollouts, which asks a `Generator` for completions or, in `episodes`, for the
+turns of a conversation. Both answer with a `Pending`: servers work on it meanwhile, the generator in this process only
+when it is read. Then the collector lets a `RewardRunner` score all rollouts together.
+"""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
 
     Args:
         config: HuggingFace's options.
-        fp8: That of `PrecisionOptions`.
+        fp8: Whether it is on.
 
     Raises:
         ConfigError: Names the option, its value and what to do.

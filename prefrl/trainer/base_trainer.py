@@ -63,9 +63,12 @@ Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a tr
 class BaseTrainer(Loop, Generic[Ready]):
     """HuggingFace's loop around flat token batches.
 
-    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over. `compute_loss`
-    divides by the count of the whole optimizer step over all ranks, so micro-batch size, gradient accumulation, world
-    size and layout change the update by rounding only.
+    A leaf implements `loss`, which returns a sum; `micro_batches_of_step` counts what the sum is over: tokens, rows or
+    pairs, called items. `compute_loss` divides by the items of the whole optimizer step over all ranks, so micro-batch
+    size, gradient accumulation, world size and layout change the update by rounding only.
+
+    HuggingFace asks for the data of a step (`get_batch_samples`, here `make_step`) and then runs it (`training_step`,
+    here `run_step`), which comes back to `Loop.micro_step` for each micro-batch, and there to `full_loss`.
 
     Methods of ours stand for the hooks of HuggingFace that a trainer may have to change, see `Loop`.
     """

@@ -18,6 +18,8 @@ class GRPOTrainer(OnlineTrainer[PolicyBatch]):
     al. 2025 (Dr. GRPO), arXiv 2503.20783; Zheng et al. 2025 (GSPO), arXiv 2507.18071.
     """
 
+    # A step is `OnlineTrainer.micro_batches_of_step`, the advantages are `PolicyGradient`'s, the loss is
+    # `PolicyObjective`'s: what `OnlineTrainer` does by default.
     algorithm = "grpo"
     config_class = GRPOConfig
     args: GRPOConfig

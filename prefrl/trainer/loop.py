@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base_config import BaseConfig
-    from prefrl.trainer.steps import Step
 
 
 class Loop(Trainer):
@@ -82,6 +81,7 @@ class Loop(Trainer):
         self.evaluation = Evaluation(self)
         for part in parts_of(self):
             self.parts.add(part)
+        # A batch that grows is a part with a plan of its own.
         self.plan = self.parts.get(StepPlan) or StepPlan(args.steps_of_a_generation)
         # Behind HuggingFace's callback that decides what follows a step, and before all others.
         self.callback_handler.callbacks.insert(1, Events(self, begin=self._begin_training, end=self._end_training))
@@ -212,8 +212,9 @@ class Loop(Trainer):
         with nullcontext() if checkpoint is None else distributed.only_data(Path(checkpoint)):
             super()._load_rng_state(checkpoint)
 
-    # ... in each step: `training_step` gets an item for each gradient accumulation step. The last one is the whole
-    # `Step`, with any number of micro-batches; those before it are empty, ...
+    # ... in each step. HuggingFace updates the weights once `training_step` has had an item for each gradient
+    # accumulation step, but a `Step` has any number of micro-batches: the last item is the whole step, and those
+    # before it are empty, ...
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Without this, a run that is resumed at its end would make one more step."""

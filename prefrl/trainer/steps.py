@@ -79,10 +79,13 @@ class LongBatch:
 
 
 class StepPlan:
-    """Counts the steps of a run as they are planned when it begins; here, each optimizer step is one of them.
+    """Counts the steps of a run as they are planned when it begins, and finds the generation batches of each.
+
+    An optimizer step is one planned step; only when the batch grows does it take the data of several, see
+    `features.growth`.
 
     Args:
-        unit: Planned steps that belong together: those that learn from one generation batch.
+        unit: Planned steps that belong together: those that learn from one generation batch; offline, 1.
     """
 
     def __init__(self, unit: int) -> None:

@@ -20,7 +20,7 @@ def length_desensitized(
 ) -> Tensor:
     """Length-desensitized log-probs: tokens beyond the length of the pair's shorter response get a smaller weight.
 
-        sum of the first `shared_length` log-probs + ld_alpha * sum of the others
+        sum of the first `shared_lengths` log-probs + ld_alpha * sum of the others
 
     Args:
         logprobs: [N] nats, gradient flows; read at trainable tokens only.

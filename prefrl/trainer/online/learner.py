@@ -32,7 +32,12 @@ class Learned(Generic[Rows]):
 
 
 class Objective(Protocol[Rows, Ready]):
-    """The loss of a micro-batch, and the state that adapts during training."""
+    """The loss of a micro-batch, and the state that adapts during training.
+
+    For each minibatch, `MinibatchMaker` calls `row_items`, `prepared`, `has_gradient`, `metrics_without_pass` for the
+    rows without a gradient, and `ready` for the others. The trainer calls the objective for each micro-batch and, at
+    the end of the step, `end_step`, and `visited` if the rows are learned from again.
+    """
 
     @property
     def splits_groups(self) -> bool:

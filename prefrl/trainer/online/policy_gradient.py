@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 class PolicyGradient:
     """`Learner` of a policy loss that is weighted by advantages.
 
-    `advantages` is the algorithm. What options add to it is made at construction, and only if they are on.
+    `advantages` is the algorithm. What options add to it is made at construction, and only if they are on: without
+    them it is `_gathered`, `row_totals`, `_of_rows` and `_batch_of`.
 
     Args:
         args: Options.
@@ -141,7 +142,7 @@ class PolicyGradient:
         found = self._credit(rows, totals, counts > 0)
         values = found.values.float()
         for scale in self._scalings:
-            values = scale(values, rows, (~totals.isnan() & (counts > 0))[rows.mine])
+            values = scale(values, rows, (~totals.isnan() & (counts > 0))[rows.mine])  # rows that have an advantage
         parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
         if self._select is not None:
             repeats = counts[rows.mine].tolist()
@@ -153,7 +154,7 @@ class PolicyGradient:
     def _gathered(
         self, batch: SampledBatch, scores: Scores, rollouts: Sequence[Rollout], *, step: int, over_ranks: bool
     ) -> RewardedRows:
-        """The rewards of all ranks."""
+        """The rows of this rank, with the rewards of the rows of all ranks."""
         metrics: dict[str, Metric] = {}
         kl, penalties = None, [0.0] * len(rollouts)
         if self._kl is not None:
@@ -224,15 +225,15 @@ class PolicyGradient:
         if self._imitates:  # good responses; `PolicyObjective.prepared` scales it
             is_good = torch.tensor([rollout.reward for rollout in rows.rollouts]) > 0
             likelihood = (batch.trainable & is_good[batch.row_index]).float()
-        special = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        cov_tokens = torch.zeros(batch.num_tokens, dtype=torch.bool)
         if self._covariance is not None:
-            special = self._covariance(rows, values)
+            cov_tokens = self._covariance(rows, values)
         critic = {} if returns is None else {"values": scores.values, "returns": returns.float()}
         return self.objective.stage.of(
             batch,
             advantages=values,
             loss_scale=scale,
-            cov_tokens=special,
+            cov_tokens=cov_tokens,
             nll_weights=likelihood,
             entropy_weights=batch.trainable * scale,
             old_logprobs=scores.get("old_logprobs"),

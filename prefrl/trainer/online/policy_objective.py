@@ -152,10 +152,10 @@ class PolicyObjective:
         old_logprobs = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         is_behavior_ratio = self.correction is not None and self.correction.is_ratio_of_loss
         tokens = self._tokens(batch, scores.logprobs, batch.sampling_logprobs if is_behavior_ratio else old_logprobs)
-        token = self.policy_loss.function(tokens, self.loss_params)
-        metrics = _stats(token.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch.trainable)}
+        token_loss = self.policy_loss.function(tokens, self.loss_params)
+        metrics = _stats(token_loss.stats, batch) | {"entropy": token_mean(scores.entropy.detach(), batch.trainable)}
         seen = LossPass(batch, scores, tokens, old_logprobs, metrics)
-        per_token = batch.loss_scale * token.loss
+        per_token = batch.loss_scale * token_loss.loss
         for term in self.token_terms:
             per_token = term(per_token, seen)
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction=self.policy_loss.reduction)

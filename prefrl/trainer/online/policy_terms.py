@@ -39,9 +39,8 @@ class PolicyBatch(ReadyBatch):
     cov_tokens: Tensor  # [N] bool: tokens that clip_cov and kl_cov treat differently; none for other losses
     nll_weights: Tensor  # [N] weights of the negative log-likelihood of good responses; 0 elsewhere
     entropy_weights: Tensor  # [N] weights of the entropy in its bonus; 0 for tokens without a policy loss
-    entropies: Tensor | None = (
-        None  # [N] nats, of the policy before the first update from this generation batch, if it was computed
-    )
+    # [N] nats, of the policy before the first update from this generation batch, if it was computed.
+    entropies: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,9 +49,6 @@ class CriticBatch(PolicyBatch):
 
     values: Tensor  # [N] of the critic before the first update from this generation batch
     returns: Tensor  # [N] the critic's regression targets
-
-
-_LARGEST_ERROR = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +301,10 @@ class Adaptation:
             self.kl.load_state_dict(state["kl"])
         if self.entropy is not None:
             self.entropy.load_state_dict(state["entropy"])
+
+
+# The bounds of the clip in `AdaptiveKL`.
+_LARGEST_ERROR = 0.2
 
 
 class AdaptiveKL:

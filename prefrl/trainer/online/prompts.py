@@ -165,7 +165,9 @@ class Prompts:
             rank=distributed.rank(),
             world_size=distributed.world_size(),
         )
-        self._rows: list[int] = []  # dataset rows of the latest generation batch, over all ranks
+        # Dataset rows of the generation batch that was asked for last, over all ranks. The curriculum and resampling
+        # read them, which exclude requests ahead of time.
+        self._rows: list[int] = []
         # What options add; None: the option is off.
         self.prefetched: PrefetchQueue | None = None
         if args.generation_mode == "async":

@@ -168,9 +168,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
         sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
+        # Asked each time: HuggingFace makes a new state for each training.
         state, clock = lambda: self.state, lambda: self.account.clock()
         self._collector = Collector(self.rewards, sampler, state, clock)
-        if self.rewards.models:
+        if self.rewards.models:  # whose weights ranks may share, so that they have to run equally many passes
             company = partial(distributed.in_company, device=args.device)
             self._collector = replace(self._collector, company=lambda: company(self.rewards.passes))
         self._evaluation = EvaluationRollouts(args, self._collector)
@@ -190,7 +191,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
         self.health = SignalHealth(args)
-        self._fresh_logprobs: list[Tensor] = []
+        self._fresh_logprobs: list[Tensor] = []  # of this step's micro-batches, if they are visited again
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
     def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
@@ -241,14 +242,18 @@ class OnlineTrainer(BaseTrainer[Ready]):
             restore(self.learner, state)
 
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
-        """The next minibatch of the buffer, which is filled with new rollouts when it is spent."""
+        """The next minibatch of the buffer, which is filled with new rollouts when it is spent.
+
+        `items` are empty: prompts are read by the number of their generation batch. There is one such batch, or
+        several if the batch of a step has grown.
+        """
         if self.buffer.is_spent:
             generations = {number: self._collect(number) for number in self.plan.units}
             rollouts = joined(list(generations.values()), num_prompts=self.prompts.num_prompts)
             learned = self._learned(rollouts, num_parts=self.args.updates_per_generation)
             merge(self.metrics["train"], learned.metrics)
             for number, collected in generations.items():
-                self._seal(number, [collected])
+                self._seal(number, [collected])  # with the advantages, and before anything has learned from it
             self.buffer.fill(self._minibatches.of(learned))
             for collected in generations.values():
                 self._report(collected)
@@ -279,7 +284,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.journal.seal(number, parts, step=step, needed_from=max(self.run_folder.last_saved, 0) if saves else step)
 
     def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
-        """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts."""
+        """Compute advantages of rollouts and make rows of them; also sets `advantage` of the rollouts.
+
+        For the arguments see `Learner.advantages`.
+        """
         args = self.args
         batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions, reader=self.images)
         needs, scores = self.learner.needs, Scores({})
@@ -300,10 +308,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.args.generation_mode != "overlap":
             return super().make_step(items)
         (number,) = self.plan.units
-        groups = self._arriving(number, self._parts(number))
+        groups = self._arriving(number, self._scored_groups(number))
         return OverlapStep(groups, lambda: self.policy, self._idle_batch(), self.accelerator), 1.0
 
-    def _parts(self, number: int) -> Iterator[Collected]:
+    def _scored_groups(self, number: int) -> Iterator[Collected]:
         """The scored groups of a generation batch, in the order in which they arrive or arrived."""
         left = self.journal.left(number, step=number * self.args.steps_of_a_generation)
         if left is not None:
