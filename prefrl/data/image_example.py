@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefrl.data.collate import flat_batch
 from prefrl.data.images import ImageReader, tokenizer_of
-from prefrl.optional import require
+from prefrl.errors import require
 from prefrl.types import TokenBatch
 
 

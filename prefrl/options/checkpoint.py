@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
+from prefrl.errors import without_secrets
 from prefrl.options.fields import opt
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.rules import apply, example, when
 from prefrl.options.types import Seconds
-from prefrl.printable import without_secrets
 
 
 @hyperparameters

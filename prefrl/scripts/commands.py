@@ -20,10 +20,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from prefrl.errors import ConfigError
+from prefrl.errors import MASK, ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.names import nearest
-from prefrl.printable import MASK
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
 from prefrl.run.records import STARTS, read_identity, read_starts

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import prefrl
-from prefrl.errors import ConfigError, PrefrlError
+from prefrl.errors import ConfigError, PrefrlError, printable
 from prefrl.options.names import nearest
-from prefrl.printable import printable
 from prefrl.registry import REGISTRY
 
 

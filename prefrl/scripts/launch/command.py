@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, is_installed
 from prefrl.generation.server import KEY_VARIABLE
 from prefrl.generation.vllm.handshake import Waiting
-from prefrl.optional import is_installed
 from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
