@@ -179,7 +179,7 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     from prefrl.distributed.launcher import as_worker  # imports torch
 
     def train() -> int:
-        from prefrl.scripts.startup import uncollected
+        from prefrl.scripts.declaration import uncollected
 
         with uncollected():
             from prefrl.scripts.train import main as train_and_save

@@ -21,8 +21,8 @@ from prefrl.scripts.arguments.command import Given, RewardArguments
 from prefrl.scripts.arguments.datasets import SHAPING
 from prefrl.scripts.arguments.launch import ONLY_CHECK
 from prefrl.scripts.checkup.checkup import check_before
+from prefrl.scripts.declaration import uncollected
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
-from prefrl.scripts.startup import uncollected
 from prefrl.trainer.progress.history import duration
 
 if TYPE_CHECKING:
