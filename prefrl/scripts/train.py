@@ -1,4 +1,4 @@
-"""`prefrl sft`, `prefrl grpo`, ...: one function for every algorithm of the registry, and what is printed after it. Imports torch."""
+"""`prefrl sft`, `prefrl grpo`, ...: one function for all algorithms, and what it prints at the end. Imports torch."""
 
 from __future__ import annotations
 
