@@ -40,7 +40,7 @@ class Listed(NamedTuple):
 
 
 OTHERS = {
-    "init": Listed("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
+    "init": Listed("schema:init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
     "doctor": Listed("commands:doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
     "launch": Listed("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
     "resume": Listed(

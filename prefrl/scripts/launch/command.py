@@ -47,8 +47,7 @@ from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all,
 from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
 from prefrl.scripts.parsing.option_parser import OptionParser, boolean
 from prefrl.scripts.parsing.yaml_file import load_yaml
-from prefrl.scripts.schema.help import option_list
-from prefrl.scripts.schema.parser import options_of
+from prefrl.scripts.schema import option_list, options_of
 
 __all__ = [
     "ServerProgram",
