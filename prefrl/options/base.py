@@ -25,6 +25,7 @@ from prefrl.options.checkpoint import (
 )
 from prefrl.options.fields import (
     about,
+    apply,
     check_fields,
     fill_places,
     json_mapping,
@@ -37,7 +38,6 @@ from prefrl.options.fields import (
 )
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs, kwargs_options
-from prefrl.options.rules import apply
 from prefrl.options.run_rules import (
     COMMON_RULES,
     COMPILATION_RULES,

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from prefrl.errors import without_secrets
-from prefrl.options.fields import opt
+from prefrl.options.fields import apply, example, opt, when
 from prefrl.options.params import Params, hyperparameters
-from prefrl.options.rules import apply, example, when
 from prefrl.options.types import Seconds
 
 

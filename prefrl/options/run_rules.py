@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import plain_value
+from prefrl.options.fields import Example, Rule, apply, example, plain_value, unset, when
 from prefrl.options.names import check_references
-from prefrl.options.rules import Example, Rule, apply, example, unset, when
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, check_value
 
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]

@@ -26,10 +26,9 @@ from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import mapping_of, read_json
+from prefrl.options.fields import apply, mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
-from prefrl.options.rules import apply
 from prefrl.options.run_rules import COMPILATION_RULES, check_device
 from prefrl.options.schedule import WsdParams, own_options, schedule_of
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
