@@ -1,4 +1,8 @@
-"""Declares and checks options: the fields of configs and of hyperparameters, keywords that fill their keys, and rules."""
+"""Declares and checks options: fields of configs and of hyperparameters, keywords that fill their keys, and rules.
+
+A rule is a row of a table: what cannot be combined, what is said about it, and options that show it.
+`tests/unit/test_rules.py` finds all tables of this package, and runs the example of each row.
+"""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl import distributed
-from prefrl.data.image_example import example_batch
-from prefrl.data.images import ImageReader, ProcessingClass, image_reader
+from prefrl.data.images import ImageReader, ProcessingClass, example_batch, image_reader
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.forward import set_image_example
 from prefrl.models.load import arguments_for_other, load_model

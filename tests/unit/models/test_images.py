@@ -8,8 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from prefrl.data.image_example import example_batch
-from prefrl.data.images import ImageReader
+from prefrl.data.images import ImageReader, example_batch
 from prefrl.models import forward, selfcheck
 from prefrl.models.forward import set_image_example, token_logprobs, verdict_of
 from prefrl.models.images import RowPositions, adapts_images, image_rules, placeholder_ids

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, Llama4Config
 
-from prefrl.data.image_example import example_batch
-from prefrl.data.images import ImageReader
+from prefrl.data.images import ImageReader, example_batch
 from prefrl.errors import ConfigError
 from prefrl.models import forward, selfcheck
 from prefrl.models.classifier import add_classifier, sequence_scores
