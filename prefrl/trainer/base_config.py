@@ -29,7 +29,7 @@ from prefrl.options.base import BaseOptions
 from prefrl.options.fields import apply, mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
-from prefrl.options.run_rules import COMPILATION_RULES, check_device
+from prefrl.options.run import COMPILATION_RULES, check_device
 from prefrl.options.schedule import WsdParams, own_options, schedule_of
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
 from prefrl.trainer.scheduler import (
