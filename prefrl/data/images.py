@@ -22,8 +22,6 @@ from prefrl.errors import ConfigError, DataError, require
 from prefrl.pictures import IMAGE_COLUMNS, in_rgb, opened
 from prefrl.types import Images, TokenBatch
 
-__all__ = []
-
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 # The column of prepared datasets that holds the images of a row.

@@ -21,8 +21,6 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.options.types import check_value
 
-__all__ = []
-
 
 @dataclass(frozen=True)
 class About:

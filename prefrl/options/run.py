@@ -15,8 +15,6 @@ from prefrl.options.names import check_references
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, Seconds, check_value
 
-__all__ = []
-
 
 @hyperparameters
 class CheckpointParams(Params):

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 
 from prefrl.scripts.parsing.option_parser import OptionParser, option_of
 
-__all__ = []
-
 
 class CommandParser(OptionParser):
     """`prefrl merge ADAPTER OUTPUT_DIR` is `prefrl merge --adapter ADAPTER --output_dir OUTPUT_DIR`.

@@ -27,8 +27,6 @@ from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArgu
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, default_in_words, option_of
 
-__all__ = []
-
 HUGGINGFACE_FILE = Path(__file__).with_name("huggingface.json")
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
 

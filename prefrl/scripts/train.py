@@ -28,8 +28,6 @@ from prefrl.trainer.progress.history import duration
 if TYPE_CHECKING:
     from prefrl.trainer.base_trainer import BaseTrainer
 
-__all__ = []
-
 
 def main(algorithm: Algorithm, given: Given) -> int:
     """Train and save.
