@@ -16,11 +16,10 @@ from typing import Any, TypeAlias
 import datasets
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from prefrl.data.collate import flat_batch
 from prefrl.data.formats import AnyDataset
-from prefrl.errors import ConfigError, DataError, require
+from prefrl.errors import ConfigError, DataError
 from prefrl.pictures import IMAGE_COLUMNS, in_rgb, opened
-from prefrl.types import Images, TokenBatch
+from prefrl.types import Images
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
@@ -225,23 +224,3 @@ def _original(start: int, stop: int, replaced: Sequence[Mapping[str, Any]]) -> t
             break
         shift = one["span"][1] - last
     return stop + shift, False
-
-
-def example_batch(reader: ImageReader) -> TokenBatch:
-    """A few short rows with and without images; always the same."""
-    picture = require("PIL.Image", extra="images", feature="a vision-language model")
-    gradient = picture.linear_gradient("L").convert("RGB")
-    pictures = [gradient.resize((56, 84)), gradient.rotate(90).resize((84, 56))]
-    token, tokenizer = reader.processor.image_token, tokenizer_of(reader.processor)
-    texts = {f"First {token} then {token} compare": pictures, f"{token} color?": pictures[1:], "No image here": []}
-    answers = (("The first is red", "Both are blue and green"), ("It is green",), ("What is it",))
-    prompts, responses, groups, images = [], [], [], {}
-    for group, (text, own) in enumerate(texts.items()):
-        ids = reader.expand(text, own).token_ids if own else tokenizer(text, add_special_tokens=False)["input_ids"]
-        if own:
-            images[group] = reader.read(own, ids)
-        for answer in answers[group]:
-            prompts.append(list(ids))
-            responses.append(list(tokenizer(answer, add_special_tokens=False)["input_ids"]))
-            groups.append(group)
-    return flat_batch(prompts, responses, groups=groups, images=images)

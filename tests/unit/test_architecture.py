@@ -51,7 +51,7 @@ OPTIONAL = {
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
     "reasoning_gym": ("prefrl/rewards/named.py",),
-    "PIL": ("prefrl/data/images.py",),
+    "PIL": ("prefrl/trainer/arguments.py",),
     "matplotlib": ("prefrl/scripts/",),
 }
 
