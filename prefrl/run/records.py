@@ -16,8 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from prefrl.errors import ConfigError
-from prefrl.printable import masked
+from prefrl.errors import ConfigError, masked
 from prefrl.run.checkpoints import write_synced
 
 IDENTITY = "run.json"

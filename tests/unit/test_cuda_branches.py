@@ -23,9 +23,8 @@ from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
-from prefrl.options.checkpoint import PROFILE_RULES, ProfileParams
-from prefrl.options.rules import apply
-from prefrl.options.run_rules import LIGER_RULES, check_device
+from prefrl.options.fields import apply
+from prefrl.options.run import LIGER_RULES, PROFILE_RULES, ProfileParams, check_device
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
