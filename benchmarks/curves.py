@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.registry import REGISTRY
-from prefrl.run.records import read_metrics
+from prefrl.run.folder import read_metrics
 
 __all__ = ["curve", "draw", "main", "train"]
 

@@ -25,7 +25,7 @@ from prefrl.options.fields import check_fields, opt
 from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
-from prefrl.run.records import STARTS, read_identity, read_starts
+from prefrl.run.folder import STARTS, read_identity, read_starts
 from prefrl.scripts.arguments.command import DType
 from prefrl.scripts.declaration import CommandParser, command, uncollected
 from prefrl.scripts.inputs import read

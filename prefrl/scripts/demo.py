@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from prefrl.errors import ConfigError, is_installed, require
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
-from prefrl.run.records import read_metrics
+from prefrl.run.folder import read_metrics
 from prefrl.trainer.configs import GRPOConfig, SFTConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from prefrl.trainer.sft_trainer import SFTTrainer

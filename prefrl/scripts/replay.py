@@ -30,10 +30,10 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
 from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
-from prefrl.run.records import Identity
+from prefrl.run.folder import Identity
 from prefrl.trainer.configs import OnlineConfig
+from prefrl.trainer.dumps import DumpedBatch, read_dump
 from prefrl.trainer.run_folder import StartingPoint
-from prefrl.trainer.steps import DumpedBatch, read_dump
 from prefrl.types import TokenBatch
 
 # What a replay does in another way than the run: it writes nothing, asks nobody, runs in one process, and goes on

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from prefrl.errors import ConfigError, masked, printable
 from prefrl.run.checkpoints import step_of
-from prefrl.run.records import IDENTITY, METRICS_FILE, Identity, Start, read_identity, read_metrics, read_starts
+from prefrl.run.folder import IDENTITY, METRICS_FILE, Identity, Start, read_identity, read_metrics, read_starts
 
 _TIME = re.compile(r"time/(\w+)_s")
 _NOT_METRICS = ("step", "epoch", "stage", "run", "time")

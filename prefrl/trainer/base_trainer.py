@@ -24,10 +24,8 @@ from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.modes import disable_dropout
 from prefrl.models.plans import position_limit
 from prefrl.options.training import automatic_rate
-from prefrl.run.folder import check_writable
-from prefrl.run.records import Identity
+from prefrl.run.folder import Identity, check_writable
 from prefrl.trainer import checkpointing
-from prefrl.trainer.account import StepAccount, idle_share
 from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
 from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows
 from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
@@ -38,7 +36,7 @@ from prefrl.trainer.parts import Parts
 from prefrl.trainer.progress.history import History
 from prefrl.trainer.progress.views import add_views
 from prefrl.trainer.scorer import Scorer
-from prefrl.trainer.steps import Step, SyncStep
+from prefrl.trainer.steps import LongBatch, Step, StepAccount, SyncStep, idle_share
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
 
 if TYPE_CHECKING:
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
     from prefrl.options.preference import ReferenceOptions
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
-    from prefrl.trainer.steps import LongBatch
 
 Optimizers = tuple["torch.optim.Optimizer | None", "torch.optim.lr_scheduler.LRScheduler | None"]
 Ready = TypeVar("Ready", bound=TokenBatch)  # the stage of the batches that a trainer's loss reads

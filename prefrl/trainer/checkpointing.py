@@ -23,8 +23,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
-from prefrl.run.folder import Stopped, check_space, leave
-from prefrl.run.records import write_identity
+from prefrl.run.folder import Stopped, check_space, leave, write_identity
 from prefrl.trainer.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.model_card import RunFacts, write_model_card
 from prefrl.trainer.scheduler import refresh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.metrics import Metric, host, merge, values_of
+from prefrl.metrics import Metric, merge
 from prefrl.models.modes import eval_mode
 from prefrl.options.names import nearest
 from prefrl.trainer.memory import EVALUATION, explained
 from prefrl.trainer.parts import Run
+from prefrl.trainer.steps import drained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,15 +136,6 @@ class Evaluation:
         values = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": value for name, value in found.items()}
         predictions, labels = (None, None) if rows is None else (rows.predictions, rows.label_ids)
         return EvalLoopOutput(predictions, labels, metrics=values, num_samples=int(num_samples))
-
-
-def drained(
-    metrics: dict[Literal["train", "eval"], dict[str, Metric]], mode: Literal["train", "eval"]
-) -> dict[str, float]:
-    """Values of the metrics so far, merged over ranks, on the host; resets the metrics."""
-    hosted = {name: host(metric) for name, metric in metrics[mode].items()}
-    metrics[mode] = {}
-    return values_of(distributed.gather_objects(hosted))
 
 
 def first_rows(dataset: Any, limit: int | None) -> Any:

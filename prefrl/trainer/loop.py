@@ -23,7 +23,7 @@ from prefrl.metrics import Metric, merge
 from prefrl.models.load import load_renamed
 from prefrl.run.folder import StopRequest
 from prefrl.trainer import checkpointing
-from prefrl.trainer.evaluation import Evaluation, check_best_metric, drained
+from prefrl.trainer.evaluation import Evaluation, check_best_metric
 from prefrl.trainer.features import Hub, parts_of
 from prefrl.trainer.memory import TRAINING, explained, size_of
 from prefrl.trainer.optimizers import (
@@ -35,7 +35,7 @@ from prefrl.trainer.optimizers import (
 from prefrl.trainer.parts import Events, GoBack, Parts
 from prefrl.trainer.progress.views import closed_at_end, contain_trackers
 from prefrl.trainer.run_folder import RunFolder, StartingPoint
-from prefrl.trainer.steps import Step, StepPlan, SyncStep
+from prefrl.trainer.steps import Step, StepAccount, StepPlan, SyncStep, drained
 from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
     from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
-    from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base_config import BaseConfig
 
 

@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from prefrl.metrics import Metric
-    from prefrl.run.folder import StopRequest
-    from prefrl.run.records import Identity
-    from prefrl.trainer.account import StepAccount
+    from prefrl.run.folder import Identity, StopRequest
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.run_folder import RunFolder, StartingPoint
     from prefrl.trainer.scorer import Scorer
-    from prefrl.trainer.steps import LongBatch, Step, StepPlan
+    from prefrl.trainer.steps import LongBatch, Step, StepAccount, StepPlan
     from prefrl.types import LossOutput, TokenBatch
 
 # What a model does in a training.

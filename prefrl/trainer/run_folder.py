@@ -31,15 +31,17 @@ from prefrl.run.checkpoints import (
     sizes_in,
     staging_folder,
 )
-from prefrl.run.folder import only_writer, weights_in, writer_token
-from prefrl.run.records import (
+from prefrl.run.folder import (
     STARTS,
     Identity,
     check_same_run,
     new_run_id,
+    only_writer,
     read_identity,
     record_start,
+    weights_in,
     write_identity,
+    writer_token,
 )
 from prefrl.run.uploads import fetch, is_url
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord
-    from prefrl.trainer.account import StepAccount
     from prefrl.trainer.base_config import BaseConfig
+    from prefrl.trainer.steps import StepAccount
     from prefrl.types import TokenBatch
 
 # What is found out about the tokens of a batch before the first update from it, in nats but for the last two:

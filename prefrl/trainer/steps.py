@@ -1,31 +1,27 @@
-"""What an optimizer step is made of, the plan that counts steps, and the folder in which a step is kept.
-
-A step whose numbers are not finite is kept, so that it can be computed again:
-
-nan-step-<N>/                         the model before the step, its tokenizer, training_args.json, run.json
-nan-step-<N>/step_<rank>_of_<M>.safetensors   the step's micro-batches on each of M ranks
-"""
+"""An optimizer step: what it is made of, the plan that counts steps, how its time is spent, and what is measured."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch.profiler import record_function
 
 from prefrl import distributed
-from prefrl.data.collate import batch_of, parts_of_batch
-from prefrl.run.records import Identity, read_identity, write_identity
-from prefrl.types import IdleBatch, TokenBatch
+from prefrl.metrics import Mean, Metric, host, values_of
+from prefrl.types import TokenBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from prefrl.models.flops import ModelCost
 
 
 class MicroStep(Protocol):
@@ -144,104 +140,217 @@ class StepPlan:
         return self.total - self.position
 
 
-_PREFIX = "nan-step-"
+# How its time is spent.
+
+# Passes whose operations are counted.
+Pass = Literal["training", "reference", "old_policy"]
+
+# The phases in which they run.
+_COUNTED_PHASES = ("forward", "backward", "reference", "old_policy")
 
 
-@dataclass(frozen=True)
-class DumpedBatch:
-    """A micro-batch of a step that was kept."""
+class CountsFlops(Protocol):
+    """Counts the floating-point operations of a step's passes."""
 
-    rank: int
-    number: int  # of the micro-batches of its rank
-    batch: TokenBatch
-    num_items: float  # the loss is the sum over the micro-batch, divided by this
+    reference: ModelCost  # of the reference
+
+    def start(self) -> None:
+        """Discard the counts of an unfinished step."""
+
+    def count(self, kind: Pass, batches: Sequence[TokenBatch]) -> AbstractContextManager[None]:
+        """Count the operations of the passes inside."""
+
+    def finish(self) -> None:
+        """End the step: add its counts to the totals."""
+
+    def drain(self, seconds: float, num_steps: int) -> dict[str, Metric]:
+        """Metrics of the steps since the last call."""
 
 
-def dumped_before(output_dir: Path, run: str) -> Path | None:
-    """The step that a run has kept already."""
-    for folder in sorted(output_dir.glob(f"{_PREFIX}*")):
-        identity = read_identity(folder)
-        if identity is not None and identity.run == run:
-            return folder
-    return None
+class Event(Protocol):
+    """A point in the work of a device: a `torch.cuda.Event`."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to another."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
 
 
-def dump_step(
-    output_dir: Path,
-    batches: Sequence[TokenBatch],
-    *,
-    step: int,
-    num_items: float,
-    identity: Identity,
-    save_model: Callable[[Path], None],
-) -> Path:
-    """Write the folder of a step. All processes must call it.
+Mark = float | Event  # seconds on the host, or an event of the device
+
+
+def _device_mark(device: torch.device) -> Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    event.record(torch.cuda.current_stream(device))  # the current device may be another, which a reward has set
+    return event
+
+
+@dataclass
+class _Step:
+    """The marks at which phases begin, in order. The phase None does not count as part of the step."""
+
+    marks: list[tuple[Mark, str | None]] = field(default_factory=list)
+    moved: list[tuple[str | None, str, float]] = field(default_factory=list)  # from, to, seconds
+
+
+class StepAccount:
+    """A stopwatch for the phases of an optimizer step; time outside of all phases counts as "other".
+
+    On a GPU the marks are CUDA events, which are read when metrics are logged: no step waits for the device, and a
+    phase lasts as long as the device works on it. Outside of a step, phases are not timed.
 
     Args:
-        output_dir: The run's folder.
-        batches: The micro-batches of this rank.
-        step: Number of the step, counted from 1.
-        num_items: What the sums of the micro-batches are divided by.
-        identity: The run.
-        save_model: Writes model, tokenizer and options to a folder; called on all processes.
-
-    Returns:
-        The folder.
-
-    Raises:
-        OSError: It cannot be written; on all processes.
+        device: The device on which the step runs.
+        clock: Returns seconds on the host.
+        flops: Counts operations; None: they are not counted.
     """
-    final = output_dir / f"{_PREFIX}{step}"
-    aside = output_dir / f".{final.name}"
-    aside.mkdir(mode=0o700, parents=True, exist_ok=True)
-    problem = None
-    try:
-        save_model(aside)
-        if distributed.place_in_team() == 0:
-            rank, world_size = distributed.rank(), distributed.world_size()
-            name = f"step_{distributed.rank_in_names(rank, world_size)}_of_{world_size}.safetensors"
-            _write(aside / name, batches, num_items)
-    except (OSError, SafetensorError) as error:
-        problem = str(error)
-    problems = [text for text in distributed.gather_objects(problem) if text is not None]
-    if problems:
-        raise OSError(problems[0])
 
-    def publish() -> None:
-        write_identity(aside, identity)
-        shutil.rmtree(final, ignore_errors=True)  # of another run
-        os.rename(aside, final)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        flops: CountsFlops | None = None,
+    ) -> None:
+        self.clock = clock
+        self.flops = flops
+        self.new_mark: Callable[[], Mark] = (
+            partial(_device_mark, device) if device.type == "cuda" else lambda: self.clock()
+        )
+        self._step: _Step | None = None
+        self._phases: list[str | None] = []  # the current phases, innermost last
+        self._waiting: list[_Step] = []  # steps that ended on the host, but perhaps not yet on the device
+        self._totals: dict[str, float] = {}  # seconds of all steps since the last `drain`
+        self._num_steps = 0
 
-    distributed.on_main(publish)
-    return final
+    def start(self) -> None:
+        """Start a step; an unfinished one is discarded."""
+        self._step = _Step()
+        self._phases = ["other"]
+        self._note()
+        if self.flops is not None:
+            self.flops.start()
+
+    def finish(self) -> None:
+        """End the current step, if there is one."""
+        if self._step is None:
+            return
+        self._note()
+        self._waiting.append(self._step)
+        self._step = None
+        if self.flops is not None:
+            self.flops.finish()
+        while self._waiting and (isinstance(end := self._waiting[0].marks[-1][0], float) or end.query()):
+            self._add(self._waiting.pop(0))
+
+    @property
+    def current(self) -> str | None:
+        """The phase that the step is in; None outside of steps and of named phases."""
+        phases = self._phases if self._step is not None else []
+        return phases[-1] if phases and phases[-1] != "other" else None
+
+    @contextmanager
+    def phase(
+        self, name: str | None, passes: Pass | None = None, batches: Sequence[TokenBatch] = ()
+    ) -> Iterator[None]:
+        """Count the time inside as this phase, not as the enclosing one; None: nothing inside belongs to the step.
+
+        Profilers show it as a range.
+
+        Args:
+            name: Of the phase.
+            passes: What the passes inside are, whose operations are counted if any are; None: it has none of its own.
+            batches: What they run over.
+        """
+        if self._step is None or self._phases[-1] is None:
+            yield
+            return
+        counted = nullcontext() if self.flops is None or passes is None else self.flops.count(passes, batches)
+        self._phases.append(name)
+        self._note()
+        try:
+            with counted, record_function(f"prefrl: {name or 'not timed'}"):
+                yield
+        finally:
+            self._phases.pop()
+            self._note()
+
+    def switch(self, name: str) -> None:
+        """From here on, count time outside of all phases as this phase."""
+        if self._step is not None:
+            self._phases[0] = name
+            self._note()
+
+    def move(self, name: str, seconds: float) -> None:
+        """Attribute seconds of the current phase, by the host's clock, to another phase."""
+        if self._step is not None:
+            self._step.moved.append((self._phases[-1], name, seconds))
+
+    def drain(self, names: Iterable[str]) -> dict[str, Metric]:
+        """Mean seconds per step since the last call, for these phases and all others that occurred.
+
+        Returns:
+            `time/<phase>_s` and their sum, `step_time`, in seconds; if operations are counted, also `perf/...`, see
+            `features.flops`.
+        """
+        for step in self._waiting:
+            end = step.marks[-1][0]
+            if not isinstance(end, float):
+                end.synchronize()
+            self._add(step)
+        self._waiting = []
+        totals = dict.fromkeys((*names, "other"), 0.0) | self._totals
+        metrics: dict[str, Metric] = {
+            f"time/{name}_s": Mean(seconds, self._num_steps) for name, seconds in totals.items()
+        }
+        metrics["step_time"] = Mean(sum(totals.values()), self._num_steps)
+        if self.flops is not None:
+            seconds = sum(totals.get(name, 0.0) for name in _COUNTED_PHASES)
+            metrics |= self.flops.drain(seconds, self._num_steps)
+        self._totals = dict.fromkeys(self._totals, 0.0)
+        self._num_steps = 0
+        return metrics
+
+    def _note(self) -> None:
+        if self._step is not None:
+            self._step.marks.append((self.new_mark(), self._phases[-1]))
+
+    def _add(self, step: _Step) -> None:
+        """Add the seconds of a step's phases, each of which may occur several times, to the totals."""
+        self._num_steps += 1
+        spent: list[tuple[str | None, float]] = []
+        for (start, phase), (end, _) in zip(step.marks, step.marks[1:], strict=False):
+            if isinstance(start, float):
+                spent.append((phase, cast("float", end) - start))
+            else:
+                spent.append((phase, start.elapsed_time(end) / 1000))
+        for origin, phase, seconds in step.moved:
+            spent += [(origin, -seconds), (phase, seconds)]
+        for name, seconds in spent:
+            if name is not None:
+                self._totals[name] = self._totals.get(name, 0.0) + seconds
 
 
-def _write(path: Path, batches: Sequence[TokenBatch], num_items: float) -> None:
-    tensors: dict[str, Tensor] = {}
-    layout = []
-    for i, batch in enumerate(batch for batch in batches if not isinstance(batch, IdleBatch)):
-        of_batch, host = parts_of_batch(batch, f"{i}.")
-        tensors |= {name: tensor.clone() for name, tensor in of_batch.items()}  # a file holds no tensor twice
-        layout.append({"stage": type(batch).__name__, "host": host})
-    save_file(tensors, path, metadata={"layout": json.dumps(layout), "num_items": json.dumps(num_items)})
+def idle_share(num_tokens: float, most_tokens: float, world_size: int) -> dict[str, Metric]:
+    """The share of the ranks' time that they wait for the rank with the most tokens, if there are several ranks.
+
+    Args:
+        num_tokens: Forward tokens of all ranks in a step.
+        most_tokens: Forward tokens of the rank that has the most.
+        world_size: Number of ranks.
+    """
+    room = most_tokens * world_size
+    return {"balance/idle_share": Mean(room - num_tokens, room)} if world_size > 1 and room else {}
 
 
-def read_dump(folder: Path) -> list[DumpedBatch]:
-    """The micro-batches of all ranks. The classes of the batches must have been imported."""
-    stages = {stage.__name__: stage for stage in _stages(TokenBatch)}
-    found = []
-    paths = folder.glob("step_*_of_*.safetensors")
-    for rank, path in sorted((int(path.name.split("_")[1]), path) for path in paths):
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        tensors, num_items = load_file(path), json.loads(metadata["num_items"])
-        for i, row in enumerate(json.loads(metadata["layout"])):
-            batch = batch_of(stages[row["stage"]], row["host"], tensors, f"{i}.")
-            found.append(DumpedBatch(rank, i, batch, num_items))
-    return found
-
-
-def _stages(stage: type[TokenBatch]) -> Iterator[type[TokenBatch]]:
-    yield stage
-    for inner in stage.__subclasses__():
-        yield from _stages(inner)
+def drained(
+    metrics: dict[Literal["train", "eval"], dict[str, Metric]], mode: Literal["train", "eval"]
+) -> dict[str, float]:
+    """Values of the metrics so far, merged over ranks, on the host; resets the metrics."""
+    hosted = {name: host(metric) for name, metric in metrics[mode].items()}
+    metrics[mode] = {}
+    return values_of(distributed.gather_objects(hosted))

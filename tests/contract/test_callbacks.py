@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from prefrl import BEMACallback, ConfigError, LogCompletionsCallback, RewardError, RichProgressCallback
-from prefrl.run.records import read_metrics
+from prefrl.run.folder import read_metrics
 from tests.assets import tiny_model
 from tests.contract.cases import dataset_of, make_trainer
 

@@ -48,7 +48,7 @@ OUTSIDE = {
         "models.fingerprint:<genexpr>": "an adapter is looked at once, when the trainer is made",
         "models.fingerprint:_of": "weights are hashed when a reference or a checkpoint has to be recognized",
         "scripts.replay:_pass": "a step is computed again, and its numbers are printed",
-        "trainer.steps:_write": "a step that is not finite is written down",
+        "trainer.dumps:_write": "a step that is not finite is written down",
     },
     "kto": {
         "losses.per_token:<lambda>": "scores that are computed once before training, or for each rollout, are kept"

@@ -32,7 +32,6 @@ from prefrl.scripts import commands, sampling
 from prefrl.scripts.arguments.command import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
-from prefrl.trainer.account import StepAccount
 from prefrl.trainer.base_config import check_precision
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import EarlyRead
@@ -41,7 +40,7 @@ from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.online.sampling import sync_method
-from prefrl.trainer.steps import LongBatch
+from prefrl.trainer.steps import LongBatch, StepAccount
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
 from tests.patience import PATIENCE
@@ -172,7 +171,7 @@ def test_segments_are_given_to_the_kernels_of_cuda_as_they_take_them(
 # Time and memory.
 
 
-@reaches("trainer.account:_device_mark", "trainer.account:StepAccount.__init__")
+@reaches("trainer.steps:_device_mark", "trainer.steps:StepAccount.__init__")
 def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have_come(gpus: Gpus) -> None:
     account = StepAccount(OWN, clock=lambda: 0.0)
     torch.cuda.set_device(5)  # by a reward, say

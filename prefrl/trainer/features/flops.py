@@ -11,8 +11,8 @@ from prefrl import distributed
 from prefrl.metrics import Mean, Metric
 from prefrl.models.flops import FlopCounter, ModelCost, floor_flops, model_cost, recomputed_share
 from prefrl.models.forward import verdict_of
-from prefrl.trainer.account import Pass
 from prefrl.trainer.parts import Run
+from prefrl.trainer.steps import Pass
 from prefrl.types import TokenBatch
 
 

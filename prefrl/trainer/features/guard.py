@@ -25,8 +25,8 @@ from prefrl.errors import ConfigError, NonFiniteError
 from prefrl.metrics import Max, Mean, Metric, merge
 from prefrl.run.checkpoints import find_last
 from prefrl.trainer.base_config import BaseConfig
+from prefrl.trainer.dumps import dump_step, dumped_before
 from prefrl.trainer.parts import GoBack, Part, Run
-from prefrl.trainer.steps import dump_step, dumped_before
 
 _log = logging.getLogger(__name__)
 

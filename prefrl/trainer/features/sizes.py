@@ -18,7 +18,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
 from prefrl.options.training import AutoSizeParams, largest_divisor
 from prefrl.rewards.confinement import own_randomness
-from prefrl.run.records import write_identity
+from prefrl.run.folder import write_identity
 from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.memory import TrialMemory
 from prefrl.trainer.parts import Part, Run

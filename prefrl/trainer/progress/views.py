@@ -19,7 +19,7 @@ from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from prefrl.errors import printable, reason_of
-from prefrl.run.records import METRICS_FILE, append_metrics
+from prefrl.run.folder import METRICS_FILE, append_metrics
 from prefrl.trainer.progress.history import History, Row, Sample, duration, number, show_banner, sparkline
 
 if TYPE_CHECKING:

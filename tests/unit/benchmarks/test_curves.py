@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.curves import FIGURES, ROOT, RUNS, curve, main
 from prefrl.registry import REGISTRY
-from prefrl.run.records import append_metrics
+from prefrl.run.folder import append_metrics
 
 
 def heights(figure: str) -> list[float]:

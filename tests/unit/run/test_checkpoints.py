@@ -25,8 +25,17 @@ from prefrl.run.checkpoints import (
     seal,
     staging_folder,
 )
-from prefrl.run.folder import Stopped, StopRequest, only_writer, writer_token
-from prefrl.run.records import STARTS, Identity, command_of, read_starts, record_start
+from prefrl.run.folder import (
+    STARTS,
+    Identity,
+    Stopped,
+    StopRequest,
+    command_of,
+    only_writer,
+    read_starts,
+    record_start,
+    writer_token,
+)
 from prefrl.trainer.run_folder import RunFolder
 from tests.contract.survival_worker import forked
 

@@ -19,7 +19,7 @@ import pytest
 from prefrl.errors import ConfigError
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Entry, write_entry
-from prefrl.run.records import Identity, record_start, write_identity
+from prefrl.run.folder import Identity, record_start, write_identity
 from prefrl.scripts.main import main
 from prefrl.scripts.report import LivePage, serve
 from prefrl.scripts.report_page import histograms_of, page, side_by_side

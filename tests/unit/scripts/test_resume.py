@@ -16,7 +16,7 @@ from rich.console import Console
 
 from prefrl.errors import ConfigError
 from prefrl.run.checkpoints import publish, staging_folder
-from prefrl.run.records import STARTS, Identity, Start, write_identity
+from prefrl.run.folder import STARTS, Identity, Start, write_identity
 from prefrl.scripts import commands
 from prefrl.scripts.declaration import uncollected
 from prefrl.scripts.train import ending, next_commands

@@ -15,7 +15,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from prefrl.generation.vllm.handshake import Waiting
 from prefrl.rollout.summary import Tables
-from prefrl.run.records import METRICS_FILE, append_metrics, read_metrics
+from prefrl.run.folder import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress import notebook
 from prefrl.trainer.progress.history import History, Row, Sample, duration, quantity, sparkline
 from prefrl.trainer.progress.notebook import NotebookView

@@ -18,10 +18,10 @@ from prefrl.metrics import Metric
 from prefrl.models.flops import ModelCost, Products
 from prefrl.models.forward import prepare_for_scoring, token_logprobs
 from prefrl.models.reference import make_reference
-from prefrl.trainer.account import StepAccount
 from prefrl.trainer.features.flops import StepFlops
 from prefrl.trainer.parts import Events, Parts
 from prefrl.trainer.scorer import Scorer, Scores
+from prefrl.trainer.steps import StepAccount
 from tests.assets import ragged_batch, tiny_model
 
 CPU = torch.device("cpu")
