@@ -21,7 +21,7 @@ from benchmarks.__main__ import RESULTS, environment_of, run_workloads
 from benchmarks.report import Report, Row
 from benchmarks.worker import LIBRARIES, Library, Measurement, measure, prepare_environment
 from benchmarks.workloads import CPU_WORKLOADS, LENGTHS, Gate, Workload
-from prefrl.optional import require
+from prefrl.errors import require
 
 __all__ = ["AXES", "Axis", "Point", "draw", "figure_of", "lengths_of", "main", "workload_at", "workloads"]
 

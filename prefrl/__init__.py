@@ -49,9 +49,9 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
     from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
     from prefrl.scripts.arguments.datasets import get_dataset as get_dataset
+    from prefrl.scripts.declaration import init_zero_verbose as init_zero_verbose
     from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
-    from prefrl.scripts.startup import init_zero_verbose as init_zero_verbose
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.callbacks import BEMACallback as BEMACallback
     from prefrl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
@@ -103,7 +103,7 @@ _PATHS |= {
     "get_peft_config": "prefrl.scripts.arguments.command:get_peft_config",
     "get_quantization_config": "prefrl.scripts.arguments.command:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
-    "init_zero_verbose": "prefrl.scripts.startup:init_zero_verbose",
+    "init_zero_verbose": "prefrl.scripts.declaration:init_zero_verbose",
     "is_conversational": "prefrl.data.chat_templates:is_conversational",
     "is_conversational_from_value": "prefrl.data.chat_templates:is_conversational_from_value",
     "maybe_apply_chat_template": "prefrl.data.chat_templates:maybe_apply_chat_template",

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from json import loads
 from typing import Any, TypeVar
 
-from prefrl.printable import printable
+from prefrl.errors import printable
 
 try:  # installed with huggingface_hub: httpx2 from its version 2 on, httpx before
     import httpx2 as httpx

@@ -20,9 +20,8 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from prefrl.data.chat import ChatTemplate, common_length
 from prefrl.data.formats import REASONING_FIELDS, Message
 from prefrl.data.tools import CALLS, TEXT, Schema, call_problem, known_formats
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, printable, reason_of
 from prefrl.options.names import nearest
-from prefrl.printable import printable, reason_of
 
 # The option `tool_parser`: the name of a format, a response template, or a function that makes a message of a text.
 ToolParser = str | Mapping[str, Any] | Callable[[str], "Message"]

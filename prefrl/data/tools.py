@@ -16,9 +16,8 @@ from typing import Any, get_type_hints
 
 from transformers.utils import get_json_schema
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, reason_of
 from prefrl.options.names import nearest
-from prefrl.printable import reason_of
 
 Schema = Mapping[str, Any]  # of a tool, as chat templates take it: {"type": "function", "function": {"name": ...}}
 

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from prefrl.distributed.processes import is_distributed, num_processes
-from prefrl.errors import ConfigError
-from prefrl.optional import require
+from prefrl.errors import ConfigError, require
 
 # Attribute of a frozen model that holds its DeepSpeed engine.
 _ENGINE = "_prefrl_engine"

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import BitsAndBytesConfig
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, require
 from prefrl.models.modes import seeded
-from prefrl.optional import require
 
 if TYPE_CHECKING:
     from pathlib import Path

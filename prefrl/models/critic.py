@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, require
 from prefrl.losses.per_token import WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.classifier import add_classifier
@@ -30,7 +30,6 @@ from prefrl.models.forward import in_pieces, inputs_of, prepare_like, verdict_of
 from prefrl.models.modes import eval_mode, seeded
 from prefrl.models.plans import Plan
 from prefrl.models.scoring import ScoringRequest, inner_model, is_classifier, read_out
-from prefrl.optional import require
 from prefrl.types import TokenBatch
 
 _HEAD_FILE = "value_head.safetensors"

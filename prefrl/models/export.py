@@ -18,10 +18,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from prefrl import distributed
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, require
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import load_model, load_reward_model, load_tokenizer
-from prefrl.optional import require
 
 # Maps a peft layer that wraps a layer of the model to a layer with the weights to export.
 Resolve = Callable[["nn.Module"], "nn.Module"]

@@ -16,9 +16,9 @@ import torch
 import xxhash
 
 from prefrl.distributed import memory_of, shape_of, whole
+from prefrl.errors import require
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.scoring import user_model
-from prefrl.optional import require
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -34,10 +34,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, require
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.scoring import inner_model, prepare_for_scoring
-from prefrl.optional import require
 
 # Layers, and which of their weights are trained.
 

@@ -22,9 +22,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, require
 from prefrl.models.soup_choice import Ingredient, Soup, check_folders, greedy_choice
-from prefrl.optional import require
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.fields import opt
+from prefrl.options.fields import apply, opt
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import ImportanceLevel, LossType
@@ -20,7 +20,6 @@ from prefrl.options.policy_rules import (
     RLOO_RULES,
 )
 from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
-from prefrl.options.rules import apply
 from prefrl.options.schedule import takes_warmup
 from prefrl.options.types import NumSamples
 

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import opt, plain_value
+from prefrl.options.fields import Example, Rule, example, opt, plain_value, unset, when
 from prefrl.options.params import Params, hyperparameters
-from prefrl.options.rules import Example, Rule, example, unset, when
 
 _WATCHED = ("loss", "grad_norm", "kl")
 

@@ -16,15 +16,9 @@ from prefrl.options.autopilot import (
     SpikeParams,
     name_best_metric,
 )
-from prefrl.options.checkpoint import (
-    PROFILE_RULES,
-    PROFILED_PROCESSES_RULES,
-    CheckpointParams,
-    UploadParams,
-    check_checkpoints,
-)
 from prefrl.options.fields import (
     about,
+    apply,
     check_fields,
     fill_places,
     json_mapping,
@@ -37,8 +31,7 @@ from prefrl.options.fields import (
 )
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs, kwargs_options
-from prefrl.options.rules import apply
-from prefrl.options.run_rules import (
+from prefrl.options.run import (
     COMMON_RULES,
     COMPILATION_RULES,
     EVALUATION_RULES,
@@ -46,6 +39,11 @@ from prefrl.options.run_rules import (
     IGNORED_PARTS_RULES,
     IGNORED_RULES,
     LIGER_RULES,
+    PROFILE_RULES,
+    PROFILED_PROCESSES_RULES,
+    CheckpointParams,
+    UploadParams,
+    check_checkpoints,
     check_device,
     check_intervals,
     check_paths,

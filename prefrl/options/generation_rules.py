@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 from urllib.parse import urlsplit
 
-from prefrl.options.rules import Example, Rule, example, unset, when
+from prefrl.options.fields import Example, Rule, example, unset, when
 
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 

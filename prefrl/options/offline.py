@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import check_unset, mapping_of, opt, parse_json
+from prefrl.options.fields import apply, check_unset, example, mapping_of, opt, parse_json, unset, when
 from prefrl.options.preference import (
     CPO_LOSS_FACTS,
     PAIR_LOSS_FACTS,
@@ -20,7 +20,6 @@ from prefrl.options.preference import (
     PairLossFacts,
     ReferenceOptions,
 )
-from prefrl.options.rules import apply, example, unset, when
 from prefrl.options.types import LengthBound, TruncationMode
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about, check_no_effect, default_of, json_mapping, opt, parse_json
+from prefrl.options.fields import about, apply, check_no_effect, default_of, json_mapping, opt, parse_json
 from prefrl.options.generation_rules import (
     AT_K_RULES,
     GENERATION_MODE_RULES,
@@ -24,7 +24,6 @@ from prefrl.options.generation_rules import (
 )
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs
 from prefrl.options.rollout import AtKParams, EvalSamplingParams, RolloutOptions
-from prefrl.options.rules import apply
 from prefrl.options.types import (
     BatchSize,
     EnvironmentErrorMode,

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import mapping_of, plain_value
+from prefrl.options.fields import Example, Rule, apply, example, mapping_of, plain_value, unset, when
 from prefrl.options.names import nearest
-from prefrl.options.rules import Example, Rule, apply, example, unset, when
 from prefrl.options.types import check_value
 
 # These take the model, or make an optimizer for each weight: there are no parameter groups.

@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about, check_fields, check_unset, default_of, mapping_of, opt
+from prefrl.options.fields import Rule, about, apply, check_fields, check_unset, default_of, mapping_of, opt
 from prefrl.options.names import nearest
-from prefrl.options.rules import Rule, apply
 
 _T = TypeVar("_T")
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import opt
+from prefrl.options.fields import Rule, example, opt, when
 from prefrl.options.params import Params, hyperparameters
-from prefrl.options.rules import Rule, example, when
 
 Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
 

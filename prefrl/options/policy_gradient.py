@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import flat, opt
+from prefrl.options.fields import Rule, apply, ascending, example, flat, opt, when
 from prefrl.options.generation_rules import TRUNCATION_RULES
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
@@ -31,7 +31,6 @@ from prefrl.options.policy_rules import (
 )
 from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.rollout import SELECTIONS, RowSelection
-from prefrl.options.rules import Rule, apply, ascending, example, when
 
 RewardScale = Literal["group", "batch", "none"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prefrl.options.fields import Example, Rule, example, unset, when
 from prefrl.options.optimizers import decay_rule, optimizer_of
-from prefrl.options.rules import Example, Rule, example, unset, when
 from prefrl.options.schedule import takes_warmup
 
 

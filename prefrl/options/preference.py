@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import opt
+from prefrl.options.fields import Rule, example, opt, unset, when
 from prefrl.options.params import Params, hyperparameters
-from prefrl.options.rules import Rule, example, unset, when
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 

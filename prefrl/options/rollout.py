@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import flat, opt
+from prefrl.options.fields import Rule, ascending, example, flat, opt, when
 from prefrl.options.generation_rules import unscored
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
-from prefrl.options.rules import Rule, ascending, example, when
 from prefrl.options.types import Seconds
 
 CurriculumWeighting = Literal["variance", "band"]

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.fields import default_of, mapping_of, opt, plain_value
+from prefrl.options.fields import default_of, example, mapping_of, opt, plain_value, unset, when
 from prefrl.options.params import Params, hyperparameters
-from prefrl.options.rules import example, unset, when
 
 
 @hyperparameters

@@ -10,12 +10,10 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.checkpoint import ProfileParams
-from prefrl.options.fields import default_of, mapping_of, opt
+from prefrl.options.fields import apply, default_of, example, mapping_of, opt, when
 from prefrl.options.optimizers import OPTIMIZERS, optimizer_of
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
-from prefrl.options.rules import apply, example, when
-from prefrl.options.run_rules import HUGGINGFACE
+from prefrl.options.run import HUGGINGFACE, ProfileParams
 from prefrl.options.schedule import (
     SCHEDULE_FACTS,
     WARMUP_EVALUATIONS_RULES,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefrl.errors import RewardError
-from prefrl.optional import require
+from prefrl.errors import RewardError, require
 from prefrl.rewards.base import answer_all
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO, cast
 
-from prefrl.optional import require
+from prefrl.errors import require
 
 _MAX_MEMORY_BYTES = 4 << 30
 

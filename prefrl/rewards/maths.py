@@ -12,8 +12,7 @@ from fractions import Fraction
 from numbers import Rational
 from typing import Any
 
-from prefrl.errors import ConfigError
-from prefrl.optional import require
+from prefrl.errors import ConfigError, require
 from prefrl.rewards.base import completion_text
 from prefrl.rewards.math_checker import MathChecker, Verdict
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from prefrl.distributed import is_main, is_sharded
-from prefrl.errors import ConfigError, RewardError
-from prefrl.optional import require
+from prefrl.errors import ConfigError, RewardError, require
 from prefrl.options.names import unpinned_code
 from prefrl.pictures import has_images, images_of, in_blocks, opened, with_placeholders
 from prefrl.rewards.base import message_text

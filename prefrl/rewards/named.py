@@ -21,8 +21,7 @@ from typing import Any, cast
 
 import datasets
 
-from prefrl.errors import ConfigError, RewardError
-from prefrl.optional import require
+from prefrl.errors import ConfigError, RewardError, require
 from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, RewardFunction, completion_text
 from prefrl.rewards.format import (

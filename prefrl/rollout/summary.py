@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from prefrl import distributed
-from prefrl.errors import RewardError
+from prefrl.errors import RewardError, printable, reason_of
 from prefrl.metrics import Max, Mean, Metric, Min, Std
-from prefrl.printable import printable, reason_of
 from prefrl.types import Episode, Rollout, StopReason
 
 if TYPE_CHECKING:

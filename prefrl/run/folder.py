@@ -32,8 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from prefrl.errors import ConfigError
-from prefrl.printable import masked
+from prefrl.errors import ConfigError, masked
 from prefrl.run.checkpoints import write_synced
 
 _FILE = ".writer"

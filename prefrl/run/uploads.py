@@ -21,8 +21,7 @@ from typing import Any
 
 import fsspec
 
-from prefrl.errors import CheckpointError, ConfigError
-from prefrl.printable import reason_of, without_secrets
+from prefrl.errors import CheckpointError, ConfigError, reason_of, without_secrets
 from prefrl.run.checkpoints import (
     MANIFEST,
     Manifest,

@@ -20,17 +20,15 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from prefrl.errors import ConfigError
+from prefrl.errors import MASK, ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.names import nearest
-from prefrl.printable import MASK
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
 from prefrl.run.folder import STARTS, read_identity, read_starts
 from prefrl.scripts.arguments.command import DType
-from prefrl.scripts.declaration import CommandParser, command
+from prefrl.scripts.declaration import CommandParser, command, uncollected
 from prefrl.scripts.inputs import read
-from prefrl.scripts.startup import uncollected
 
 _REPLAY = "`prefrl replay`: compute a past step of a run again, from what the run has left on the disk."
 _USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"

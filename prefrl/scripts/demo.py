@@ -24,10 +24,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, is_installed, require
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
-from prefrl.optional import is_installed, require
 from prefrl.run.folder import read_metrics
 from prefrl.trainer.configs import GRPOConfig, SFTConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError, DataError, printable
 from prefrl.options.fields import check_unset, opt
-from prefrl.printable import printable
 from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.command import RewardEntry, reward_entries
 from prefrl.scripts.arguments.datasets import FILES, ColumnArguments

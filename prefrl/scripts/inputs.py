@@ -25,7 +25,7 @@ from prefrl.scripts.arguments.command import (
 )
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
-from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.schema import SchemaParser
 
 
 def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False) -> Given:

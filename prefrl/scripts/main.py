@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import prefrl
-from prefrl.errors import ConfigError, PrefrlError
+from prefrl.errors import ConfigError, PrefrlError, printable
 from prefrl.options.names import nearest
-from prefrl.printable import printable
 from prefrl.registry import REGISTRY
 
 
@@ -41,7 +40,7 @@ class Listed(NamedTuple):
 
 
 OTHERS = {
-    "init": Listed("schema.init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
+    "init": Listed("schema:init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
     "doctor": Listed("commands:doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
     "launch": Listed("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
     "resume": Listed(
@@ -180,7 +179,7 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     from prefrl.distributed.launcher import as_worker  # imports torch
 
     def train() -> int:
-        from prefrl.scripts.startup import uncollected
+        from prefrl.scripts.declaration import uncollected
 
         with uncollected():
             from prefrl.scripts.train import main as train_and_save

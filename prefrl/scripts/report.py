@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError, DataError, printable
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.names import nearest
-from prefrl.printable import printable
 from prefrl.scripts.declaration import command
 from prefrl.scripts.report_page import page
 

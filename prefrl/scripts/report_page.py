@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from prefrl import __version__
-from prefrl.printable import printable
+from prefrl.errors import printable
 from prefrl.scripts.report_record import Point, events_of, read_run, series_of, thinned
 
 _FOLDER = Path(__file__).parent / "page"

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from prefrl.errors import ConfigError
-from prefrl.printable import masked, printable
+from prefrl.errors import ConfigError, masked, printable
 from prefrl.run.checkpoints import step_of
 from prefrl.run.folder import IDENTITY, METRICS_FILE, Identity, Start, read_identity, read_metrics, read_starts
 

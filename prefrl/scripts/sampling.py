@@ -19,10 +19,9 @@ from annotated_types import Ge, Gt, Le
 from rich.console import Console
 from rich.markup import escape
 
-from prefrl.errors import ConfigError, DataError, GenerationError
+from prefrl.errors import ConfigError, DataError, GenerationError, printable
 from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
-from prefrl.printable import printable
 from prefrl.run.folder import check_writable
 from prefrl.scripts.arguments.command import DType
 from prefrl.scripts.arguments.datasets import FILES, SHAPING, ColumnArguments, DatasetConfig, load_part

@@ -16,9 +16,9 @@ from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl import distributed
-from prefrl.data.image_example import example_batch
-from prefrl.data.images import ImageReader, ProcessingClass, image_reader
-from prefrl.errors import ConfigError, DataError
+from prefrl.data.collate import flat_batch
+from prefrl.data.images import ImageReader, ProcessingClass, image_reader, tokenizer_of
+from prefrl.errors import ConfigError, DataError, require
 from prefrl.models.forward import set_image_example
 from prefrl.models.load import arguments_for_other, load_model
 from prefrl.models.reference import Reference, make_reference
@@ -28,6 +28,7 @@ from prefrl.options.preference import ReferenceOptions
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Run
+from prefrl.types import TokenBatch
 
 # The positional parameters after `args` where they are not named, in TRL's order.
 _DATA = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
@@ -315,3 +316,23 @@ def reader_for(model: nn.Module, processing_class: ProcessingClass) -> ImageRead
     if reader is not None:
         set_image_example(model, example_batch(reader))
     return reader
+
+
+def example_batch(reader: ImageReader) -> TokenBatch:
+    """A few short rows with and without images; always the same."""
+    picture = require("PIL.Image", extra="images", feature="a vision-language model")
+    gradient = picture.linear_gradient("L").convert("RGB")
+    pictures = [gradient.resize((56, 84)), gradient.rotate(90).resize((84, 56))]
+    token, tokenizer = reader.processor.image_token, tokenizer_of(reader.processor)
+    texts = {f"First {token} then {token} compare": pictures, f"{token} color?": pictures[1:], "No image here": []}
+    answers = (("The first is red", "Both are blue and green"), ("It is green",), ("What is it",))
+    prompts, responses, groups, images = [], [], [], {}
+    for group, (text, own) in enumerate(texts.items()):
+        ids = reader.expand(text, own).token_ids if own else tokenizer(text, add_special_tokens=False)["input_ids"]
+        if own:
+            images[group] = reader.read(own, ids)
+        for answer in answers[group]:
+            prompts.append(list(ids))
+            responses.append(list(tokenizer(answer, add_special_tokens=False)["input_ids"]))
+            groups.append(group)
+    return flat_batch(prompts, responses, groups=groups, images=images)

@@ -20,20 +20,17 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, MissingPackageError, is_installed, masked, plain, require
 from prefrl.losses.truncation import Truncation
 from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
 from prefrl.models.tokenizer_changes import TokenizerChanges
-from prefrl.optional import MissingPackageError, is_installed, require
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import mapping_of, read_json
+from prefrl.options.fields import apply, mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
-from prefrl.options.rules import apply
-from prefrl.options.run_rules import COMPILATION_RULES, check_device
+from prefrl.options.run import COMPILATION_RULES, check_device
 from prefrl.options.schedule import WsdParams, own_options, schedule_of
-from prefrl.printable import masked, plain
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
 from prefrl.trainer.scheduler import (
     SCHEDULE_NAMES,

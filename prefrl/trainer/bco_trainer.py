@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prefrl.data.collate import unpaired_batch
 from prefrl.data.images import ProcessingClass, tokenizer_of
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError, DataError, require
 from prefrl.losses.preference.unpaired import bco, density_ratio_weights
-from prefrl.optional import require
 from prefrl.options.fields import check_no_effect
 from prefrl.trainer.arguments import check_arguments
 from prefrl.trainer.configs import BCOConfig

@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from prefrl import distributed
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, printable, reason_of
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.export import whole_state
-from prefrl.printable import printable, reason_of
 from prefrl.rollout.summary import Tables
 from prefrl.trainer.checkpointing import StatefulCallback
 

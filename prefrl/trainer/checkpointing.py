@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers.trainer_utils import TrainOutput
 
-    from prefrl.options.checkpoint import CheckpointParams
+    from prefrl.options.run import CheckpointParams
     from prefrl.trainer.parts import Run
     from prefrl.trainer.run_folder import StartingPoint
 

@@ -12,10 +12,10 @@ import datasets
 from transformers import TrainingArguments
 
 from prefrl import distributed
+from prefrl.errors import plain
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.footprint import optimizer_bytes, weights_of
 from prefrl.models.forward import plan_in_words
-from prefrl.printable import plain
 from prefrl.trainer.memory import free_memory
 from prefrl.trainer.progress.history import quantity
 

@@ -16,8 +16,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from prefrl import __version__
+from prefrl.errors import masked, printable
 from prefrl.options.fields import default_of
-from prefrl.printable import masked, printable
 
 if TYPE_CHECKING:
     from prefrl.trainer.base_config import BaseConfig

@@ -19,10 +19,9 @@ from transformers import Trainer
 from transformers.optimization import Adafactor
 
 from prefrl import distributed
-from prefrl.errors import ConfigError
-from prefrl.optional import MissingPackageError, is_installed, require
+from prefrl.errors import ConfigError, MissingPackageError, is_installed, require
+from prefrl.options.fields import apply
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, OPTIMIZERS, NamedOptimizer, given_arguments
-from prefrl.options.rules import apply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from prefrl import distributed
 from prefrl.data.samplers import deal
-from prefrl.errors import CheckpointError, ConfigError
-from prefrl.printable import without_secrets
+from prefrl.errors import CheckpointError, ConfigError, without_secrets
 from prefrl.run.checkpoints import (
     WORDS_TO_RESUME,
     FileSeal,

@@ -24,7 +24,7 @@ from prefrl.scripts.launch.command import CONFIGS
 from prefrl.scripts.launch.processes import with_variable
 from prefrl.scripts.launch.vllm_serve import ServeArguments
 from prefrl.scripts.main import main
-from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.schema import SchemaParser
 
 ROOT = Path(__file__).parents[2]
 # Process 1 fails in its second optimizer step, and process 0 waits for it in the next collective.

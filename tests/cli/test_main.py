@@ -16,9 +16,9 @@ import pytest
 import prefrl
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
+from prefrl.scripts.generated import huggingface_text
 from prefrl.scripts.main import main
-from prefrl.scripts.schema.parser import HUGGINGFACE_FILE, SchemaParser
-from prefrl.scripts.schema.writer import huggingface_text
+from prefrl.scripts.schema import HUGGINGFACE_FILE, SchemaParser
 from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
@@ -273,7 +273,7 @@ def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_options_of_huggingface_are_those_of_transformers() -> None:
-    remedy = "run python -m prefrl.scripts.schema.writer"
+    remedy = "run python -m prefrl.scripts.generated"
     assert huggingface_text() == HUGGINGFACE_FILE.read_text(encoding="utf-8"), remedy
 
 

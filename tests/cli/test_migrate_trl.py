@@ -19,9 +19,9 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
 from prefrl.scripts.migrate.edits import accepted
 from prefrl.scripts.migrate.python import migrate_script
+from prefrl.scripts.migrate.rows import DEFAULTS
 from prefrl.scripts.migrate.trl import NAMES, config_name_of, migrate_commands, migrate_trl_yaml, missing_defaults
-from prefrl.scripts.migrate.trl_names import DEFAULTS
-from prefrl.scripts.schema.parser import SchemaParser, options_of
+from prefrl.scripts.schema import SchemaParser, options_of
 from tests.parsers import parser_of
 from tests.trl_defaults import NOT_COMPARED, defaults_of
 

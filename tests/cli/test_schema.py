@@ -17,7 +17,7 @@ from prefrl.run.checkpoints import WRITER, seal
 from prefrl.scripts.arguments.command import Given, reward_entries
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.scripts.schema.parser import SchemaParser, options_of
+from prefrl.scripts.schema import SchemaParser, options_of
 from prefrl.trainer.configs import GRPOConfig
 
 REQUIRED = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [numeric_reward]\n"

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import EvalPrediction
 
 from prefrl import ConfigError, GRPOConfig, RewardError, SFTConfig, SFTTrainer
-from prefrl.options.run_rules import IGNORED_PARTS_RULES, IGNORED_RULES
+from prefrl.options.run import IGNORED_PARTS_RULES, IGNORED_RULES
 from prefrl.rewards.at_k import best_at_k, pass_at_k
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import read_entry

@@ -12,8 +12,8 @@ import pytest
 
 from prefrl import ConfigError, SFTConfig
 from prefrl.options.base import BaseOptions
-from prefrl.options.checkpoint import ProfileParams
 from prefrl.options.params import kwargs_options
+from prefrl.options.run import ProfileParams
 from prefrl.trainer.features.profile import StepProfiler, profiler
 from tests.contract.cases import make_trainer
 

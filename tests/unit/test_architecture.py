@@ -51,7 +51,7 @@ OPTIONAL = {
     "math_verify": ("prefrl/rewards/",),
     "rapidfuzz": ("prefrl/rewards/graders/plain.py",),
     "reasoning_gym": ("prefrl/rewards/named.py",),
-    "PIL": ("prefrl/data/image_example.py",),
+    "PIL": ("prefrl/trainer/arguments.py",),
     "matplotlib": ("prefrl/scripts/",),
 }
 
@@ -188,7 +188,7 @@ def _imported_packages(every: list[ast.AST]) -> set[str]:
 BY_STRING = {
     "prefrl/registry.py": "options, configs and trainers of algorithms, and public names",
     "prefrl/scripts/main.py": "commands",
-    "prefrl/optional.py": "optional packages",
+    "prefrl/errors.py": "optional packages",
     "prefrl/distributed/checkpoint.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
     "prefrl/rewards/named.py": "modules of the user",

@@ -23,9 +23,8 @@ from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
-from prefrl.options.checkpoint import PROFILE_RULES, ProfileParams
-from prefrl.options.rules import apply
-from prefrl.options.run_rules import LIGER_RULES, check_device
+from prefrl.options.fields import apply
+from prefrl.options.run import LIGER_RULES, PROFILE_RULES, ProfileParams, check_device
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
@@ -283,7 +282,7 @@ def test_a_snapshot_of_memory_is_written_for_each_trace_and_recording_ends(gpus:
     assert found == {f"steps-{step}-{step}-rank-0.memory.pickle": "GPU 3" for step in (2, 4)}
 
 
-@reaches("options.checkpoint:_lacks_history")
+@reaches("options.run:_lacks_history")
 def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
     config = SFTConfig(output_dir="x", report_to="none", use_cpu=True, profile=True)
     config.profile_kwargs = {"memory_snapshot": True}
@@ -345,8 +344,8 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 
 
 @reaches(
-    "options.run_rules:check_device",
-    "options.run_rules:_lacks_gpu",
+    "options.run:check_device",
+    "options.run:_lacks_gpu",
     "trainer.configs:OnlineConfig._check_sampler",
 )
 def test_what_a_mac_cannot_do_is_refused() -> None:

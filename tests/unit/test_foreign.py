@@ -17,12 +17,11 @@ from prefrl.options.fields import flat_names
 from prefrl.options.names import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice
 from prefrl.options.params import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
+from prefrl.scripts.generated import LIBRARIES, foreign_text
 from prefrl.scripts.migrate.edits import every_option, option_names_of
-from prefrl.scripts.migrate.foreign import LIBRARIES, foreign_text
-from prefrl.scripts.migrate.rows import row_of
-from prefrl.scripts.migrate.trl_names import DEFAULTS, REWARDS, TRANSFORMERS, TRL, VALUES
+from prefrl.scripts.migrate.rows import DEFAULTS, REWARDS, TRANSFORMERS, TRL, VALUES, row_of
 from prefrl.scripts.migrate.verl_keys import VERL
-from prefrl.scripts.schema.parser import options_of as schema_options
+from prefrl.scripts.schema import options_of as schema_options
 from tests.trl_defaults import CONFIGS, NOT_COMPARED, defaults_of
 
 DATA = Path(__file__).parents[1] / "data"

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from prefrl.errors import ConfigError, GenerationError
-from prefrl.printable import masked, plain, printable, reason_of, without_secrets
+from prefrl.errors import ConfigError, GenerationError, masked, plain, printable, reason_of, without_secrets
 
 HOSTILE = {
     "\x1b]52;c;ZXZpbA==\x07": r"\x1b]52;c;ZXZpbA==\x07",  # sets the clipboard
@@ -102,6 +101,6 @@ class Reads:
 
 
 def test_what_can_be_called_is_written_by_its_name() -> None:
-    assert plain(plain) == plain(functools.partial(plain)) == "prefrl.printable.plain"
+    assert plain(plain) == plain(functools.partial(plain)) == "prefrl.errors.plain"
     assert plain(Reads()) == f"{__name__}.Reads"
     assert plain("text") == "text"

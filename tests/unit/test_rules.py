@@ -17,11 +17,11 @@ import pytest
 
 import prefrl.options
 from prefrl.errors import ConfigError
+from prefrl.options.fields import Rule, apply, example, unset, when
 from prefrl.options.params import Params
-from prefrl.options.rules import Rule, apply, example, unset, when
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
-from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.schema import SchemaParser
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
-from prefrl.errors import ConfigError, GenerationError
+from prefrl.errors import ConfigError, GenerationError, printable
 from prefrl.generation.server import INFO_PATH, ServerInfo, vocabulary_fingerprint
 from prefrl.http import HttpError, Refused
-from prefrl.printable import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

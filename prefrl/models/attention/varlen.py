@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from prefrl.errors import is_installed
 from prefrl.models.attention.segments import Layout
-from prefrl.optional import is_installed
 
 # (query [T, H, D], key [S, KV, D], value [S, KV, D], sequences, scaling, window) -> [T, H, D]
 Kernel = Callable[["Tensor", "Tensor", "Tensor", "Sequences", "float | None", "int | None"], "Tensor"]

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
-from prefrl.errors import ConfigError, RewardError
+from prefrl.errors import MASK, ConfigError, RewardError, printable
 from prefrl.http import Http, HttpError, Refused
-from prefrl.printable import MASK, printable
 from prefrl.rewards.base import check_name, completion_text, message_text
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from prefrl.errors import ConfigError, DataError
-from prefrl.optional import require
+from prefrl.errors import ConfigError, DataError, require
 from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, check_threshold, completion_text, passed
 from prefrl.rewards.call import is_async

@@ -15,8 +15,7 @@ from typing import Any
 
 from prefrl.data.formats import Message
 from prefrl.data.tools import Schema, tool_schemas
-from prefrl.errors import ConfigError
-from prefrl.printable import reason_of
+from prefrl.errors import ConfigError, reason_of
 from prefrl.rollout.episodes.threads import MainThread, Worker, reported
 
 # The prompt of a dataset without prompts, which `reset` fills.

@@ -16,9 +16,8 @@ from prefrl.data.formats import Message, read_messages
 from prefrl.data.next_turn import Answer, next_context, said_text
 from prefrl.data.tokenize import completion_text
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
-from prefrl.errors import DataError, EpisodeError
+from prefrl.errors import DataError, EpisodeError, reason_of
 from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
-from prefrl.printable import reason_of
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, EnvironmentKind, Observation, Seat
 from prefrl.types import Completion, Episode, StopReason, Turn
 

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefrl import distributed
-from prefrl.errors import EpisodeError
-from prefrl.printable import reason_of
+from prefrl.errors import EpisodeError, reason_of
 from prefrl.rewards.call import EventLoopThread
 
 # Other exceptions come from signals.

@@ -28,11 +28,10 @@ from prefrl.data.checks import (
 )
 from prefrl.data.formats import column_names
 from prefrl.data.packing import list_lengths
-from prefrl.errors import DataError
+from prefrl.errors import DataError, printable
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.plans import position_limit
 from prefrl.options.training import num_ranks
-from prefrl.printable import printable
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import RewardRunner, RewardScores
 from prefrl.scripts.checkup.subject import Section, Subject, logged_into

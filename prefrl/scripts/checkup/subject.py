@@ -22,12 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
 from prefrl.distributed import Partition, partition_of
-from prefrl.errors import ConfigError, PrefrlError
+from prefrl.errors import ConfigError, PrefrlError, printable
 from prefrl.models.adapters import add_adapter
 from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
-from prefrl.printable import printable
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, is_installed
 from prefrl.generation.server import KEY_VARIABLE
 from prefrl.generation.vllm.handshake import Waiting
-from prefrl.optional import is_installed
 from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
@@ -48,8 +47,7 @@ from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all,
 from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
 from prefrl.scripts.parsing.option_parser import OptionParser, boolean
 from prefrl.scripts.parsing.yaml_file import load_yaml
-from prefrl.scripts.schema.help import option_list
-from prefrl.scripts.schema.parser import options_of
+from prefrl.scripts.schema import option_list, options_of
 
 __all__ = [
     "ServerProgram",

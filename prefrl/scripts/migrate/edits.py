@@ -13,7 +13,7 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.migrate.rows import Counterpart
-from prefrl.scripts.schema.parser import options_of as schema_options
+from prefrl.scripts.schema import options_of as schema_options
 
 
 @dataclass

@@ -25,8 +25,8 @@ from prefrl.scripts.migrate.edits import (
     option_names_of,
     parsed_options,
 )
+from prefrl.scripts.migrate.rows import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
 from prefrl.scripts.migrate.trl import migrate_commands
-from prefrl.scripts.migrate.trl_names import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
 
 __all__ = ["migrate_script"]
 

@@ -14,7 +14,7 @@ import yaml
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.migrate.edits import Edit, Migrated, applied, converted, every_option, option_names_of, switches
-from prefrl.scripts.migrate.trl_names import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
+from prefrl.scripts.migrate.rows import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
 
 NAMES = {**TRANSFORMERS, **TRL}
 UNKNOWN = object()  # a value that is known only when the file runs

@@ -17,8 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from transformers.trainer_utils import HubStrategy
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, HubError
-from prefrl.printable import reason_of
+from prefrl.errors import ConfigError, HubError, reason_of
 from prefrl.run.checkpoints import link_files, step_of
 from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Run

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerAction, profile, schedule
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.options.checkpoint import ProfileParams
+from prefrl.options.run import ProfileParams
 from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from prefrl import distributed
-from prefrl.options.checkpoint import UploadParams
+from prefrl.options.run import UploadParams
 from prefrl.run.checkpoints import own_checkpoints
 from prefrl.run.uploads import Place, Uploads
 from prefrl.trainer.base_config import BaseConfig

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefrl import distributed
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, reason_of
 from prefrl.metrics import Mean, Metric, merge
-from prefrl.printable import reason_of
 from prefrl.rewards.at_k import PromptSamples, at_k_metrics
 from prefrl.rollout.collect import Collected, Collector, add_greedy, prompt_seed
 from prefrl.rollout.journal import Entry, write_entry

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from prefrl.printable import printable
+from prefrl.errors import printable
 from prefrl.rollout.summary import as_text
 from prefrl.types import Rollout
 

@@ -9,7 +9,7 @@ from IPython.display import HTML, display
 from rich.console import Console
 from transformers.utils.notebook import NotebookProgressCallback, NotebookTrainingTracker
 
-from prefrl.printable import printable
+from prefrl.errors import printable
 from prefrl.trainer.progress.history import number, show_banner
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from prefrl.printable import printable, reason_of
+from prefrl.errors import printable, reason_of
 from prefrl.run.folder import METRICS_FILE, append_metrics
 from prefrl.trainer.progress.history import History, Row, Sample, duration, number, show_banner, sparkline
 

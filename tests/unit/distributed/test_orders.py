@@ -20,7 +20,7 @@ from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
 from prefrl.run import checkpoints
 from prefrl.run.folder import Identity
-from prefrl.trainer import steps
+from prefrl.trainer import dumps
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.trainer.run_folder import RunFolder
 from prefrl.types import LabeledBatch
@@ -149,11 +149,11 @@ def test_a_rank_that_cannot_write_its_rows_makes_all_give_up(
             raise error
         path.touch()
 
-    monkeypatch.setattr(steps, "_write", write)
+    monkeypatch.setattr(dumps, "_write", write)
 
     def work(rank: int) -> Path:
         identity = Identity(run="r", decisive={}, model="")
-        return steps.dump_step(tmp_path, [], step=3, num_items=1.0, identity=identity, save_model=lambda _: None)
+        return dumps.dump_step(tmp_path, [], step=3, num_items=1.0, identity=identity, save_model=lambda _: None)
 
     found = on_ranks(RANKS, work)
     assert [(type(one), str(one)) for one in found] == [(OSError, "disk full")] * RANKS

@@ -231,6 +231,7 @@ def test_a_stop_token_at_the_last_place_is_a_stop(model: PreTrainedModel) -> Non
 def test_stop_tokens_of_every_source_count(source: str) -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     free = LocalGenerator(model).generate([PROMPTS[0]], sampled(8, 1, temperature=0), seeds=[0])[0][0].token_ids
+    generator = LocalGenerator(model, tokenizer=tokenizer)  # it reads them when it generates
     stop_ids: tuple[int, ...] = ()
     if source.startswith("config"):
         model.generation_config.eos_token_id = [1, free[2]] if source == "config list" else free[2]
@@ -238,7 +239,6 @@ def test_stop_tokens_of_every_source_count(source: str) -> None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(free[2])
     else:
         stop_ids = (free[2],)
-    generator = LocalGenerator(model, tokenizer=tokenizer)
     (cut,) = generator.generate([PROMPTS[0]], sampled(8, 1, temperature=0, stop_token_ids=stop_ids), seeds=[0])[0]
     assert cut.token_ids == free[: free.index(free[2]) + 1]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from prefrl.data.image_example import example_batch
 from prefrl.data.images import ImageReader
 from prefrl.models import forward, selfcheck
 from prefrl.models.forward import set_image_example, token_logprobs, verdict_of
 from prefrl.models.images import RowPositions, adapts_images, image_rules, placeholder_ids
 from prefrl.models.plans import lay_out
+from prefrl.trainer.arguments import example_batch
 from prefrl.types import Images, TokenBatch
 from tests.assets import ragged_batch, tiny_model
 from tests.vlms import FAMILIES, tiny_vlm

@@ -18,7 +18,7 @@ from prefrl import ConfigError, SFTConfig
 from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
 from prefrl.models.kernels import apply_liger, liger_options, without_liger
 from prefrl.models.selfcheck import check_plans
-from prefrl.options import run_rules
+from prefrl.options import run
 from prefrl.trainer.base_config import BaseConfig
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 from tests.contract.cases import ROOT, make_trainer, relative_difference, update_of
@@ -213,7 +213,7 @@ def allowed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def set_kernels(config: Any) -> None:
         config.liger_kernel_config = liger_options(config.liger_kernel_config)
 
-    monkeypatch.setattr(run_rules, "_lacks_gpu", lambda options: False)
+    monkeypatch.setattr(run, "_lacks_gpu", lambda options: False)
     monkeypatch.setattr(BaseConfig, "_set_kernels", set_kernels)
 
 

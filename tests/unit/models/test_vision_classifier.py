@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, Llama4Config
 
-from prefrl.data.image_example import example_batch
 from prefrl.data.images import ImageReader
 from prefrl.errors import ConfigError
 from prefrl.models import forward, selfcheck
@@ -19,6 +18,7 @@ from prefrl.models.forward import set_image_example, verdict_of
 from prefrl.models.images import image_rules
 from prefrl.models.load import load_reward_model
 from prefrl.models.plans import lay_out
+from prefrl.trainer.arguments import example_batch
 from tests.unit.models.test_images import VISION, gradients
 from tests.vlms import FAMILIES, forget_classifiers, tiny_vision_judge, tiny_vlm
 

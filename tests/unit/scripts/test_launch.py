@@ -27,7 +27,7 @@ from prefrl.scripts.launch.command import (
     with_gpus,
 )
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.schema.parser import SchemaParser
+from prefrl.scripts.schema import SchemaParser
 
 EIGHT = [str(i) for i in range(8)]
 GRPO = ["--model_name_or_path", "org/model", "--dataset_name", "d", "--reward_funcs", "numeric_reward"]

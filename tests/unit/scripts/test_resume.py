@@ -18,8 +18,8 @@ from prefrl.errors import ConfigError
 from prefrl.run.checkpoints import publish, staging_folder
 from prefrl.run.folder import STARTS, Identity, Start, write_identity
 from prefrl.scripts import commands
-from prefrl.scripts.ending import ending, next_commands
-from prefrl.scripts.startup import uncollected
+from prefrl.scripts.declaration import uncollected
+from prefrl.scripts.train import ending, next_commands
 
 OPTIONS = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "run"]
 

@@ -1,6 +1,7 @@
-"""Writes huggingface.json, HuggingFace's options and what they take: `python -m prefrl.scripts.schema.writer`.
+"""Writes what the command knows of other libraries into data files: `python -m prefrl.scripts.generated`.
 
-The command reads that file instead of transformers, whose import takes seconds.
+The command reads `huggingface.json`, HuggingFace's options, instead of transformers, whose import takes seconds.
+Messages about unknown options read `foreign.json`, what names of other libraries are here.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ import argparse
 import dataclasses
 import json
 import typing
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.options.base import BaseOptions
+from prefrl.options.names import FOREIGN_FILE
 from prefrl.options.training import AUTOMATIC
+from prefrl.scripts.migrate.cosmos_rl import COSMOS_RL
+from prefrl.scripts.migrate.ludwig import LUDWIG
+from prefrl.scripts.migrate.rows import AXOLOTL, OTHERS, TRANSFORMERS, TRL, Counterpart
+from prefrl.scripts.migrate.verl import VERL_SFT
+from prefrl.scripts.migrate.verl_keys import VERL
 from prefrl.scripts.parsing.option_parser import form_of
-from prefrl.scripts.schema.parser import HUGGINGFACE_FILE
+from prefrl.scripts.schema import HUGGINGFACE_FILE
 from prefrl.trainer.base_config import KNOWN_OPTIMIZERS
 from prefrl.trainer.scheduler import SCHEDULE_NAMES
 
@@ -69,5 +77,30 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | list) else None
 
 
+# Names of verl and cosmos-rl are paths of keys. The first library that has a name is the one that is meant.
+LIBRARIES: dict[str, Mapping[str, Counterpart]] = {
+    **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},
+    **{"verl's SFT trainer": VERL_SFT, "Ludwig": LUDWIG, "axolotl": AXOLOTL},
+    **{"transformers": TRANSFORMERS, "others": OTHERS},
+}
+
+
+def foreign_text() -> str:
+    """The content of `foreign.json`: what `prefrl.options.names` reads of the tables, a line for each name."""
+    libraries = [
+        (library, _object((name, _told(row)) for name, row in rows.items())) for library, rows in LIBRARIES.items()
+    ]
+    return _object(libraries) + "\n"
+
+
+def _told(row: Counterpart) -> str:
+    return json.dumps([row.options[0] if row.options else "", row.says])
+
+
+def _object(items: Iterable[tuple[str, str]]) -> str:
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {text}" for name, text in items) + "\n}"
+
+
 if __name__ == "__main__":
     HUGGINGFACE_FILE.write_text(huggingface_text(), encoding="utf-8")
+    FOREIGN_FILE.write_text(foreign_text(), encoding="utf-8")

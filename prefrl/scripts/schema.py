@@ -1,4 +1,4 @@
-"""The options of every algorithm as data: a mistake is found before anything heavy is imported."""
+"""The options of every algorithm as data: their help, `prefrl init`, and checks before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +18,14 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.errors import ConfigError
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import default_of, flat_names, hints_of, init_vars
-from prefrl.options.names import check_known
+from prefrl.options.names import check_known, nearest
 from prefrl.options.optimizers import check_not_refused
 from prefrl.options.presets import PRESETS, combined
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
-from prefrl.scripts.schema.help import all_options, common_options, found_options
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, default_in_words, option_of
 
 HUGGINGFACE_FILE = Path(__file__).with_name("huggingface.json")
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
@@ -33,7 +33,7 @@ _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_
 
 @cache
 def huggingface() -> dict[str, Any]:
-    """HuggingFace's options, and the names that some of them take; see `prefrl.scripts.schema.writer`."""
+    """HuggingFace's options, and the names that some of them take; see `prefrl.scripts.generated`."""
     found: dict[str, Any] = json.loads(HUGGINGFACE_FILE.read_text(encoding="utf-8"))
     return found
 
@@ -222,3 +222,148 @@ class SchemaParser(OptionParser):
             print(found_options(self._algorithm, options, early.word))
         else:
             print((all_options if early.wants_all else common_options)(self._algorithm, options))
+
+
+_Options = Sequence[Mapping[str, Any]]
+_WIDTH = 118
+# The options that most runs set, in the order in which one thinks of them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Model": (
+        *("model_name_or_path", "dtype", "attn_implementation", "trust_remote_code"),
+        *("use_peft", "lora_r", "lora_target_modules"),
+    ),
+    "Data": (
+        *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
+        *("conversational", "chat_template_path", "eos_token", "max_length"),
+    ),
+    "Rewards": ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
+    "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
+    "Generation": (
+        *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
+        *("vllm", "vllm_python", "vllm_server_base_url", "log_completions"),
+    ),
+    "Training": (
+        *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "bf16", "seed"),
+    ),
+    "Processes": ("num_processes", "accelerate_config"),
+    "Output": (
+        *("output_dir", "logging_steps", "report_to", "eval_strategy", "eval_steps", "save_steps"),
+        *("resume_from_checkpoint", "push_to_hub"),
+    ),
+}
+
+
+def common_options(algorithm: str, options: _Options) -> str:
+    """The options that most runs set, each in one line."""
+    by_name = {option["name"]: option for option in options}
+    lines = [
+        f"usage: prefrl {algorithm} [FILE.yaml] [--option value ...]",
+        "",
+        f"Dataset: {REGISTRY[algorithm].dataset}.",
+        f"Options: {REGISTRY[algorithm].docs}",
+        "",
+        "Example:",
+        f"  prefrl init {algorithm} > run.yaml",
+        f"  prefrl {algorithm} run.yaml --learning_rate 1e-6 --output_dir runs/first",
+    ]
+    for group, names in GROUPS.items():
+        rows = [_line(by_name[name]) for name in names if name in by_name]
+        lines += ["", f"{group}:", *rows] if rows else []
+    return "\n".join([*lines, "", f"{len(options)} options: --help WORD searches them, --help_all shows all of them."])
+
+
+def found_options(algorithm: str, options: _Options, word: str) -> str:
+    """The options with a word in their names or descriptions; those with it in the name come first."""
+    word = word.lower()
+    named = [option for option in options if word in option["name"]]
+    told = [option for option in options if word in option.get("help", "").lower() and option not in named]
+    if not named + told:
+        return f"No option of {algorithm} has {word!r} in its name or description. --help_all shows every option."
+    return option_list(named + told)
+
+
+def all_options(algorithm: str, options: _Options) -> str:
+    """Every option with its whole description: prefrl's own before those of transformers."""
+    own = [_entry(option) for option in options if not option.get("is_inherited")]
+    inherited = [_entry(option) for option in options if option.get("is_inherited")]
+    usage = f"usage: prefrl {algorithm} [FILE.yaml] [--option value ...]"
+    return "\n".join([usage, "", "Options of prefrl:", *own, "", "Options of transformers:", *inherited])
+
+
+def option_list(options: Iterable[Mapping[str, Any]]) -> str:
+    """Options with their whole descriptions."""
+    return "\n".join(map(_entry, options))
+
+
+def kind_of(option: Mapping[str, Any]) -> str:
+    """The kind of value that an option takes."""
+    if "choices" in option:
+        return "{" + ",".join(map(str, option["choices"])) + "}"
+    kind = {"bool": "true|false", "str": "text", "dataset": "JSON", "reward": "text"}.get(
+        option["kind"], option["kind"]
+    )
+    return f"{kind} ..." if option.get("is_list") else kind
+
+
+def _line(option: Mapping[str, Any]) -> str:
+    head = f"  --{option['name']} {kind_of(option) if 'choices' not in option else ''}".rstrip()
+    tail = default_in_words(option.get("default"))
+    width = _WIDTH - max(len(head), 42) - len(tail) - 1
+    return f"{head:<42} {textwrap.shorten(option.get('help', ''), width, placeholder=' ...')}{tail}"
+
+
+def _entry(option: Mapping[str, Any]) -> str:
+    text = option.get("help", "") + default_in_words(option.get("default"))
+    return "\n".join(
+        [
+            f"  --{option['name']} {kind_of(option)}",
+            *textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8),
+        ]
+    )
+
+
+_USAGE = "usage: prefrl init ALGORITHM > run.yaml"
+_FILE_WIDTH = 100
+# What a first run has to set; everything else is a comment.
+_FILLED = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "dataset_name": "data.jsonl",
+    "reward_funcs": ["numeric_reward"],
+    "max_steps": 100,
+}
+
+
+def init(argv: Sequence[str]) -> int:
+    """Print the file for the algorithm that the command line names."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(f"{_USAGE}\n\nPrint a commented YAML file of options. Algorithms: {', '.join(REGISTRY)}.")
+        return 0
+    if len(argv) != 1:
+        raise ConfigError(f"{len(argv)} arguments: give one, the algorithm. {_USAGE}")
+    if argv[0] not in REGISTRY:
+        raise ConfigError(f"{argv[0]!r} is not an algorithm. {nearest(argv[0], REGISTRY)}")
+    print(_file_of(argv[0]))
+    return 0
+
+
+def _file_of(algorithm: str) -> str:
+    by_name = {option["name"]: option for option in options_of(algorithm)}
+    blocks = [
+        f"# prefrl {algorithm} run.yaml\n# Dataset: {REGISTRY[algorithm].dataset}.\n# Options on the command line "
+        f"take precedence; prefrl {algorithm} --help WORD searches all of them."
+    ]
+    filled = {**_FILLED, "output_dir": f"runs/{algorithm}"}
+    for group, names in GROUPS.items():
+        entries = [_commented(by_name[name], filled) for name in names if name in by_name]
+        if entries:
+            blocks.append("\n".join([f"# ---- {group} ----", *entries]))
+    return "\n\n".join(blocks)
+
+
+def _commented(option: Mapping[str, Any], filled: Mapping[str, Any]) -> str:
+    name = option["name"]
+    about = textwrap.wrap(option.get("help", ""), _FILE_WIDTH, initial_indent="# ", subsequent_indent="# ")
+    if name in filled:
+        return "\n".join([*about, f"{name}: {json.dumps(filled[name])}"])
+    return "\n".join([*about, f"#{name}: {json.dumps(option.get('default'))}  # {kind_of(option)}"])

@@ -1,1 +1,0 @@
-"""The options of every algorithm, parsed, shown and checked before torch is imported."""
