@@ -370,17 +370,17 @@ def read_later(numbers: Tensor) -> Callable[[], list[list[float]]]:
     Args:
         numbers: [M, n] on the device; they stay as they are until they are read.
     """
-    if not numbers.is_cuda:
-        return numbers.tolist
-    copy, mark = numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-    mark.record(torch.cuda.current_stream(numbers.device))  # a reward may have set another device
+    if numbers.is_cuda:
+        copy, mark = numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(numbers.device))  # a reward may have set another device
 
-    def read() -> list[list[float]]:
-        mark.synchronize()
-        found: list[list[float]] = copy.tolist()
-        return found
+        def read() -> list[list[float]]:
+            mark.synchronize()
+            found: list[list[float]] = copy.tolist()
+            return found
 
-    return read
+        return read
+    return numbers.tolist
 
 
 _ROLLBACK_FILE = "rollback.json"
