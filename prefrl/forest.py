@@ -95,6 +95,8 @@ class Forest:
         """
         if token_budget < 1:
             raise ValueError(f"token_budget={token_budget}: needs to be >= 1")
+        if 0 < self.num_forward_tokens <= token_budget and not whole_groups:
+            return [list(range(self.num_rows))]
         pieces: list[tuple[int, list[int]]] = []  # cost in tokens, rows
         for rows in _rows_by(self.group_index if whole_groups else self._families()):
             pieces.extend([(self.forward_tokens(rows), rows)] if whole_groups else self._pieces(rows, token_budget))

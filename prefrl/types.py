@@ -293,9 +293,10 @@ class TokenBatch(Forest):
         prompts = [0, *accumulate(batch.num_prompts for batch in batches)]
         rows = [0, *accumulate(batch.num_rows for batch in batches)]
         given = [batch.given() for batch in batches]
+        images = (batch.images or (None,) * batch.num_prompts for batch in batches)
         layout: dict[str, Any] = {
             "prompt_parent": _shifted((batch.prompt_parent for batch in batches), prompts),
-            "images": _images_of(batches),
+            "images": sum(images, ()) if any(batch.images for batch in batches) else (),
             "prompt_index": _shifted((batch.prompt_index for batch in batches), prompts),
             "response_row": _shifted((batch.response_row for batch in batches), rows),
         }
@@ -306,13 +307,6 @@ class TokenBatch(Forest):
             elif name not in layout and isinstance(value, tuple):
                 others[name] = sum((fields[name] for fields in given), ())
         return dataclasses.replace(batches[0], **layout, **others)
-
-
-def _images_of(batches: Sequence[TokenBatch]) -> tuple[Images | None, ...]:
-    """The images of all prompts of several batches."""
-    if not any(batch.images for batch in batches):
-        return ()
-    return sum((batch.images or (None,) * batch.num_prompts for batch in batches), ())
 
 
 class IdleBatch(TokenBatch):

@@ -88,7 +88,10 @@ def _trie(prompts: Mapping[bytes, Tokens]) -> tuple[list[_Beginning], dict[bytes
     path = [0]  # beginnings of the last prompt
     for key in sorted(prompts):  # in this order, prompts with a common beginning are neighbors
         prompt = prompts[key]
-        shared = _common_length(trie[path[-1]].prompt, prompt)
+        before = trie[path[-1]].prompt
+        shared = min(len(before), len(prompt))  # leading tokens that both have
+        if (differs := before[:shared] != prompt[:shared]).any():
+            shared = int(differs.argmax())
         longer = 0
         while trie[path[-1]].length > shared:
             longer = path.pop()
@@ -119,13 +122,6 @@ def _add(found: Segments, trie: Sequence[_Beginning], whole: int) -> None:
         found.segments.append(beginning.prompt[parent.length : beginning.length].tolist())
         found.parents.append(parent.segment)
     found.ends.append(trie[whole].segment)
-
-
-def _common_length(a: Tokens, b: Tokens) -> int:
-    """The number of leading tokens that two prompts have in common."""
-    shortest = min(len(a), len(b))
-    differs = a[:shortest] != b[:shortest]
-    return int(differs.argmax()) if differs.any() else shortest
 
 
 @dataclass(frozen=True)

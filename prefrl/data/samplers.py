@@ -221,15 +221,15 @@ class StepBatchSampler(Sampler[list[int]]):
     seed: int = 0
     drop_last: bool = False
     epoch: int = field(default=0, init=False)
+    rows_per_step: int = field(init=False)  # of a full optimizer step, over all ranks
+
+    def __post_init__(self) -> None:
+        """Count the rows of a step."""
+        self.rows_per_step = self.micro_batch_size * self.micro_batches_per_step * self.world_size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch."""
         self.epoch = epoch
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of a full optimizer step over all ranks."""
-        return self.micro_batch_size * self.micro_batches_per_step * self.world_size
 
     def __len__(self) -> int:
         full_steps, rest = divmod(self.num_rows, self.rows_per_step)

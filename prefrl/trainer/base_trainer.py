@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import EvalLoopOutput
 
-    from prefrl.losses.per_token import TokenScores
-    from prefrl.models.forward import WantName
     from prefrl.models.reference import Reference
     from prefrl.options.preference import ReferenceOptions
     from prefrl.trainer.base_config import BaseConfig
@@ -210,7 +208,7 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Ready) -> LossOutput:
-        """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.score`."""
+        """The SUM of the loss over a micro-batch, and metrics. Runs the model through `self.scorer.scores`."""
 
     @abstractmethod
     def row_items(self, batch: Any) -> Tensor:
@@ -288,10 +286,6 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     # One optimizer step.
 
-    def score(self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName]) -> TokenScores:
-        """[N] scores of the response tokens; see `Scorer.scores`."""
-        return self.scorer.scores(model, batch, want)
-
     def make_step(self, items: list[Any]) -> tuple[Step, float]:
         """The step that the data loader's items make, and its count over all ranks."""
         micro_batches, count = self.micro_batches_of_step(items)
@@ -303,7 +297,8 @@ class BaseTrainer(Loop, Generic[Ready]):
         self.state.num_input_tokens_seen += int(num_tokens)
         # ZeRO and FSDP gather weights in every forward pass, so all ranks must run the same number of passes.
         num_forwards, most_run = distributed.max_over_ranks([max(len(micro_batches), 1), run], device)
-        merge(self.metrics["train"], idle_share(num_run, most_run, distributed.world_size()))
+        if (world_size := distributed.world_size()) > 1:
+            merge(self.metrics["train"], idle_share(num_run, most_run, world_size))
         passes: list[TokenBatch] = [*micro_batches]
         if num_missing := int(num_forwards) - len(passes):
             passes += [self._idle_batch()] * num_missing
@@ -344,7 +339,7 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """Scalar that depends on every parameter of the forward pass, so that each gets a gradient."""
-        return self.score(model, batch, want=()).logprobs.sum()
+        return self.scorer.scores(model, batch, want=()).logprobs.sum()
 
     def cut(self, batch: Ready, rows_per_micro_batch: int) -> list[Ready]:
         """Cut a batch into micro-batches, by tokens if `max_tokens_per_micro_batch` is set, otherwise by rows."""
@@ -375,7 +370,7 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     # Metrics.
 
-    @property
+    @cached_property
     def phases(self) -> list[str]:
         """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
         return ["forward", "backward", "optimizer", *(["reference"] if self.scorer.reference is not None else [])]

@@ -104,7 +104,7 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Weighted sum over rows."""
-        scores = self.score(model, batch, want=("entropy", "mean_logit"))
+        scores = self.scorer.scores(model, batch, want=("entropy", "mean_logit"))
         policy = RowScores.of(scores.logprobs, batch)
         log_ratio = policy.logps - RowScores.of(batch.ref_logprobs, batch).logps
         is_desirable = batch.preferred

@@ -11,7 +11,7 @@ from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.metrics import Mean
 from prefrl.options.preference import PairParams
 from prefrl.trainer.configs import CPOConfig
-from prefrl.trainer.offline.preference import PAIRS, RowScores, make_pairs, pairs_per_chosen_token, preference_metrics
+from prefrl.trainer.offline.preference import RowScores, make_pairs, pairs_per_chosen_token, preference_metrics
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.types import LabeledBatch, LossOutput
 
@@ -31,7 +31,6 @@ class CPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
 
     algorithm = "cpo"
     args: CPOConfig
-    row_kind = PAIRS
 
     @cached_property
     def _loss_params(self) -> PairParams:
@@ -45,7 +44,7 @@ class CPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
 
     def loss(self, model: nn.Module, batch: LabeledBatch) -> LossOutput:
         """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
-        scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
+        scores = self.scorer.scores(model, batch, want=("entropy", "correct", "mean_logit"))
         rows = RowScores.of(scores.logprobs, batch)
         pairs = make_pairs(rows)
         losses = CPO_LOSSES[self.args.loss_type].function(pairs, self._loss_params)

@@ -12,7 +12,6 @@ from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll
 from prefrl.losses.preference.unpaired import wpo_weights
 from prefrl.trainer.arguments import check_arguments
 from prefrl.trainer.offline.preference import (
-    PAIRS,
     RowScores,
     StepPairs,
     make_pairs,
@@ -50,7 +49,6 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     algorithm = "dpo"
     args: DPOConfig
-    row_kind = PAIRS
     _step_pairs: StepPairs  # all pairs of the current step, for losses that sort them
 
     def __init__(
@@ -66,6 +64,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
+        self._losses = self.args.weighted_losses
         self._loss_params = {name: PAIR_LOSSES[name].params.from_options(self.args) for name in self.args.loss_type}
         self._pairs_per_chosen_token = 0.0
 
@@ -100,12 +99,12 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Sum over pairs of the weighted losses."""
         weighting: list[WantName] = ["log_collision"] if self.args.use_weighting else []
-        scores = self.score(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
+        scores = self.scorer.scores(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
         policy, reference = self._rows(scores.logprobs, batch), self._rows(batch.ref_logprobs, batch)
         pairs = self._pairs(policy, reference)
         plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # full sums, without ld_alpha
         total = torch.zeros((), device=batch.device)
-        for name, weight in self.args.weighted_losses:
+        for name, weight in self._losses:
             total = total + weight * self._sum(name, plain if name == "sft" else pairs, scores, batch)
         if self.args.rpo_alpha is not None:
             total = total + self.args.rpo_alpha * rpo_nll(plain).sum()

@@ -7,7 +7,7 @@ from torch import nn
 from prefrl.losses.preference.reference_free import odds_ratio
 from prefrl.metrics import Mean
 from prefrl.trainer.configs import ORPOConfig
-from prefrl.trainer.offline.preference import PAIRS, RowScores, pairs_per_chosen_token, preference_metrics
+from prefrl.trainer.offline.preference import RowScores, pairs_per_chosen_token, preference_metrics
 from prefrl.trainer.offline.trainer import OfflineTrainer
 from prefrl.types import LabeledBatch, LossOutput
 
@@ -22,7 +22,6 @@ class ORPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
 
     algorithm = "orpo"
     args: ORPOConfig
-    row_kind = PAIRS
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[LabeledBatch]:
         """See `OfflineTrainer`; counts pairs per chosen token over the step, which scales the NLL."""
@@ -31,7 +30,7 @@ class ORPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
 
     def loss(self, model: nn.Module, batch: LabeledBatch) -> LossOutput:
         """Sum over pairs, with the NLL scaled so that it is a mean over tokens."""
-        scores = self.score(model, batch, want=("entropy", "correct", "mean_logit"))
+        scores = self.scorer.scores(model, batch, want=("entropy", "correct", "mean_logit"))
         rows = RowScores.of(scores.logprobs, batch)
         means = rows.logps / rows.lengths
         chosen, rejected = batch.pair_index

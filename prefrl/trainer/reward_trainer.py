@@ -18,7 +18,6 @@ from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model
 from prefrl.trainer.configs import RewardConfig
-from prefrl.trainer.offline.preference import half_pairs
 from prefrl.trainer.offline.trainer import OfflineTrainer, TrainerArguments
 from prefrl.types import LossOutput, MarginBatch, TokenBatch
 
@@ -41,7 +40,6 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
 
     algorithm = "reward"
     args: RewardConfig
-    row_items = staticmethod(half_pairs)
 
     def __init__(
         self,

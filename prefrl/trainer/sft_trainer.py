@@ -85,7 +85,7 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
     def loss(self, model: nn.Module, batch: TokenBatch) -> LossOutput:
         """Sum of the token losses."""
         predicted: list[WantName] = ["predicted"] if self.predicted is not None else []
-        scores = self.score(model, batch, want=("entropy", "correct", *predicted))
+        scores = self.scorer.scores(model, batch, want=("entropy", "correct", *predicted))
         weights = token_weights(batch.trainable, batch.row_index, batch.num_rows, reduction="token")
         total = (weights * SUPERVISED_LOSSES[self.args.loss_type](scores.logprobs)).sum()
         count = weights.sum()

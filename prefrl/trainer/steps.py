@@ -87,6 +87,7 @@ class StepPlan:
     def __init__(self, unit: int) -> None:
         self.unit = unit
         self.total = self.per_epoch = 1
+        self.last_unit = 0  # the number of the last generation batch of the run
         self.position = 0  # planned steps that are done
         self.start = self.end = 0  # of the unit that is under way
 
@@ -100,6 +101,7 @@ class StepPlan:
             checkpoint: Where training resumes from.
         """
         self.total, self.per_epoch, self.position = total, per_epoch, step
+        self.last_unit = (total - 1) // self.unit
         self.end = -(-step // self.unit) * self.unit
         self.start = self.end - self.unit
 
@@ -128,11 +130,6 @@ class StepPlan:
     def units_left(self) -> range:
         """The numbers of the generation batches that later units need."""
         return range(self.end // self.unit, self.last_unit + 1)
-
-    @property
-    def last_unit(self) -> int:
-        """The number of the last generation batch of the run."""
-        return (self.total - 1) // self.unit
 
     @property
     def steps_left(self) -> int:
@@ -336,7 +333,7 @@ class StepAccount:
 
 
 def idle_share(num_tokens: float, most_tokens: float, world_size: int) -> dict[str, Metric]:
-    """The share of the ranks' time that they wait for the rank with the most tokens, if there are several ranks.
+    """The share of the ranks' time that they wait for the rank with the most tokens.
 
     Args:
         num_tokens: Forward tokens of all ranks in a step.
@@ -344,7 +341,7 @@ def idle_share(num_tokens: float, most_tokens: float, world_size: int) -> dict[s
         world_size: Number of ranks.
     """
     room = most_tokens * world_size
-    return {"balance/idle_share": Mean(room - num_tokens, room)} if world_size > 1 and room else {}
+    return {"balance/idle_share": Mean(room - num_tokens, room)} if room else {}
 
 
 def drained(

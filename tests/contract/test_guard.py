@@ -16,8 +16,9 @@ from prefrl import distributed
 from prefrl.errors import NonFiniteError
 from prefrl.run.checkpoints import find_last
 from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.features import guard as guards
 from prefrl.trainer.features.averages import MovingAverage
-from prefrl.trainer.features.guard import EarlyRead, Guard
+from prefrl.trainer.features.guard import Guard
 from tests.contract.cases import make_trainer, weights_of
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
@@ -171,12 +172,12 @@ def test_the_host_learns_of_a_step_only_after_its_update_is_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    read, step = EarlyRead.numbers, torch.optim.AdamW.step
+    read, step = guards.read_later, torch.optim.AdamW.step
 
     def noted(name: str, function: Any) -> Any:
         return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
 
-    monkeypatch.setattr(EarlyRead, "numbers", noted("read", read))
+    monkeypatch.setattr(guards, "read_later", lambda numbers: noted("read", read(numbers)))
     monkeypatch.setattr(torch.optim.AdamW, "step", noted("update", step))
     trainer = make_trainer("sft", tmp_path, **FUSED | {"max_steps": 2})
     trainer.train()

@@ -34,7 +34,7 @@ from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.trainer.base_config import check_precision
 from prefrl.trainer.configs import OnlineConfig
-from prefrl.trainer.features.guard import EarlyRead
+from prefrl.trainer.features.guard import read_later
 from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes
 from prefrl.trainer.memory import TrialMemory, free_memory
@@ -293,15 +293,15 @@ def test_a_snapshot_needs_memory_with_a_history(monkeypatch: pytest.MonkeyPatch)
         apply(config, PROFILE_RULES)
 
 
-@reaches("trainer.features.guard:EarlyRead.__init__")
+@reaches("trainer.features.guard:read_later")
 def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) -> None:
     numbers = torch.tensor([[1.0, 2.0]]).to(OWN)
     gpus[3].work(2.0)
     torch.cuda.set_device(5)
-    read = EarlyRead(numbers)
+    read = read_later(numbers)
     gpus[3].work(100.0)
     assert (gpus[3].waits, gpus[3].done) == (0, 0.0)
-    assert read.numbers() == [[1.0, 2.0]]
+    assert read() == [[1.0, 2.0]]
     assert (gpus[3].waits, gpus[3].done) == (1, 2.0)
 
 

@@ -33,7 +33,7 @@ from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.trainer.configs import BCOConfig, KTOConfig, OnlineConfig, RewardConfig, SFTConfig
-from prefrl.trainer.offline.preference import PAIRS, prepare_unpaired
+from prefrl.trainer.offline.preference import prepare_pairs, prepare_unpaired
 from prefrl.trainer.online.prompts import tokenized_prompts
 from prefrl.trainer.reward_trainer import tokenized_pairs
 from prefrl.trainer.sft_trainer import tokenized_texts
@@ -319,7 +319,7 @@ class Subject:
             return tokenized_pairs(dataset, processing_class, config)
         if isinstance(config, KTOConfig | BCOConfig):
             return prepare_unpaired(dataset, processing_class, config, with_mismatched=False)
-        return PAIRS.prepare(dataset, processing_class, config)
+        return prepare_pairs(dataset, processing_class, config)
 
     @contextmanager
     def naming_dataset(self, *kinds: type[PrefrlError]) -> Iterator[None]:

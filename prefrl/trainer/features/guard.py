@@ -54,7 +54,9 @@ class Guard(Part):
         self._rollback = Rollback()
         # Sum and count of the KL since the last log, without this step's.
         self._kl_before: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)
-        self._unjudged: EarlyRead | None = None  # the numbers of a step whose update has been queued
+        self._judges_late = False  # whether the device can leave out an update before the host knows
+        # Reads the numbers of a step whose update has been queued.
+        self._unjudged: Callable[[], list[list[float]]] | None = None
 
     def prepare(self, run: Run) -> None:
         """See `Part`; a run that goes back or resumes there knows how often it has."""
@@ -79,6 +81,12 @@ class Guard(Part):
         if run.args.should_save:
             self.steps.save(folder)
 
+    def begin(self, run: Run) -> None:
+        """See `Part`; after a spike, the host must know before the update: it computes the scores."""
+        device = torch.empty((), device=run.args.device).device  # with its number
+        can_be_late = distributed.updates_conditionally(run.accelerator, run.optimizer, device)
+        self._judges_late = can_be_late and not self._rolls_back
+
     def before_step(self, run: Run) -> None:
         """See `Part`."""
         if "kl" in self.steps.watched:
@@ -87,18 +95,17 @@ class Guard(Part):
     def before_update(self, run: Run, model: nn.Module, norm: Tensor | float | None) -> None:
         """Judge the step now, or let the device leave out the update and judge later."""
         numbers = self._numbers(run, 0.0 if norm is None else norm)
-        # After a spike, the host must know: it computes the scores.
-        if self._rolls_back or not distributed.updates_conditionally(run.accelerator, run.optimizer, numbers.device):
-            self._judge(run, numbers.tolist())
-        else:
+        if self._judges_late:
             distributed.leave_out_update_if(run.optimizer, has_problem(numbers))
-            self._unjudged = EarlyRead(numbers)
+            self._unjudged = read_later(numbers)
+        else:
+            self._judge(run, numbers.tolist())
 
     def after_update(self, run: Run) -> None:
         """Judge the step, if that has not been done."""
         if self._unjudged is not None:
-            numbers, self._unjudged = self._unjudged.numbers(), None
-            self._judge(run, numbers)
+            read, self._unjudged = self._unjudged, None
+            self._judge(run, read())
 
     def _numbers(self, run: Run, norm: Tensor | float) -> Tensor:
         """For each process its share of the loss, the gradient norm, and the sum and the count of the step's KL.
@@ -357,26 +364,23 @@ class StepGuard:
         self.known = {name: deque(values, maxlen=_WINDOW) for name, values in state["known"].items()}
 
 
-class EarlyRead:
-    """Numbers that the host reads later, at which it waits only for what was queued before this was made.
+def read_later(numbers: Tensor) -> Callable[[], list[list[float]]]:
+    """Reads numbers on the host when it is called, and then waits only for what was queued before this.
 
     Args:
         numbers: [M, n] on the device; they stay as they are until they are read.
     """
+    if numbers.is_cuda:
+        copy, mark = numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(numbers.device))  # a reward may have set another device
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._copy, self._mark = numbers, None
-        if numbers.is_cuda:
-            self._copy = numbers.to("cpu", non_blocking=True)
-            self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-            self._mark.record(torch.cuda.current_stream(numbers.device))  # a reward may have set another device
+        def read() -> list[list[float]]:
+            mark.synchronize()
+            found: list[list[float]] = copy.tolist()
+            return found
 
-    def numbers(self) -> list[list[float]]:
-        """[M][n]."""
-        if self._mark is not None:
-            self._mark.synchronize()
-        found: list[list[float]] = self._copy.tolist()
-        return found
+        return read
+    return numbers.tolist
 
 
 _ROLLBACK_FILE = "rollback.json"

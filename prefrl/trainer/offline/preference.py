@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from prefrl import distributed
-from prefrl.data.collate import preference_batch
 from prefrl.data.images import ProcessingClass
 from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
 from prefrl.losses.per_token import TokenScores, row_sums, trainable_per_row
@@ -20,21 +19,10 @@ from prefrl.losses.preference.unpaired import length_desensitized
 from prefrl.metrics import Difference, Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.trainer.configs import OfflineConfig
-from prefrl.types import LabeledBatch, TokenBatch
-
-Loaded = TypeVar("Loaded", bound="TokenBatch")
+from prefrl.types import LabeledBatch
 
 
-@dataclass(frozen=True)
-class RowKind(Generic[Loaded]):
-    """How dataset rows become batches; trainers that learn from the same kind of rows share one."""
-
-    prepare: Callable[[Dataset, ProcessingClass, OfflineConfig], Dataset]
-    lay_out: Callable[[Sequence[dict[str, Any]]], Loaded]
-    row_items: Callable[[Loaded], Tensor]
-
-
-def _prepare_pairs(dataset: Dataset, processing_class: ProcessingClass, args: OfflineConfig) -> Dataset:
+def prepare_pairs(dataset: Dataset, processing_class: ProcessingClass, args: OfflineConfig) -> Dataset:
     """See `data.preference.prepare_preference_dataset`."""
     return prepare_preference_dataset(
         dataset,
@@ -47,12 +35,9 @@ def _prepare_pairs(dataset: Dataset, processing_class: ProcessingClass, args: Of
     )
 
 
-def half_pairs(batch: TokenBatch) -> Tensor:
-    """[B] what each row counts if items are pairs."""
+def half_pairs(batch: Any) -> Tensor:
+    """[B] what each row of a `TokenBatch` counts if items are pairs."""
     return torch.full((batch.num_rows,), 0.5, device=batch.device)
-
-
-PAIRS = RowKind(_prepare_pairs, preference_batch, half_pairs)
 
 
 def prepare_unpaired(

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from prefrl import distributed
 from prefrl.data.checks import warn_of_unknown_end
+from prefrl.data.collate import preference_batch
 from prefrl.data.samplers import Dealing, EpochDataLoader, StepBatchSampler, StreamLoader, dealing_of
 from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import end_token_ids
@@ -34,6 +35,7 @@ from prefrl.trainer.arguments import (
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks import LogCompletionsCallback
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
+from prefrl.trainer.offline.preference import half_pairs, prepare_pairs
 from prefrl.trainer.offline.rows import RunningMean, longest_rows, predicted_pairs
 from prefrl.trainer.steps import LongBatch
 from prefrl.types import LabeledBatch, ReferencedBatch, TokenBatch
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from prefrl.models.reference import Reference
     from prefrl.trainer.configs import OfflineConfig
     from prefrl.trainer.evaluation import ComputeMetrics
-    from prefrl.trainer.offline.preference import RowKind
 
 _REWARD_MEAN_FILE = "reward_mean.json"
 
@@ -75,7 +76,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     """Trains on the rows of a fixed dataset, with one normalized update for each optimizer step.
 
     A leaf implements `loss` and, if the loss reads more than what was loaded, `prepare_step`, which makes its batches.
-    It sets `row_kind`, or implements `prepare_dataset`, `lay_out` and `row_items` itself. If its loss needs a
+    If its rows are not pairs, it has `prepare_dataset`, `lay_out` and `row_items` of its own. If its loss needs a
     reference, it calls `set_up_reference` in its constructor.
 
     Args:
@@ -95,7 +96,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     # For `compute_metrics`: the predictions and labels of a batch's rows, from `LossOutput.predictions`.
     predictions_of: Callable[[Any, Tensor], tuple[Sequence[Any], Sequence[Any]]] = staticmethod(predicted_pairs)
     args: OfflineConfig
-    row_kind: RowKind[Loaded]
+    lay_out: Callable[..., Any] = staticmethod(preference_batch)  # the flat batch of some rows of a prepared dataset
+    row_items = staticmethod(half_pairs)  # see `BaseTrainer`
     train_dataset: Any
     eval_dataset: Any
 
@@ -236,16 +238,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     # Datasets.
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
-        """Check and tokenize a dataset."""
-        return self.row_kind.prepare(dataset, processing_class, self.args)
-
-    def lay_out(self, rows: list[dict[str, Any]]) -> Loaded:
-        """The flat batch of some rows of a prepared dataset."""
-        return self.row_kind.lay_out(rows)
-
-    def row_items(self, batch: Any) -> Tensor:
-        """See `BaseTrainer`."""
-        return self.row_kind.row_items(batch)
+        """Check and tokenize a dataset of pairs."""
+        return prepare_pairs(dataset, processing_class, self.args)
 
     def collate(self, rows: list[dict[str, Any]]) -> Loaded | None:
         """The flat batch of some rows, with their images; None if there are none."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,7 +45,6 @@ from prefrl.trainer.online.prompts import (
     tokenized_prompts,
 )
 from prefrl.trainer.online.sampling import Episodes, make_generator, server_metrics
-from prefrl.trainer.progress.history import samples_of
 from prefrl.trainer.scorer import Scores
 from prefrl.trainer.steps import LongBatch, Step
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
@@ -423,7 +422,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     # Logs and checkpoints.
 
-    @property
+    @cached_property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
         scores_old = self.args.updates_per_generation > 1 or self.learner.needs
@@ -442,7 +441,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.prompts.prefetched is not None:
             metrics["sample/rollout_queue_size"] = Mean(len(self.prompts.prefetched), 1)
         merge(self.metrics["train"], metrics | collected.metrics)
-        self.history.show_samples(samples_of(collected.rollouts))
+        self.history.show_samples(collected.rollouts)
         if self.args.log_completions:
             limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
             log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)

@@ -1,20 +1,29 @@
-"""The history of a run: what its logs say, in the words of the views, and what stands above its first step."""
+"""The history of a run: what its logs say, in the words of the views, as lines and in the file of its metrics."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from transformers import PrinterCallback, TrainerCallback
 
-from prefrl.errors import printable
+from prefrl.errors import printable, reason_of
 from prefrl.rollout.summary import as_text
+from prefrl.run.folder import METRICS_FILE, append_metrics
 from prefrl.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+_log = logging.getLogger(__name__)
 
 # What is shown of a log, in this order: its name in the log and its title. Of two with one title, the first is shown.
 _TITLES = {
@@ -30,6 +39,7 @@ _TITLES = {
     "entropy": "entropy",
 }
 _EVALUATION = "eval_"
+_WIDTH = 9  # of a number with four digits, such as 1.234e-05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +70,13 @@ class Row:
         values: dict[str, float] = {}
         for name in names:
             values.setdefault(_TITLES[name], numbers[name])
+        parts = [name for name in numbers if name.startswith("rewards/") and name.endswith("/mean")]
+        rewards = {name.removeprefix("rewards/").removesuffix("/mean"): numbers[name] for name in parts}
+        titles = {*_TITLES.values()}  # a reward that has the title of a metric, such as `length`, is told from it
         return cls(
             step,
             values,
-            _reward_parts(numbers),
+            {f"{n} reward" if n in titles else n: mean for n, mean in rewards.items()} if len(rewards) > 1 else {},
             {n.removeprefix("time/").removesuffix("_s"): s for n, s in numbers.items() if n.startswith("time/")},
             numbers.get("step_time"),
         )
@@ -92,11 +105,6 @@ class Sample:
     prompt: str
     completion: str
     reward: float
-
-
-def samples_of(rollouts: Iterable[Rollout]) -> Iterator[Sample]:
-    """The completions of rollouts."""
-    return (Sample(as_text(rollout.prompt), as_text(rollout.text), rollout.reward) for rollout in rollouts)
 
 
 @dataclass
@@ -135,12 +143,12 @@ class History:
             return self.evaluations[-1]
         return None
 
-    def show_samples(self, samples: Iterable[Sample]) -> None:
+    def show_samples(self, rollouts: Iterable[Rollout]) -> None:
         """Replace the best and the worst completion by those of a newer generation batch."""
-        scored = [sample for sample in samples if sample.reward == sample.reward]
+        scored = [rollout for rollout in rollouts if rollout.reward == rollout.reward]
         if scored:
-            self.best = max(scored, key=lambda sample: sample.reward)
-            self.worst = min(scored, key=lambda sample: sample.reward)
+            best, worst = max(scored, key=lambda r: r.reward), min(scored, key=lambda r: r.reward)
+            self.best, self.worst = (Sample(as_text(r.prompt), as_text(r.text), r.reward) for r in (best, worst))
 
     def series(self, title: str) -> list[float]:
         """The values of a title or of a reward function, oldest first; rows without it are left out."""
@@ -179,14 +187,6 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
 
 
-def _reward_parts(numbers: Mapping[str, float]) -> dict[str, float]:
-    """By name; one that is also the title of a metric, such as `length`, is told from it."""
-    names = [name for name in numbers if name.startswith("rewards/") and name.endswith("/mean")]
-    parts = {name.removeprefix("rewards/").removesuffix("/mean"): numbers[name] for name in names}
-    titles = {*_TITLES.values()}
-    return {f"{n} reward" if n in titles else n: mean for n, mean in parts.items()} if len(parts) > 1 else {}
-
-
 def sparkline(values: Sequence[float], *, width: int = 32) -> str:
     """Block characters whose heights are the last values, between the lowest and the highest of them."""
     shown = [value for value in values if value == value][-width:]
@@ -219,3 +219,92 @@ def quantity(count: float, unit: str = "") -> str:
         if count >= 10**power:
             return f"{count / 10**power:.3g} {prefix}{unit}"
     return f"{count:g} {unit}".rstrip()
+
+
+class LineView(PrinterCallback):
+    """Prints the latest row of a history as a line, in place of the dictionary that HuggingFace prints.
+
+    Args:
+        history: What is shown.
+        console: Where to write; None: standard output, as it is then.
+    """
+
+    def __init__(self, history: History, console: Console | None = None) -> None:
+        super().__init__()
+        self.history = history
+        self._console = console
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        if state.is_world_process_zero:
+            show_banner(self._console or Console(), self.history.facts())
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """HuggingFace's hook."""
+        if not state.is_world_process_zero or logs is None:
+            return
+        rows = self.history.rows if "loss" in logs else self.history.evaluations
+        if rows and ("loss" in logs or any(name.startswith("eval_") for name in logs)):
+            text = line(self.history, rows[-1])
+            (self._console or Console()).print(Text(printable(text)), soft_wrap=True)
+
+
+def line(history: History, row: Row) -> str:
+    """A row as a line: the step, the values with their names and, for training steps, their time and the time left."""
+    start = f"step {row.step:>{len(str(history.total))}}/{history.total}"
+    if row in history.evaluations:
+        return "  ".join([start, "evaluation", *(f"{title} {number(value)}" for title, value in row.values.items())])
+    values = {title: row.values.get(title) for title in history.titles} | row.rewards
+    cells = [f"{title} {number(value):>{_WIDTH}}" for title, value in values.items()]
+    left = f"{duration(history.seconds_left(row.step))} left"
+    return "  ".join([start, *cells, f"{number(row.step_s):>6} s/step", left])
+
+
+class Recorder(TrainerCallback):
+    """Adds each log to a history and, on the main process, to the file of the run.
+
+    Args:
+        history: What the views show.
+        run: Returns the id of the run.
+    """
+
+    def __init__(self, history: History, run: Callable[[], str]) -> None:
+        self.history = history
+        self._run = run
+        self._is_writing = True
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """HuggingFace's hook."""
+        self.history.begin(step=state.global_step, total=state.max_steps)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """HuggingFace's hook."""
+        if logs is None or not state.is_world_process_zero:
+            return
+        self.history.add(state.global_step, logs)
+        if not self._is_writing:
+            return
+        about = {"run": self._run(), "step": state.global_step, "time": round(time.time(), 3), "epoch": state.epoch}
+        try:
+            append_metrics(Path(args.output_dir), about | logs)
+        except OSError as error:
+            self._is_writing = False
+            _log.warning("%s cannot be written, so it ends here: %s", METRICS_FILE, reason_of(error))

@@ -17,9 +17,9 @@ from prefrl.generation.vllm.handshake import Waiting
 from prefrl.rollout.summary import Tables
 from prefrl.run.folder import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress import notebook
-from prefrl.trainer.progress.history import History, Row, Sample, duration, quantity, sparkline
+from prefrl.trainer.progress.history import History, Row, duration, line, quantity, sparkline
 from prefrl.trainer.progress.notebook import NotebookView
-from prefrl.trainer.progress.views import RichProgressCallback, line
+from prefrl.trainer.progress.views import RichProgressCallback
 
 LOGS: dict[str, Any] = {
     "loss": -0.0,
@@ -42,6 +42,10 @@ def history(*logs: dict[str, Any], total: int = 20) -> History:
     for step, entry in enumerate(logs, 1):
         made.add(step, entry)
     return made
+
+
+def rollout(prompt: str, text: str, reward: float) -> Any:
+    return SimpleNamespace(prompt=prompt, text=text, reward=reward)
 
 
 def test_the_row_of_a_policy_gradient_step_begins_with_its_reward_and_leaves_the_loss_out() -> None:
@@ -103,7 +107,7 @@ def test_the_live_view_shows_metrics_times_and_the_best_and_worst_completion() -
     view.history = history(LOGS, {"eval_reward": 0.75})
     view.history.phase = lambda: "weight_sync"
     samples = [("a", float("nan")), ("b", 0.5), ("c\x1b[2J", 2.0), ("d", -1.0)]
-    view.history.show_samples(Sample("p", text, reward) for text, reward in samples)
+    view.history.show_samples(rollout("p", text, reward) for text, reward in samples)
     view.console.print(view.view())
     rows = [" ".join(row.split()) for row in screen.getvalue().splitlines()]
     assert rows[0].endswith("weight sync")
@@ -150,7 +154,7 @@ def test_completions_in_a_notebook_are_folded_text_below_the_table(
     view.on_train_begin(*hooks)
     for step, best in ((0, None), (1, "<b>1</b>"), (2, "2\x1b" + "x" * 5000)):
         if best is not None:
-            made.show_samples([Sample("1 < 2?", best, 2.0), Sample("p", "bad", -1.0)])
+            made.show_samples([rollout("1 < 2?", best, 2.0), rollout("p", "bad", -1.0)])
         made.add(step, LOGS)
         view.on_log(*hooks, logs=LOGS)
     ((first, second),) = places
