@@ -370,8 +370,7 @@ class BaseOptions(TrainingOptions):
             }
         check_paths(self)
         apply(self, COMMON_RULES)
-        self._check_trackers()
-        self._check_precision()
+        self._check_machine()
         apply(self, LIGER_RULES)
         self._set_kernels()
         check_checkpoints(self)
@@ -390,11 +389,8 @@ class BaseOptions(TrainingOptions):
     def _check_processes(self) -> None:
         """Check how the processes of the run are laid out."""
 
-    def _check_trackers(self) -> None:
-        """Check the names of trackers."""
-
-    def _check_precision(self) -> None:
-        """Check what the device can compute, and what can be compiled."""
+    def _check_machine(self) -> None:
+        """Check the names of trackers, what the device can compute, and what can be compiled."""
         check_device(self)
         apply(self, COMPILATION_RULES)
 

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.errors import ConfigError
 from prefrl.options.fields import about, default_of, plain_value
 from prefrl.options.names import advice, nearest
-from prefrl.options.training import AUTOMATIC
+from prefrl.options.training import AUTO, AUTOMATIC
 from prefrl.scripts.arguments.command import RewardEntry
 from prefrl.scripts.arguments.datasets import DatasetConfig
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
@@ -30,7 +30,6 @@ BOOLEANS = {
 _NULL = "null"
 _KINDS: dict[Any, str] = {int: "int", float: "float", bool: "bool", DatasetConfig: "dataset", RewardEntry: "reward"}
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
-_AUTO = "auto"
 
 
 class Form(NamedTuple):
@@ -332,23 +331,20 @@ def _bounds(hint: Any) -> dict[str, float]:
 
 
 def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
-    kinds: dict[str, Any] = {
-        "int": int,
-        "float": float,
-        "bool": boolean,
-        "dataset": DatasetConfig,
-        "reward": RewardEntry,
-    }
-    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
     if has_switch(option.get("choices")):
         return choice_of(option["choices"])
-    if not option.get("is_auto"):
-        return convert
+    kinds: dict[str, Any] = {kind: convert for convert, kind in _KINDS.items()} | {"bool": boolean}
+    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
+    return or_auto(convert) if option.get("is_auto") else convert
+
+
+def or_auto(convert: Any) -> Callable[[str], Any]:
+    """The type of an option that may also be "auto"."""
 
     def read(text: str) -> Any:
-        return text if text == _AUTO else convert(text)
+        return AUTO if text == AUTO else convert(text)
 
-    read.__name__ = convert.__name__
+    read.__name__ = _name(convert)
     return read
 
 
