@@ -8,14 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.autopilot import (
-    AUTOPILOT_RULES,
-    EarlyStoppingParams,
-    GrowthParams,
-    SoupParams,
-    SpikeParams,
-    name_best_metric,
-)
 from prefrl.options.fields import (
     about,
     apply,
@@ -49,10 +41,16 @@ from prefrl.options.run import (
     check_paths,
 )
 from prefrl.options.schedule import (
+    AUTOPILOT_RULES,
     METRIC_SCHEDULE_RULES,
     PLATEAU_RULES,
     SCHEDULE_RULES,
     WARMUP_RULES,
+    EarlyStoppingParams,
+    GrowthParams,
+    SoupParams,
+    SpikeParams,
+    name_best_metric,
 )
 from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
