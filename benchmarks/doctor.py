@@ -186,7 +186,7 @@ def _estimate(run: Callable[[], tuple[Any, Any, Any]], clock: Callable[[], float
     raw, evaluated = datasets_of(script, config)
     rows = check_rows(Section("Rows"), subject, raw, evaluated)
     batches = Batches.of(subject, len(raw))
-    footprint = resources.estimated_footprint(subject, rows, batches)
+    footprint = resources.footprint_of(subject, resources.large_micro_batch(subject, rows, batches))
     speed = resources.products_per_second(config.device, subject.model.dtype, clock=clock)
     phases = resources.least_seconds(subject, resources.large_micro_batch(subject, rows, batches), speed)
     return footprint, sum(phases.values()), weights_of(subject.model).count

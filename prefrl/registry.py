@@ -37,104 +37,31 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+_PREFERENCES = "preference: prompt, chosen, rejected"
+_UNPAIRED = "unpaired preference (prompt, completion, label), or preference"
+_PROMPTS = "prompt-only, with the columns that the rewards read"
+# An algorithm's name, and what the names of its classes begin with, say where all of it stands.
 REGISTRY: dict[str, Algorithm] = {
-    row.name: row
-    for row in (
-        Algorithm(
-            name="sft",
-            options="prefrl.options.offline:SFTOptions",
-            config="prefrl.trainer.configs:SFTConfig",
-            trainer="prefrl.trainer.sft_trainer:SFTTrainer",
-            dataset="language modeling or prompt-completion",
-            docs="docs/trainers/sft.md",
-        ),
-        Algorithm(
-            name="dpo",
-            options="prefrl.options.offline:DPOOptions",
-            config="prefrl.trainer.configs:DPOConfig",
-            trainer="prefrl.trainer.dpo_trainer:DPOTrainer",
-            dataset="preference: prompt, chosen, rejected",
-            docs="docs/trainers/dpo.md",
-        ),
-        Algorithm(
-            name="kto",
-            options="prefrl.options.offline:KTOOptions",
-            config="prefrl.trainer.configs:KTOConfig",
-            trainer="prefrl.trainer.kto_trainer:KTOTrainer",
-            dataset="unpaired preference (prompt, completion, label), or preference",
-            docs="docs/trainers/kto.md",
-        ),
-        Algorithm(
-            name="orpo",
-            options="prefrl.options.offline:ORPOOptions",
-            config="prefrl.trainer.configs:ORPOConfig",
-            trainer="prefrl.trainer.orpo_trainer:ORPOTrainer",
-            dataset="preference: prompt, chosen, rejected",
-            docs="docs/trainers/orpo.md",
-        ),
-        Algorithm(
-            name="cpo",
-            options="prefrl.options.offline:CPOOptions",
-            config="prefrl.trainer.configs:CPOConfig",
-            trainer="prefrl.trainer.cpo_trainer:CPOTrainer",
-            dataset="preference: prompt, chosen, rejected",
-            docs="docs/trainers/cpo.md",
-        ),
-        Algorithm(
-            name="bco",
-            options="prefrl.options.offline:BCOOptions",
-            config="prefrl.trainer.configs:BCOConfig",
-            trainer="prefrl.trainer.bco_trainer:BCOTrainer",
-            dataset="unpaired preference (prompt, completion, label), or preference",
-            docs="docs/trainers/bco.md",
-        ),
-        Algorithm(
-            name="reward",
-            options="prefrl.options.offline:RewardModelOptions",
-            config="prefrl.trainer.configs:RewardConfig",
-            trainer="prefrl.trainer.reward_trainer:RewardTrainer",
-            dataset="preference: chosen, rejected",
-            docs="docs/trainers/reward.md",
-        ),
-        Algorithm(
-            name="grpo",
-            options="prefrl.options.algorithms:GRPOOptions",
-            config="prefrl.trainer.configs:GRPOConfig",
-            trainer="prefrl.trainer.grpo_trainer:GRPOTrainer",
-            dataset="prompt-only, with the columns that the rewards read",
-            docs="docs/trainers/grpo.md",
-        ),
-        Algorithm(
-            name="rloo",
-            options="prefrl.options.algorithms:RLOOOptions",
-            config="prefrl.trainer.configs:RLOOConfig",
-            trainer="prefrl.trainer.rloo_trainer:RLOOTrainer",
-            dataset="prompt-only, with the columns that the rewards read",
-            docs="docs/trainers/rloo.md",
-        ),
-        Algorithm(
-            name="reinforce_plus_plus",
-            options="prefrl.options.algorithms:ReinforcePlusPlusOptions",
-            config="prefrl.trainer.configs:ReinforcePlusPlusConfig",
-            trainer="prefrl.trainer.reinforce_plus_plus_trainer:ReinforcePlusPlusTrainer",
-            dataset="prompt-only, with the columns that the rewards read",
-            docs="docs/trainers/reinforce_plus_plus.md",
-        ),
-        Algorithm(
-            name="ppo",
-            options="prefrl.options.algorithms:PPOOptions",
-            config="prefrl.trainer.configs:PPOConfig",
-            trainer="prefrl.trainer.ppo_trainer:PPOTrainer",
-            dataset="prompt-only, with the columns that the rewards read",
-            docs="docs/trainers/ppo.md",
-        ),
-        Algorithm(
-            name="online_dpo",
-            options="prefrl.options.algorithms:OnlineDPOOptions",
-            config="prefrl.trainer.configs:OnlineDPOConfig",
-            trainer="prefrl.trainer.online_dpo_trainer:OnlineDPOTrainer",
-            dataset="prompt-only, with the columns that the rewards read",
-            docs="docs/trainers/online_dpo.md",
-        ),
+    name: Algorithm(
+        name=name,
+        options=f"prefrl.options.{options}Options",
+        config=f"prefrl.trainer.configs:{title}Config",
+        trainer=f"prefrl.trainer.{name}_trainer:{title}Trainer",
+        dataset=dataset,
+        docs=f"docs/trainers/{name}.md",
+    )
+    for name, title, options, dataset in (
+        ("sft", "SFT", "offline:SFT", "language modeling or prompt-completion"),
+        ("dpo", "DPO", "offline:DPO", _PREFERENCES),
+        ("kto", "KTO", "offline:KTO", _UNPAIRED),
+        ("orpo", "ORPO", "offline:ORPO", _PREFERENCES),
+        ("cpo", "CPO", "offline:CPO", _PREFERENCES),
+        ("bco", "BCO", "offline:BCO", _UNPAIRED),
+        ("reward", "Reward", "offline:RewardModel", "preference: chosen, rejected"),
+        ("grpo", "GRPO", "algorithms:GRPO", _PROMPTS),
+        ("rloo", "RLOO", "algorithms:RLOO", _PROMPTS),
+        ("reinforce_plus_plus", "ReinforcePlusPlus", "algorithms:ReinforcePlusPlus", _PROMPTS),
+        ("ppo", "PPO", "algorithms:PPO", _PROMPTS),
+        ("online_dpo", "OnlineDPO", "algorithms:OnlineDPO", _PROMPTS),
     )
 }

@@ -54,6 +54,7 @@ def outline_of(
     """
     kind, given = REWARD if is_classifier else CAUSAL, {**(model_init_kwargs or {})}
     check_dtype(given)
+    of_class = {key: given[key] for key in ("trust_remote_code", "attn_implementation") if key in given}
     places = repository_arguments(given) | {key: given[key] for key in ("subfolder",) if key in given}
     try:
         config = AutoConfig.from_pretrained(name, **places)
@@ -64,7 +65,7 @@ def outline_of(
             config.num_labels = 1
         with torch.device("meta"):
             model: PreTrainedModel = auto_class_of(kind, name, given).from_config(
-                config, dtype=dtype or torch.float32, **_of_class(given)
+                config, dtype=dtype or torch.float32, **of_class
             )
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise load_error(kind, name, given, error) from error
@@ -85,10 +86,6 @@ def outline_with_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedMo
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     return type(model)._from_config(config, dtype=model.dtype)
-
-
-def _of_class(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: given[key] for key in ("trust_remote_code", "attn_implementation") if key in given}
 
 
 _ATTENTION = "prefrl_outline"

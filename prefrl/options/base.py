@@ -8,14 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.autopilot import (
-    AUTOPILOT_RULES,
-    EarlyStoppingParams,
-    GrowthParams,
-    SoupParams,
-    SpikeParams,
-    name_best_metric,
-)
 from prefrl.options.fields import (
     about,
     apply,
@@ -49,10 +41,16 @@ from prefrl.options.run import (
     check_paths,
 )
 from prefrl.options.schedule import (
+    AUTOPILOT_RULES,
     METRIC_SCHEDULE_RULES,
     PLATEAU_RULES,
     SCHEDULE_RULES,
     WARMUP_RULES,
+    EarlyStoppingParams,
+    GrowthParams,
+    SoupParams,
+    SpikeParams,
+    name_best_metric,
 )
 from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
@@ -370,8 +368,7 @@ class BaseOptions(TrainingOptions):
             }
         check_paths(self)
         apply(self, COMMON_RULES)
-        self._check_trackers()
-        self._check_precision()
+        self._check_machine()
         apply(self, LIGER_RULES)
         self._set_kernels()
         check_checkpoints(self)
@@ -390,11 +387,8 @@ class BaseOptions(TrainingOptions):
     def _check_processes(self) -> None:
         """Check how the processes of the run are laid out."""
 
-    def _check_trackers(self) -> None:
-        """Check the names of trackers."""
-
-    def _check_precision(self) -> None:
-        """Check what the device can compute, and what can be compiled."""
+    def _check_machine(self) -> None:
+        """Check the names of trackers, what the device can compute, and what can be compiled."""
         check_device(self)
         apply(self, COMPILATION_RULES)
 

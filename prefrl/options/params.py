@@ -59,14 +59,9 @@ class Params:
         return hash(tuple(vars(self).values()))
 
     def __post_init__(self) -> None:
-        """Check types, bounds and rules."""
+        """Check types, bounds and rules, of which those of the bases come first."""
         check_fields(self)
-        apply(self, self.all_rules())
-
-    @classmethod
-    def all_rules(cls) -> list[Rule]:
-        """The rules of this class and its bases, which come first."""
-        return [rule for base in reversed(cls.__mro__) for rule in vars(base).get("rules", ())]
+        apply(self, *(vars(base).get("rules", ()) for base in reversed(type(self).__mro__)))
 
     @property
     def is_default(self) -> bool:

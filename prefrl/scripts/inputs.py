@@ -23,7 +23,7 @@ from prefrl.scripts.arguments.command import (
     get_peft_config,
     quantization_config,
 )
-from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, check_source, get_dataset, load_part, load_parts
+from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, get_dataset, load_part, load_parts, source_of
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.schema import SchemaParser
 
@@ -59,9 +59,9 @@ def check_files(given: Given) -> None:
     with given.locating():
         if script.dataset_name is not None:
             part = DatasetConfig(script.dataset_name, script.dataset_config, revision=script.dataset_revision)
-            check_source(part, path_option="dataset_name")
+            source_of(part, f"dataset_name={part.path!r}")
         for number, part in enumerate(script.datasets):
-            check_source(part, within=f"datasets[{number}].")
+            source_of(part, f"datasets[{number}].path={part.path!r}")
         if isinstance(script, RewardArguments):
             check_reward_files(script.reward_funcs or ())
         checkpoint = given.values.get("resume_from_checkpoint")

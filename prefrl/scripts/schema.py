@@ -31,24 +31,20 @@ HUGGINGFACE_FILE = Path(__file__).with_name("huggingface.json")
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
 
 
-@cache
-def huggingface() -> dict[str, Any]:
-    """HuggingFace's options, and the names that some of them take; see `prefrl.scripts.generated`."""
-    found: dict[str, Any] = json.loads(HUGGINGFACE_FILE.read_text(encoding="utf-8"))
-    return found
-
-
-def _stand_in() -> Any:
-    """A dataclass with the names and defaults of HuggingFace's options."""
-    defaults = {row["name"]: row.get("default") for row in huggingface()["options"]}
-    rows = [
+# HuggingFace's options, and the names that some of them take; see `prefrl.scripts.generated`.
+_HUGGINGFACE: dict[str, Any] = json.loads(HUGGINGFACE_FILE.read_text(encoding="utf-8"))
+_INHERITED = {row["name"]: row for row in _HUGGINGFACE["options"]}
+# A dataclass with their names and defaults.
+HuggingFaceOptions: Any = dataclasses.make_dataclass(
+    "HuggingFaceOptions",
+    [
         (name, Any, dataclasses.field(default_factory=partial(list, value)) if isinstance(value, list) else value)
-        for name, value in defaults.items()
-    ]
-    return dataclasses.make_dataclass("HuggingFaceOptions", rows, init=False, repr=False, eq=False)
-
-
-HuggingFaceOptions: Any = _stand_in()
+        for name, value in ((name, row.get("default")) for name, row in _INHERITED.items())
+    ],
+    init=False,
+    repr=False,
+    eq=False,
+)
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
@@ -68,8 +64,8 @@ class EarlyConfig(BaseOptions, HuggingFaceOptions):
     def _complete(self) -> None:
         """See `BaseOptions._complete`, as far as rules read what HuggingFace fills in."""
         check_not_refused(str(self.optim))
-        check_known("lr_scheduler_type", str(self.lr_scheduler_type), huggingface()["schedules"], "schedule")
-        check_known("optim", str(self.optim), huggingface()["optimizers"], "optimizer")
+        check_known("lr_scheduler_type", str(self.lr_scheduler_type), _HUGGINGFACE["schedules"], "schedule")
+        check_known("optim", str(self.optim), _HUGGINGFACE["optimizers"], "optimizer")
         options: Any = self
         if options.eval_strategy == "steps" and not options.eval_steps:
             options.eval_steps = options.logging_steps
@@ -96,7 +92,10 @@ def options_of(algorithm: str) -> list[dict[str, Any]]:
     names = {field.name for field in dataclasses.fields(early)}
     script_class = RewardArguments if "reward_weights" in names else CommandArguments
     launch_class = LaunchArguments if "use_vllm" in names else ProcessArguments
-    options = [*_options(script_class), *_options(early), *_flat_names(early), *_options(launch_class)]
+    hints, declared = hints_of(early), early.__dataclass_fields__
+    # The help does not show the keywords that fill places in options.
+    hidden = [{**option_of(declared[name], hints[name].type), "is_hidden": True} for name in init_vars(early)]
+    options = [*_options(script_class), *_options(early), *hidden, *_options(launch_class)]
     if algorithm == "grpo":
         text = "Options of a paper's algorithm; your own take precedence."
         options.append({"name": "preset", "kind": "str", "help": text, "choices": [*PRESETS], "is_nullable": True})
@@ -106,19 +105,12 @@ def options_of(algorithm: str) -> list[dict[str, Any]]:
 def _options(cls: Any) -> list[dict[str, Any]]:
     """The fields of a class as options; those that it has from HuggingFace alone as they are described in the file."""
     hints = hints_of(cls)
-    inherited = {row["name"]: row for row in huggingface()["options"]} if issubclass(cls, EarlyConfig) else {}
+    inherited = _INHERITED if issubclass(cls, EarlyConfig) else {}
     rows = []
     for field in dataclasses.fields(cls):
         row = option_of(field, hints[field.name]) if "help" in field.metadata else inherited[field.name]
         rows.append({**row, "is_inherited": True} if field.name in inherited else row)
     return rows
-
-
-def _flat_names(cls: Any) -> list[dict[str, Any]]:
-    """The keywords that fill places in options, which the help does not show."""
-    hints = hints_of(cls)
-    fields = cls.__dataclass_fields__
-    return [{**option_of(fields[name], hints[name].type), "is_hidden": True} for name in init_vars(cls)]
 
 
 class SchemaParser(OptionParser):

@@ -142,12 +142,13 @@ class BaseConfig(BaseOptions, TrainingArguments):
         for key in read_json(self, "accelerator_config"):
             check_known("accelerator_config", key, [field.name for field in fields(AcceleratorConfig)], "key")
 
-    def _check_trackers(self) -> None:
-        """See `BaseOptions._check_trackers`."""
+    def _check_machine(self) -> None:
+        """See `BaseOptions._check_machine`."""
         known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise ConfigError(f"report_to={name!r}: unknown tracker. {nearest(str(name), known)}")
+        check_precision(self, fp8=self.fp8)
 
     def check_packages_installed(self) -> None:
         """Refuse trackers and optimizers whose packages are missing.
@@ -267,10 +268,6 @@ class BaseConfig(BaseOptions, TrainingArguments):
     def _check_processes(self) -> None:
         """See `BaseOptions._check_processes`."""
         distributed.check_processes(self, os.environ)
-
-    def _check_precision(self) -> None:
-        """See `BaseOptions._check_precision`."""
-        check_precision(self, fp8=self.fp8)
 
     def _set_kernels(self) -> None:
         """See `BaseOptions._set_kernels`."""

@@ -333,7 +333,7 @@ def load_part(
         DataError: It cannot be loaded, or lacks a column.
     """
     where = f"{within}{path_option}={part.path!r}"
-    path, arguments = _source(part, where)
+    path, arguments = source_of(part, where)
     import datasets  # not needed for --help, or to see that a file is missing
 
     try:
@@ -371,18 +371,17 @@ def _bad_line(path: Path) -> str | None:
     return None
 
 
-def check_source(part: DatasetConfig, *, path_option: str = "path", within: str = "") -> None:
-    """Check what can be known of a dataset on this machine without loading it; see `load_part` for the arguments.
+def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
+    """What `datasets.load_dataset` is to read, and its arguments, as far as they are known without loading it.
+
+    Args:
+        part: The dataset.
+        where: The option that names it, and its value, for messages.
 
     Raises:
         ConfigError: Options exclude each other.
         DataError: It is a file, and is missing or of an unknown format.
     """
-    _source(part, f"{within}{path_option}={part.path!r}")
-
-
-def _source(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
-    """What `datasets.load_dataset` is to read, and its arguments."""
     path = Path(part.path)
     is_here = path.exists()
     if part.revision is not None and is_here:

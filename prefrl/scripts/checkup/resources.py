@@ -67,7 +67,7 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
     """Show memory by part and time by phase, and warn if the memory is not there."""
     batch = large_micro_batch(subject, rows, batches)
     try:
-        footprint = estimated_footprint(subject, rows, batches)
+        footprint = footprint_of(subject, batch)
         if subject.plan is not None:
             footprint = footprint_of_process(subject, subject.plan, footprint)
     except Exception as error:  # a model's own code that needs data, such as the routing of experts
@@ -83,11 +83,6 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
     _show_time(section, subject, batch, batches)
 
 
-def estimated_footprint(subject: Subject, rows: datasets.Dataset, batches: Batches) -> Footprint:
-    """Memory of one process with a micro-batch that is larger than most."""
-    return footprint_of(subject, large_micro_batch(subject, rows, batches))
-
-
 def check_memory(subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
     """Refuse a run that needs far more memory than is free.
 
@@ -95,7 +90,7 @@ def check_memory(subject: Subject, rows: datasets.Dataset, batches: Batches) -> 
         ConfigError: Says how much is needed and free, and what to do.
     """
     try:
-        footprint = estimated_footprint(subject, rows, batches)
+        footprint = footprint_of(subject, large_micro_batch(subject, rows, batches))
     except Exception:  # a model's own code that needs data: the doctor says that nothing was estimated
         return
     if (problem := _shortage(subject, footprint)) is not None:
@@ -188,7 +183,7 @@ def _cache(subject: Subject, batch: MicroBatch) -> int:
 
 
 def large_micro_batch(subject: Subject, rows: datasets.Dataset, batches: Batches) -> MicroBatch:
-    """Its rows' lengths are the mean and two standard deviations of a sum of so many."""
+    """Larger than most: its rows' lengths are the mean and two standard deviations of a sum of so many."""
     config, count = subject.config, batches.rows_per_micro_batch
     lengths = row_lengths(rows)
     prompts = lengths.pop("prompt_ids", np.zeros(len(rows), dtype=np.int64))

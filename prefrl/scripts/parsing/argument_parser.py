@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import about, init_vars
-from prefrl.options.training import AUTO, AUTOMATIC
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch
+from prefrl.options.training import AUTOMATIC
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch, or_auto
 
 # Options of TrainingArguments that `--help` shows besides prefrl's own; `--help_all` shows every one.
 _COMMON = frozenset(
@@ -76,7 +76,7 @@ class ArgumentParser(OptionParser, HfArgumentParser):
             if has_switch(action.choices):
                 action.type = choice_of(action.choices or ())
             if action.dest in AUTOMATIC:
-                action.type = _or_auto(action.type)
+                action.type = or_auto(action.type)
 
     def _add_flat_names(self, cls: type) -> None:
         """Take the keywords of a config that are no fields, without showing them in the help."""
@@ -168,13 +168,3 @@ def _has_training_options(dataclass_types: Iterable[type]) -> bool:
 
 def _fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if field.init]
-
-
-def _or_auto(convert: Any) -> Callable[[str], Any]:
-    """The type of an option that may also be "auto"."""
-
-    def read(text: str) -> Any:
-        return AUTO if text == AUTO else convert(text)
-
-    read.__name__ = str(getattr(convert, "__name__", convert))
-    return read

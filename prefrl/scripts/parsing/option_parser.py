@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prefrl.errors import ConfigError
 from prefrl.options.fields import about, default_of, plain_value
 from prefrl.options.names import advice, nearest
-from prefrl.options.training import AUTOMATIC
+from prefrl.options.training import AUTO, AUTOMATIC
 from prefrl.scripts.arguments.command import RewardEntry
 from prefrl.scripts.arguments.datasets import DatasetConfig
 from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
@@ -30,7 +30,6 @@ BOOLEANS = {
 _NULL = "null"
 _KINDS: dict[Any, str] = {int: "int", float: "float", bool: "bool", DatasetConfig: "dataset", RewardEntry: "reward"}
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
-_AUTO = "auto"
 
 
 class Form(NamedTuple):
@@ -134,7 +133,15 @@ class OptionParser(argparse.ArgumentParser):
         has_file = early.config is not None and self._takes_config
         off = self._switched_off(argv)
         entries = self._read_defaults(Path(str(early.config)), off, keeps_unknown=keeps_entries) if has_file else []
-        values, words = self._values(argv, keeps_unknown=keeps_words)
+        # An unknown option is reported before a missing one: it may be the missing one, misspelled.
+        required = [action.dest for action in self._by_name.values() if action.required]
+        namespace, words = self._parse_leniently(argv)
+        if words and not keeps_words:
+            self._refuse(words)
+        values: dict[str, Any] = {name: None if value == [None] else value for name, value in vars(namespace).items()}
+        if missing := [name for name in required if values[name] is None]:
+            example = f"--{missing[0]} VALUE"
+            raise ConfigError(f"{', '.join(missing)}: not given. Write {example}, or set it in the file of --config.")
         return values, entries, words
 
     def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
@@ -192,19 +199,6 @@ class OptionParser(argparse.ArgumentParser):
     def _with_subparsers(self) -> list[OptionParser]:
         below = [parser for action in self._subparsers_actions for parser in action.choices.values()]
         return [self, *(parser for child in below for parser in child._with_subparsers())]
-
-    def _values(self, argv: Sequence[str], *, keeps_unknown: bool) -> tuple[dict[str, Any], list[str]]:
-        # An unknown option is reported before a missing one: it may be the missing one, misspelled.
-        required = [action for action in self._by_name.values() if action.required]
-        namespace, unknown = self._parse_leniently(argv)
-        if unknown and not keeps_unknown:
-            self._refuse(unknown)
-        values: dict[str, Any] = {name: None if value == [None] else value for name, value in vars(namespace).items()}
-        missing = [action.dest for action in required if values[action.dest] is None]
-        if missing:
-            example = f"--{missing[0]} VALUE"
-            raise ConfigError(f"{', '.join(missing)}: not given. Write {example}, or set it in the file of --config.")
-        return values, unknown
 
     def _refuse(self, unknown: Sequence[str]) -> typing.NoReturn:
         word = unknown[0].split("=")[0]
@@ -332,23 +326,20 @@ def _bounds(hint: Any) -> dict[str, float]:
 
 
 def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
-    kinds: dict[str, Any] = {
-        "int": int,
-        "float": float,
-        "bool": boolean,
-        "dataset": DatasetConfig,
-        "reward": RewardEntry,
-    }
-    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
     if has_switch(option.get("choices")):
         return choice_of(option["choices"])
-    if not option.get("is_auto"):
-        return convert
+    kinds: dict[str, Any] = {kind: convert for convert, kind in _KINDS.items()} | {"bool": boolean}
+    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
+    return or_auto(convert) if option.get("is_auto") else convert
+
+
+def or_auto(convert: Any) -> Callable[[str], Any]:
+    """The type of an option that may also be "auto"."""
 
     def read(text: str) -> Any:
-        return text if text == _AUTO else convert(text)
+        return AUTO if text == AUTO else convert(text)
 
-    read.__name__ = convert.__name__
+    read.__name__ = _name(convert)
     return read
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
-from prefrl.options.autopilot import GrowthParams
+from prefrl.options.schedule import GrowthParams
 from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
 from prefrl.trainer.steps import StepPlan

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prefrl.errors import ConfigError
-from prefrl.options.autopilot import GrowthParams
+from prefrl.options.schedule import GrowthParams
 from prefrl.trainer.features.averages import AveragedWeights, MovingAverage
 from prefrl.trainer.features.growth import GrowingPlan, GrowthPlateau
 from prefrl.trainer.optimizers import MuonWithAdamW, regroup
