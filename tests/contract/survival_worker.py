@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from tests.contract.cases import make_trainer, ragged_reward
 
-STEPS = 9
+STEPS = 7
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "save_strategy": "steps",

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from prefrl.registry import REGISTRY
-from tests.contract.cases import ONLINE, Job, make_trainer, relative_difference, run_on_two_processes, update_of
+from tests.contract.cases import (
+    ONLINE,
+    REPRESENTATIVES,
+    Job,
+    make_trainer,
+    relative_difference,
+    run_on_two_processes,
+    update_of,
+)
 
 TOLERANCE = 1e-5
 
@@ -22,16 +30,16 @@ CUTS: list[dict[str, Any]] = [
     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "forward_plan": "packed"},
     {"max_tokens_per_micro_batch": 60, "forward_plan": "padded"},
 ]
-# Each alone; and what could break in the code that all variants share.
+# Each alone, and what could break in the code that all variants share; and rows that are alone.
 CUTS_OF_FIRST: list[dict[str, Any]] = [
     {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
     {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
     {"max_tokens_per_micro_batch": 60},
-    {"max_tokens_per_micro_batch": 1},
     {"forward_plan": "packed"},
     {"forward_plan": "padded"},
     {"activation_checkpointing": True},
 ]
+CHECKPOINTS, ALONE = CUTS_OF_FIRST[-1], {"max_tokens_per_micro_batch": 1}
 STEPS = {"max_steps": 3}
 REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "sft": [
@@ -168,11 +176,10 @@ UNEVEN: list[tuple[str, dict[str, Any]]] = [
 ]
 VARIANTS = [(name, options) for name in REGISTRY for options in REDUCTIONS[name]]
 CUT: list[Case] = [(*variant, cut) for variant in VARIANTS for cut in CUTS]
-CUT += [(name, REDUCTIONS[name][0], cut) for name in REGISTRY for cut in CUTS_OF_FIRST]
+CUT += [(name, REDUCTIONS[name][0], cut) for name in REPRESENTATIVES for cut in CUTS_OF_FIRST]
+CUT += [(name, REDUCTIONS[name][0], ALONE) for name in REGISTRY]
 # Models of images have layers, and episodes rows, of their own.
-CUT += [
-    (name, options, CUTS_OF_FIRST[-1]) for name, options in VARIANTS if "pictures" in options or "talks" in options
-]
+CUT += [(name, options, CHECKPOINTS) for name, options in VARIANTS if "pictures" in options or "talks" in options]
 SHARE = {"per_device_train_batch_size": 4}  # of two processes
 # Under a budget of tokens, ranks take different numbers of rows.
 BUDGET = {**SHARE, "max_tokens_per_micro_batch": 40}

@@ -63,6 +63,7 @@ FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb
 BUDGET = {"max_tokens_per_micro_batch": 25}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 LEAN = {"activation_checkpointing": True}  # passes without gradients are no larger than those with
+ONE = {"max_steps": 1}  # where nothing is carried from one step to the next
 
 
 def with_long_rows(algorithm: str) -> Dataset:
@@ -102,7 +103,9 @@ CASES: dict[str, Case] = {
     "rloo": Case("rloo", EVAL, reward_model=True, eval_rows=5),
     "reinforce_plus_plus": Case("reinforce_plus_plus", ADAM, model=TIED),
     "ppo": Case(
-        "ppo", {**ADAM, **EVAL, "critic_learning_rate": 1e-2, "critic_warmup": 1, "max_grad_norm": 0.0}, eval_rows=3
+        "ppo",
+        {**ADAM, **EVAL, "max_steps": 2, "critic_learning_rate": 1e-2, "critic_warmup": 1, "max_grad_norm": 0.0},
+        eval_rows=3,
     ),
     # One rank has no completions.
     "online_dpo": Case(
@@ -115,11 +118,11 @@ CASES: dict[str, Case] = {
     # The head, the forward pass, and how the work is cut.
     "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),
     "sft_token_budget": Case("sft", {"max_tokens_per_micro_batch": 25}),
-    "sft_padded": Case("sft", {"forward_plan": "padded"}, model=TIED),
-    "sft_checkpointing": Case("sft", {"activation_checkpointing": True}, model=TIED, chunk=8),
+    "sft_padded": Case("sft", {"forward_plan": "padded", **LEAN}, model=TIED, chunk=8),
+    "sft_checkpointing": Case("sft", LEAN, model=TIED, chunk=8),
     "sft_compiled": Case("sft", COMPILED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
-    "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens")),
+    "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens", "lm_head"), chunk=8),
     "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),
     "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
     "sft_adam": Case("sft", ADAM),
@@ -159,7 +162,9 @@ CASES: dict[str, Case] = {
     "dpo_lora_moving": Case("dpo", MOVING, lora=ATTENTION),
     "dpo_by_name_precomputed": Case("dpo", {"precompute_ref_log_probs": True}, model=TIED, by_name=True),
     # Ranks with different numbers of micro-batches and of passes of references, or without a row.
-    "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL}, eval_rows=3),
+    "kto_long_row": Case(
+        "kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL, **ONE}, eval_rows=3
+    ),
     "dpo_last_row": Case(
         "dpo",
         {"rows": 9, "num_train_epochs": 1, "max_steps": -1, "loss_type": ["aot"], **BUDGET, **MOVING, **EVAL},
@@ -183,9 +188,9 @@ CASES: dict[str, Case] = {
     ),
     "grpo_full_kl_by_name": Case("grpo", {"beta": 0.1, "kl_estimator": "full"}, by_name=True),
     # Ranks whose episodes have different numbers of turns sample together.
-    "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return"}),
+    "grpo_episodes": Case("grpo", {"talks": "forgetful", "turn_credit": "return", **ONE}),
     "grpo_episodes_not_gathered": Case(
-        "grpo", {**UNGATHERED, "talks": "faithful", "max_turns": 3, "max_completion_length": 20}
+        "grpo", {**UNGATHERED, **ONE, "talks": "faithful", "max_turns": 3, "max_completion_length": 20}
     ),
     # One group, which one rank samples and scores, and both train on.
     "grpo_one_group": Case(
@@ -201,14 +206,14 @@ CASES: dict[str, Case] = {
         reward_model=True,
         eval_rows=3,
     ),
-    "grpo_one_group_of_episodes": Case("grpo", {"talks": "forgetful", "num_generations": 8, **REUSE}),
+    "grpo_one_group_of_episodes": Case("grpo", {"talks": "forgetful", "num_generations": 8, **ONE}),
     "grpo_scored_first": Case(
         "grpo",
         {
             "advantage_estimator": "optimal_token_baseline",
             "top_entropy_quantile": 0.3,
             "entropy_coef": 0.01,
-            "max_tokens_per_micro_batch": 25,
+            **{**BUDGET, **ONE},
         },
     ),
     "grpo_resampled": Case(
@@ -235,9 +240,12 @@ CASES: dict[str, Case] = {
         {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2, **BUDGET},
     ),
     # Critics.
-    "ppo_model": Case("ppo", {"critic": "model", "critic_warmup": 1, "max_steps": 3}, by_name=True),
+    "ppo_model": Case("ppo", {"critic": "model", "critic_warmup": 1}, by_name=True),
     "ppo_micro_batches": Case(
-        "ppo", {"gradient_accumulation_steps": 2, "steps_per_generation": 2}, lora=ATTENTION, rows_per_micro_batch=2
+        "ppo",
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 2, **ONE},
+        lora=ATTENTION,
+        rows_per_micro_batch=2,
     ),
     "ppo_clipped": Case("ppo", {"critic": "model", "vf_coef": 1.0, "max_grad_norm": 1.0}),
 }

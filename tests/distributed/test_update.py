@@ -29,16 +29,23 @@ STEPS = (
     "ppo_model",
     "reward_by_name",
 )
-SELECTED = {
+# What other cases do, too: mixtures and critics have micro-batches, KTO and GRPO a budget of tokens, rewards and DPO
+# adapters, and BCO a reference. test_sequence_parallel.py trains some of them.
+ELSEWHERE = {
+    *("sft_micro_batches", "sft_token_budget", "sft_checkpointing", "sft_lora", "sft_lora_head_chunks"),
+    *("dpo", "reward"),
+}
+SELECTED: dict[str, tuple[str, ...]] = {
     # The contract's tests train everything on two processes.
     "ddp": ("sft_adam", "sft_mixture", "ppo_model", "ppo_clipped"),
     "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
     "zero2": STEPS,
     # DeepSpeed clips a critic with the policy; ZeRO refuses LARS, and ZeRO-3 compiled layers.
-    "zero3": tuple(name for name in CASES if name not in ("ppo_clipped", "sft_lars", "sft_compiled", "reward")),
+    "zero3": tuple(name for name in CASES if name not in {*ELSEWHERE, "ppo_clipped", "sft_lars", "sft_compiled"}),
     "zero3_offload": ("sft_adam", "grpo_reuse", "ppo_model"),
-    "fsdp2": tuple(name for name in CASES if name != "reward"),
+    "fsdp2": tuple(name for name in CASES if name not in ELSEWHERE),
 }
+SELECTED["single"] = tuple(name for name in CASES if any(name in names for names in SELECTED.values()))
 # What a rank keeps of the weights between passes.
 SHARE = {"ddp": 1.0, "zero1": 1.0, "zero2": 1.0, "zero3": 0.5, "zero3_offload": 0.5, "fsdp2": 0.5}
 
@@ -57,7 +64,7 @@ def results_of(backend: str, folder: Path) -> dict[str, Any]:
             "tests.distributed.worker",
             backend,
             folder,
-            *SELECTED.get(backend, CASES),
+            *SELECTED[backend],
             result=folder / f"{backend}.pt",
             num_processes=1 if backend == "single" else 2,
         )

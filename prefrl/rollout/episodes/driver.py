@@ -212,12 +212,12 @@ class EpisodesPending:
         self._episodes.main_thread.wake = self._turns.notify
         try:
             with self._episodes.watched(self._fail):
-                while True:
+                is_left = True
+                while is_left:  # ranks that serve together do so equally often, also one without a prompt
                     self._turns.serve(self)
                     if self._error is not None:
                         raise self._error
-                    if not self._ready:
-                        break
+                    is_left = self._num_left > 0
                     while self._ready:
                         number, rollouts = self._ready.popleft()
                         self._given.add(number)

@@ -367,6 +367,23 @@ def test_an_error_ends_the_wait_for_other_processes_too() -> None:
         read(episodes, start(episodes, [row()] * 2))
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+def test_processes_serve_together_equally_often_whatever_each_has(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Together(Scripted):
+        def turns(self, sampling: SamplingParams) -> LocalTurns:
+            return LocalTurns(self._generate, lambda number: number)
+
+    calls: list[Any] = []
+    serve = LocalTurns.serve
+    monkeypatch.setattr(LocalTurns, "serve", lambda self, episodes: calls.append(serve(self, episodes)))
+    episodes = sampler(Together(lambda *_: SAID))
+    with closing(episodes):
+        assert len(read(episodes, start(episodes, [row()] * num_rows, 2))) == num_rows
+    assert len(calls) == 1
+
+
 class Silent(Scripted):
     """The test answers; notes whether all waited whenever it was notified."""
 
