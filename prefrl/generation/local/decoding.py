@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -182,7 +183,7 @@ class TokenSampler:
             uniforms: [B] float64 in [0, 1); not used for greedy decoding.
             history: [B, .] int64, tokens so far; required if `reads_history`.
         """
-        with cumsum_permitted():
+        with cumsum_permitted() if torch.are_deterministic_algorithms_enabled() else nullcontext():
             scores = logits
             for processor in self._processors:
                 scores = processor(history, scores)

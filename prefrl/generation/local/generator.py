@@ -177,6 +177,7 @@ class LocalGenerator:
         self._check_prompts(prompts, limits)
         completions: dict[SampleRow, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
+        sampler = TokenSampler(sampling, never=self._never)
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
         is_sharded = distributed.is_sharded(self._model)
@@ -206,7 +207,7 @@ class LocalGenerator:
                 for start in range(0, len(rows), self._max_rows):
                     live = rows[start : start + self._max_rows]
                     wave = _Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
-                    self._decode(wave, TokenSampler(sampling, never=self._never), stop_ids)
+                    self._decode(wave, sampler, stop_ids)
                     completions |= wave.completions(self._version)
         return [
             [completions[SampleRow(request, sample)] for sample in range(sampling.num_samples)]
