@@ -45,23 +45,8 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
     """`chunked_logprobs` for a head that is not a plain matrix: with LoRA, quantized, or a custom module.
 
     Each chunk is checkpointed: its logits are recomputed in backward, and autograd differentiates through `head_fn`.
-
-    Args:
-        hidden: [M, h], gradient flows.
-        targets: [M] int64, token ids in 0 .. V-1.
-        head_fn: [m, h] -> [m, V] logits as the model's own forward computes them; gradient flows to its parameters.
-        temperature: Logits are divided by it.
-        want: What to compute besides log-probs, by its name in `TokenScores`.
-        truncation: Cuts softmax(logits / temperature); None: it is not cut.
-        reference: The reference distribution of `full_kl`; None: `full_kl` is not computed.
-        chunk_size: Rows of logits held at once; None: `default_chunk_size`.
-        min_chunks: Call the head at least this many times, on empty chunks if need be.
-
-    Returns:
-        Scores of each token.
-
-    Raises:
-        ValueError: Shapes do not match, a number is not positive, or `want` has an unknown name.
+    Instead of a matrix, `head_fn` maps [m, h] to [m, V] logits as the model's own forward computes them; gradient
+    flows to its parameters. It is called at least `min_chunks` times, on empty chunks if need be.
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     check_inputs(hidden, targets, temperature, want, chunk_size)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import Advantages
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS

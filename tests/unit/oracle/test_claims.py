@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.kl import KL_ESTIMATORS, ReferenceLogits, full_kl, importance_corrected, sequence_kl
 from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
