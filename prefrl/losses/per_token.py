@@ -15,8 +15,9 @@ so that the loss does not depend on how a step is split.
 A row without a trainable token counts as a row whose loss is 0, as in TRL.
 
 Legend: `trainable` [N] bool, tokens that have a loss; `row_index` [N] int64, row of each token, in 0 .. B-1;
-`num_rows` is B. Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they
-differ.
+`num_rows` is B.
+
+Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
 """
 
 from __future__ import annotations

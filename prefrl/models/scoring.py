@@ -29,7 +29,8 @@ from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.module_logprobs import module_logprobs, num_chunks_of
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName
 from prefrl.losses.truncation import TokenTruncation
-from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
+from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
+from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, ModelInputs, PlanVerdict, padded_with
 from prefrl.models.routers import RouterRecord
