@@ -21,8 +21,14 @@ from transformers import DynamicCache
 from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
-from prefrl.generation.local.decoding import TokenSampler, keep_rows, rows_of_cache, sent, uniform_numbers
-from prefrl.generation.local.packed_linear import packed_linears
+from prefrl.generation.local.decoding import (
+    TokenSampler,
+    keep_rows,
+    packed_linears,
+    rows_of_cache,
+    sent,
+    uniform_numbers,
+)
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
