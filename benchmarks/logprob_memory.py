@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs
+from prefrl.losses.logprobs import Head, chunked_logprobs
+from prefrl.losses.module_logprobs import module_logprobs
 from prefrl.losses.per_token import WantName
 
 MIB = 2**20

@@ -222,7 +222,7 @@ def _losses() -> Iterator[list[str]]:
 
 
 def _advantages() -> Iterator[list[str]]:
-    for name, row in load("prefrl.losses.advantage.estimators.ADVANTAGES").items():
+    for name, row in load("prefrl.losses.advantage.ADVANTAGES").items():
         options = _own_options("advantage_kwargs", row.params)
         yield [f"`{name}`", {"row": "a completion", "token": "a token"}[row.level], options, row.source]
 

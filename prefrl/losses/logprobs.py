@@ -2,13 +2,12 @@
 
 Logits are computed chunk by chunk in one buffer and recomputed in backward, so memory does not grow with the number of
 tokens. If the probabilities of all tokens take little memory (`KEPT_BYTES`), they are kept for backward instead.
-`chunked_logprobs` is for a head that is a matrix; `module_logprobs` takes any head, at the price of a few more buffers
-of one chunk.
+This is for a head that is a matrix; `losses.module_logprobs` takes any head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, get_args
@@ -16,28 +15,10 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
-from prefrl.losses.chunks import (
-    Chunk,
-    ChunkPlan,
-    Head,
-    chunks,
-    product_dtype_of,
-    score_dtype,
-)
-from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.kl import ReferenceLogits, reference_log_probs
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
-
-__all__ = [
-    "KEPT_BYTES",
-    "Head",
-    "chunked_logprobs",
-    "default_chunk_size",
-    "module_logprobs",
-    "num_chunks_of",
-]
 
 # Largest size in bytes of the probabilities kept for backward. This is small compared with a model, and keeping them
 # saves a quarter of the head's work.
@@ -45,17 +26,95 @@ KEPT_BYTES = 128 * 2**20
 
 
 # The order in which a pass returns what it computes besides log-probs.
-_COLUMNS: tuple[ScoreName, ...] = ("entropy", "correct", "predicted", "mean_logit", "log_collision", "full_kl")
+COLUMNS: tuple[ScoreName, ...] = ("entropy", "correct", "predicted", "mean_logit", "log_collision", "full_kl")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Logits = cap(scale * (x W^T + b)), with cap(z) = softcap * tanh(z / softcap)."""
+
+    weight: Tensor  # [V, h]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def score_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype of everything after the product with the head: float32, or float64 for float64 input."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def product_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Dtype of the product with the head: autocast's if autocast is on, else the wider dtype of the two."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How logits are computed; see `Head` and `chunked_logprobs`."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    chunk_size: int
+    keep_bytes: int
+    dtype: torch.dtype  # of scores, see `score_dtype`
+    product_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A slice of rows and their logits."""
+
+    rows: slice
+    hidden: Tensor  # [c, h] in the dtype of the product
+    weight: Tensor  # [V, h] of the head, in the dtype of the product
+    product: Tensor  # [c, V] in the dtype of the product; shares memory with `logits` if the dtypes are equal
+    logits: Tensor  # [c, V] in the dtype of scores: cap(scale * z) / temperature; the consumer may overwrite it
+    scratch: Tensor  # [c, V] in the dtype of scores; shares memory with `logits` unless `with_scratch`
+    probs: Tensor | None  # [c, V] softmax(logits) if it was kept from forward; `logits` is then not filled
+
+
+def chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: ChunkPlan,
+    *,
+    with_scratch: bool,
+    kept: Tensor | None = None,
+) -> Iterator[Chunk]:
+    """Yield the chunks in order, all in the same buffers, with the logits that `plan` describes."""
+    weight, bias = weight.to(plan.product_dtype), None if bias is None else bias.to(plan.product_dtype)
+    logits = hidden.new_empty(min(plan.chunk_size, hidden.shape[0]), weight.shape[0], dtype=plan.dtype)
+    product = logits if plan.product_dtype == plan.dtype else torch.empty_like(logits, dtype=plan.product_dtype)
+    scratch = torch.empty_like(logits) if with_scratch else logits
+    for start in range(0, hidden.shape[0], plan.chunk_size):
+        rows = slice(start, min(start + plan.chunk_size, hidden.shape[0]))
+        n = rows.stop - start
+        probs = None if kept is None else kept[rows]
+        inputs = hidden[rows].to(plan.product_dtype)
+        chunk = Chunk(rows, inputs, weight, product[:n], logits[:n], scratch[:n], probs)
+        if probs is None:
+            if bias is None:
+                torch.mm(inputs, weight.t(), out=chunk.product)
+            else:
+                torch.addmm(bias, inputs, weight.t(), out=chunk.product)
+            if product is not logits:
+                chunk.logits.copy_(chunk.product)
+            if plan.softcap is not None:
+                chunk.logits.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
+            elif plan.scale != plan.temperature:
+                chunk.logits.mul_(plan.scale / plan.temperature)
+        yield chunk
 
 
 def default_chunk_size(device: torch.device) -> int:
     """Rows of logits held at once: 128 on CPU; 512 elsewhere, since each chunk reads the whole head again."""
     return 128 if device.type == "cpu" else 512
-
-
-def num_chunks_of(hidden: Tensor) -> int:
-    """Number of times that `module_logprobs` calls the head for hidden states [M, h]."""
-    return max(-(-hidden.shape[0] // default_chunk_size(hidden.device)), 1)
 
 
 def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and how it is computed
@@ -96,7 +155,7 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     keep_bytes = KEPT_BYTES if keep_bytes is None else keep_bytes
-    _check(hidden, targets, temperature, want, chunk_size)
+    check_inputs(hidden, targets, temperature, want, chunk_size)
     if head.weight.dim() != 2 or head.weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}] to match hidden")
     if head.softcap is not None and head.softcap <= 0:
@@ -112,12 +171,12 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         dtype=score_dtype(hidden),
         product_dtype=product_dtype_of(hidden, head.weight),
     )
-    ref_log_probs = None if reference is None else _ref_log_probs(reference, hidden, temperature, truncation)
+    ref_log_probs = None if reference is None else ref_log_probs_of(reference, hidden, temperature, truncation)
     wanted = _Wanted(frozenset(want), ref_log_probs, truncation)
     logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
-    found = dict(zip(_COLUMNS, columns, strict=True))
+    found = dict(zip(COLUMNS, columns, strict=True))
     return TokenScores.of(logprobs, **found, hidden=hidden if "hidden" in want else None)
 
 
@@ -130,89 +189,16 @@ def _mean_logit(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: floa
     return mean * scale
 
 
-def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how it is computed
-    hidden: Tensor,
-    targets: Tensor,
-    head_fn: Callable[[Tensor], Tensor],
-    *,
-    temperature: float,
-    want: Collection[WantName],
-    truncation: TokenTruncation | None = None,
-    reference: ReferenceLogits | None = None,
-    chunk_size: int | None = None,
-    min_chunks: int = 1,
-) -> TokenScores:
-    """`chunked_logprobs` for a head that is not a plain matrix: with LoRA, quantized, or a custom module.
-
-    Each chunk is checkpointed: its logits are recomputed in backward, and autograd differentiates through `head_fn`.
-
-    Args:
-        hidden: [M, h], gradient flows.
-        targets: [M] int64, token ids in 0 .. V-1.
-        head_fn: [m, h] -> [m, V] logits as the model's own forward computes them; gradient flows to its parameters.
-        temperature: Logits are divided by it.
-        want: What to compute besides log-probs, by its name in `TokenScores`.
-        truncation: Cuts softmax(logits / temperature); None: it is not cut.
-        reference: The reference distribution of `full_kl`; None: `full_kl` is not computed.
-        chunk_size: Rows of logits held at once; None: `default_chunk_size`.
-        min_chunks: Call the head at least this many times, on empty chunks if need be.
-
-    Returns:
-        Scores of each token.
-
-    Raises:
-        ValueError: Shapes do not match, a number is not positive, or `want` has an unknown name.
-    """
-    chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
-    _check(hidden, targets, temperature, want, chunk_size)
-    ref_log_probs = None if reference is None else _ref_log_probs(reference, hidden, temperature, truncation)
-
-    def score(rows: slice) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        row_targets = targets[rows]
-        logits = head_fn(hidden[rows])
-        logits = logits.to(score_dtype(logits))
-        scaled, mask = logits / temperature, None
-        if truncation is not None:
-            penalties = truncation[rows].penalties(scaled)
-            scaled = scaled if penalties is None else scaled * penalties
-            kept = truncation.kept(scaled.detach())
-            mask = None if kept is None else kept.mask(scaled.detach(), row_targets)
-        restricted = scaled if mask is None else mask.restrict(scaled.clone())
-        log_normalizers = restricted.logsumexp(1, keepdim=True)
-        log_probs = restricted - log_normalizers
-        constant = log_probs.detach()
-        columns = (
-            _entropy(log_probs if "entropy_gradient" in want else constant) if "entropy" in want else None,
-            logits.argmax(1) == row_targets if "correct" in want else None,
-            logits.argmax(1) if "predicted" in want else None,
-            logits.detach().mean(1) if "mean_logit" in want else None,
-            _log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
-            None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows, mask)),
-        )
-        return (scaled.gather(1, row_targets[:, None]) - log_normalizers).squeeze(1), columns
-
-    # Empty chunks call the head too, so that its parameters get a gradient of zeros.
-    slices = [slice(start, start + chunk_size) for start in range(0, hidden.shape[0], chunk_size)]
-    slices += [slice(0, 0)] * (min_chunks - len(slices))
-    parts = [checkpoint(score, rows, use_reentrant=False) for rows in slices]
-    columns = zip(*(found for _, found in parts), strict=True)
-    found = {n: None if of[0] is None else torch.cat(of) for n, of in zip(_COLUMNS, columns, strict=True)}
-    logprobs = torch.cat([logprobs for logprobs, _ in parts])
-    return TokenScores.of(logprobs, **found, hidden=hidden if "hidden" in want else None)
-
-
-def _entropy(log_probs: Tensor) -> Tensor:
-    """[c] from [c, V]."""
-    return -(log_probs.exp() * log_probs).sum(1)
-
-
-def _log_sum_of_squares(probs: Tensor) -> Tensor:
+def log_sum_of_squares(probs: Tensor) -> Tensor:
     """[c] log sum p^2 from [c, V], without another [c, V] tensor. The sum is >= 1 / V, so it cannot underflow."""
     norms: Tensor = torch.linalg.vector_norm(probs, dim=1)
     return norms.log() * 2
 
 
-def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection[WantName], chunk_size: int) -> None:
+def check_inputs(
+    hidden: Tensor, targets: Tensor, temperature: float, want: Collection[WantName], chunk_size: int
+) -> None:
+    """Reject shapes that do not match, numbers that are not positive and unknown names."""
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: need to be [M, h] and [M]")
     if temperature <= 0:
@@ -226,9 +212,10 @@ def _check(hidden: Tensor, targets: Tensor, temperature: float, want: Collection
         raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
 
-def _ref_log_probs(
+def ref_log_probs_of(
     reference: ReferenceLogits, hidden: Tensor, temperature: float, truncation: TokenTruncation | None
 ) -> Callable[[slice, Mask | None], Tensor]:
+    """See `reference_log_probs`; rejects hidden states of another number of tokens."""
     if reference.hidden.shape[:-1] != hidden.shape[:1]:
         raise ValueError(
             f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}: need to be [M, h] each"
@@ -321,7 +308,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 kept = None  # gradients of entropy and full_kl need the logits
             for chunk in chunks(hidden, weight, bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
-                _logits_to_grad(chunk, targets[rows], grads[rows], plan, wanted, kept_set)
+                _logits_to_grad(chunk, targets[rows], grads, plan, wanted, kept_set)
                 if grad_bias is not None:
                     grad_bias += chunk.logits.sum(0)
                 if chunk.product.dtype != dtype:
@@ -394,7 +381,7 @@ class _Columns:
         log_normalizers = largest - probs.amax(1).log()
         self.logprobs[rows] = target_logits - log_normalizers
         if self.log_collision is not None:
-            self.log_collision[rows] = _log_sum_of_squares(probs)
+            self.log_collision[rows] = log_sum_of_squares(probs)
         if self.full_kl is not None and self.expected_differences is not None and wanted.ref_log_probs is not None:
             log_ref = wanted.ref_log_probs(rows, mask)
             check_same_shape(logits=logits, reference_logits=log_ref)
@@ -426,10 +413,10 @@ class _Columns:
 class _RowGrads:
     """Coefficients of d loss / d z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs."""
 
-    logprobs: Tensor  # [c]
-    offsets: Tensor  # [c]
-    logits: Tensor | None  # [c]; None: 0
-    differences: Tensor | None  # [c], of full_kl; None: 0
+    logprobs: Tensor  # [M]
+    offsets: Tensor  # [M]
+    logits: Tensor | None  # [M]; None: 0
+    differences: Tensor | None  # [M], of full_kl; None: 0
 
     @classmethod
     def of(
@@ -444,14 +431,6 @@ class _RowGrads:
             offsets = offsets - grad_kl * expected_differences
             logits = grad_kl if logits is None else logits + grad_kl
         return cls(logprobs, offsets, logits, grad_kl)
-
-    def __getitem__(self, rows: slice) -> Self:
-        return type(self)(
-            self.logprobs[rows],
-            self.offsets[rows],
-            None if self.logits is None else self.logits[rows],
-            None if self.differences is None else self.differences[rows],
-        )
 
 
 def _logits_to_grad(
@@ -470,13 +449,13 @@ def _logits_to_grad(
             mask.restrict(logits)
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
     if grads.logits is None:
-        torch.mul(probs, grads.offsets[:, None], out=logits)
+        torch.mul(probs, grads.offsets[rows, None], out=logits)
     else:
-        logits.mul_(grads.logits[:, None])
+        logits.mul_(grads.logits[rows, None])
         if grads.differences is not None and wanted.ref_log_probs is not None:
-            logits.addcmul_(wanted.ref_log_probs(rows, mask), grads.differences[:, None], value=-1)
-        logits.add_(grads.offsets[:, None]).mul_(probs)
-    logits.scatter_add_(1, targets[:, None], grads.logprobs[:, None])
+            logits.addcmul_(wanted.ref_log_probs(rows, mask), grads.differences[rows, None], value=-1)
+        logits.add_(grads.offsets[rows, None]).mul_(probs)
+    logits.scatter_add_(1, targets[:, None], grads.logprobs[rows, None])
     for factor in (penalties, slope):
         if factor is not None:
             logits.mul_(factor)

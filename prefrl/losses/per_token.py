@@ -14,6 +14,9 @@ so that the loss does not depend on how a step is split.
 
 A row without a trainable token counts as a row whose loss is 0, as in TRL.
 
+Legend: `trainable` [N] bool, tokens that have a loss; `row_index` [N] int64, row of each token, in 0 .. B-1;
+`num_rows` is B.
+
 Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
 """
 
@@ -123,29 +126,16 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 
 def trainable_per_row(trainable: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
-    """[B] float32: trainable tokens of each row.
-
-    Args:
-        trainable: [N] bool, tokens that have a loss.
-        row_index: [N] int64, row of each token, in 0 .. B-1.
-        num_rows: B.
-    """
+    """[B] float32: trainable tokens of each row."""
     check_same_shape(trainable=trainable, row_index=row_index)
     counts = torch.zeros(num_rows, dtype=torch.float32, device=trainable.device)
     return counts.index_add_(0, row_index, trainable.float())
 
 
 def row_sums(values: Tensor, trainable: Tensor, row_index: Tensor, num_rows: int) -> Tensor:
-    """Sum of a per-token quantity over the trainable tokens of each row.
+    """[B] sum of a per-token quantity over the trainable tokens of each row; 0 in rows without one.
 
-    Args:
-        values: [N], gradient flows; read at trainable tokens only.
-        trainable: [N] bool, tokens that have a loss.
-        row_index: [N] int64, row of each token, in 0 .. B-1.
-        num_rows: B.
-
-    Returns:
-        [B], in the unit of `values`; 0 in rows without a trainable token.
+    Gradient flows to `values`, [N], which are read at trainable tokens only.
     """
     check_same_shape(values=values, trainable=trainable, row_index=row_index)
     return values.new_zeros(num_rows).index_add(0, row_index, values.where(trainable, 0.0))
@@ -159,17 +149,9 @@ def token_weights(
     reduction: Reduction,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weight of each token's loss in the sum; 0 where a token is not trainable.
+    """[N] weight of each token's loss in the sum; 0 where a token is not trainable.
 
-    Args:
-        trainable: [N] bool, tokens that have a loss.
-        row_index: [N] int64, row of each token, in 0 .. B-1.
-        num_rows: B.
-        reduction: See the table of this module.
-        dtype: Dtype of the weights.
-
-    Returns:
-        [N]: 1 / (trainable tokens of the row) for `sequence_mean`, else 1.
+    It is 1 / (trainable tokens of the row) for `sequence_mean`, else 1.
     """
     check_same_shape(trainable=trainable, row_index=row_index)
     if reduction != "sequence_mean":
@@ -191,18 +173,9 @@ def item_count(
 def row_items(
     trainable: Tensor, row_index: Tensor, num_rows: int, *, reduction: Reduction, constant: float | None
 ) -> Tensor:
-    """What each row counts among the items that the weighted sum of a step is divided by.
+    """[B] float32: what each row counts among the items that the weighted sum of a step is divided by.
 
-    Args:
-        trainable: [N] bool, tokens that have a loss.
-        row_index: [N] int64, row of each token, in 0 .. B-1.
-        num_rows: B.
-        reduction: See the table of this module.
-        constant: For reduction `constant` only: how many tokens each row counts as. Dr. GRPO uses the maximum
-            completion length.
-
-    Returns:
-        [B] float32.
+    With reduction `constant`, a row counts as `constant` tokens. Dr. GRPO uses the maximum completion length.
 
     Raises:
         ValueError: Shapes differ, or `constant` is missing, not positive, or given where it has no effect.

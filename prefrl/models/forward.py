@@ -34,24 +34,6 @@ from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scorin
 from prefrl.models.selfcheck import check_plans
 from prefrl.types import IdleBatch, TokenBatch
 
-__all__ = [
-    "Scoring",
-    "scores_in_pieces",
-    "in_pieces",
-    "in_batch_order",
-    "score_pieces",
-    "Plan",
-    "WantName",
-    "inputs_of",
-    "plan_in_words",
-    "prepare_like",
-    "prepare_for_scoring",
-    "set_image_example",
-    "token_logprobs",
-    "verdict_of",
-    "with_idle_image",
-]
-
 
 def token_truncation(batch: TokenBatch, cuts: Truncation) -> TokenTruncation:
     """The truncation of the trainable tokens of a batch; its history is only built for a repetition penalty."""

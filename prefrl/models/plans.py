@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from prefrl.distributed import shape_of
-from prefrl.models.attention.interface import Layout
+from prefrl.models.attention.segments import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

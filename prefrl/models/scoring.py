@@ -28,10 +28,12 @@ from transformers import PreTrainedModel
 from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import ReferenceLogits
-from prefrl.losses.logprobs import Head, chunked_logprobs, module_logprobs, num_chunks_of
+from prefrl.losses.logprobs import Head, chunked_logprobs
+from prefrl.losses.module_logprobs import module_logprobs, num_chunks_of
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName
 from prefrl.losses.truncation import TokenTruncation
-from prefrl.models.attention.interface import LAYOUT_KWARG, Layout, mask_placeholder
+from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
+from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, ModelInputs, PlanVerdict, padded_with
 from prefrl.models.routers import RouterRecord

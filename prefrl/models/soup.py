@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = [
-    "Evaluate",
-    "Ingredient",
-    "Soup",
-    "best_soup",
-    "greedy_choice",
-    "greedy_soup",
-    "load_checkpoint",
-    "uniform_soup",
-]
 
 Evaluate = Callable[["PreTrainedModel"], float]
 Folder = str | os.PathLike[str]

@@ -227,9 +227,13 @@ def _as_float(name: str, row: int, value: object, prompt: Any, completion: str |
         return None
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
         value = value.item()
-    number = _finite(value)
-    if number is not None:
-        return number
+    if isinstance(value, Real):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of more than 308 digits
+            number = math.inf
+        if abs(number) <= _LARGEST:  # False for NaN
+            return number
     raise RewardError(
         f"reward {name!r}, row {row}: returned {_shown(value)}; {_ALLOWED}. The completion is {excerpt(completion)}, "
         f"the prompt {excerpt(prompt)}"
@@ -241,16 +245,6 @@ def excerpt(text: Any) -> str:
     is_chat = isinstance(text, list) and bool(text) and isinstance(text[-1], Mapping)
     shown = str(text[-1].get("content") if is_chat else text or "")
     return repr(shown if len(shown) <= _EXCERPT else f"{shown[:_EXCERPT]}...")
-
-
-def _finite(value: object) -> float | None:
-    if not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return None
-    return number if abs(number) <= _LARGEST else None  # the comparison is False for NaN
 
 
 def _shown(value: object) -> str:

@@ -151,8 +151,8 @@ def call_all(
     return [settled[id(call)] for call in calls]
 
 
-def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: str) -> object:
-    """The unchecked result of a function.
+def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: Callable[[], str]) -> object:
+    """The unchecked result of a function; `batch` describes what it was called for.
 
     Raises:
         RewardError: It raised or took too long. Errors of prefrl are raised as they are.
@@ -167,12 +167,12 @@ def result_of(call: Call, outcome: Outcome, *, timeout: float | None, batch: str
         if timeout is None:  # the deadline is that of a reward which this one is a part of
             raise error
         raise RewardError(
-            f"reward {call.name!r} took more than reward_timeout={timeout} s for {batch}. Make it faster, or raise "
+            f"reward {call.name!r} took more than reward_timeout={timeout} s for {batch()}. Make it faster, or raise "
             "reward_timeout; None means no limit"
         )
     raise RewardError(
-        f"reward {call.name!r} raised {type(error).__name__}: {_message(error)}{_place(error)}, for {batch}. A reward "
-        "may return None for a row that it cannot score"
+        f"reward {call.name!r} raised {type(error).__name__}: {_message(error)}{_place(error)}, for {batch()}. A "
+        "reward may return None for a row that it cannot score"
     ) from error
 
 

@@ -48,6 +48,8 @@ def guarded(timeout: float | None) -> Iterator[None]:
     Args:
         timeout: See `end_process_after`, which may be called again inside; None: no limit.
     """
+    folder = os.open(".", os.O_RDONLY)  # by descriptor, because it may have been removed
+    dtype, streams = torch.get_default_dtype(), (sys.stdout, sys.stderr)
     if not faulthandler.is_enabled():
         faulthandler.enable(file=_STDERR)
     if timeout is not None:
@@ -61,31 +63,24 @@ def guarded(timeout: float | None) -> Iterator[None]:
 
     os._exit = refuse_success  # type: ignore[assignment]  # it may raise instead of leaving
     try:
-        with _surroundings_kept():
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
         os._exit = leave
         if timeout is not None:
             faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
-def _surroundings_kept() -> Iterator[None]:
-    folder = os.open(".", os.O_RDONLY)  # by descriptor, because it may have been removed
-    dtype, streams = torch.get_default_dtype(), (sys.stdout, sys.stderr)
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield
-    finally:
         torch.set_default_dtype(dtype)
         os.fchdir(folder)
         os.close(folder)
-        sys.stdout, sys.stderr = (_opened(stream, number) for number, stream in enumerate(streams, start=1))
+        sys.stdout, sys.stderr = (
+            _reopened(descriptor) if stream is not None and stream.closed else stream
+            for descriptor, stream in enumerate(streams, start=1)
+        )
 
 
-def _opened(stream: TextIO, descriptor: int) -> TextIO:
-    """The stream, or if it was closed, another one on its descriptor, which Python leaves open."""
-    return open(descriptor, "w", closefd=False) if stream is not None and stream.closed else stream
+def _reopened(descriptor: int) -> TextIO:
+    """Another stream on the descriptor of one that was closed, which Python leaves open."""
+    return open(descriptor, "w", closefd=False)
 
 
 def end_process_after(timeout: float) -> None:

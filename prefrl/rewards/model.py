@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
-__all__ = ["ModelReward"]
-
 
 @dataclass(frozen=True)
 class ModelRow:

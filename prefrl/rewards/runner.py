@@ -157,14 +157,11 @@ class RewardRunner:
         ]
         names = _unique(reward_funcs if isinstance(reward_funcs, Mapping) else map(_name, functions))
         self._rewards = [_inspected(name, function) for name, function in zip(names, functions, strict=True)]
+        # K names. A second reward of the same name is `name_2`.
+        self.names = _unique([*(reward.name for reward in self._rewards), *self._environments])
         self._loop = EventLoopThread()
         if columns is not None:
             self.check_columns(columns)
-
-    @property
-    def names(self) -> list[str]:
-        """K names. A second reward of the same name is `name_2`."""
-        return _unique([*(reward.name for reward in self._rewards), *self._environments])
 
     @property
     def required(self) -> frozenset[str]:
@@ -260,7 +257,7 @@ class RewardRunner:
             f"rewards/{name}/failed": float(self._failures[name] > 0) for name in self.names if self._skips_errors
         }
         values += [[one.reward if one.kind == kind else None for one in episodes or ()] for kind in self._environments]
-        metrics = log.means() | failed | _parts(episodes or ())
+        metrics = log.means() | failed | (_parts(episodes) if episodes else {})
         return RewardScores(dict(zip(self.names, values, strict=True)), metrics, log.columns)
 
     def _settled(
@@ -268,9 +265,11 @@ class RewardRunner:
     ) -> list[float | None]:
         """The values of a call; None for all completions if it failed and errors are skipped."""
         count = len(prompts)
-        batch = (
-            f"a batch of {count} completions, of which {excerpt(completions[0])} to {excerpt(prompts[0])} is the first"
-        )
+
+        def batch() -> str:
+            first = f"{excerpt(completions[0])} to {excerpt(prompts[0])}"
+            return f"a batch of {count} completions, of which {first} is the first"
+
         try:
             result = result_of(call, outcome, timeout=self.timeout, batch=batch)
             values = checked_values(call.name, result, prompts, completions)

@@ -218,7 +218,7 @@ def _scored(
 ) -> _Scored:
     import torch  # not needed for --help
 
-    from prefrl.losses.advantage.scored import row_totals
+    from prefrl.losses.advantage.estimators import row_totals
 
     places = [(i, sample) for i, group in enumerate(responses) for sample in group]
     by_name: dict[str, list[float | None]] = {name: [] for name in rewards.names}

@@ -23,7 +23,8 @@ from prefrl.scripts.declaration import command
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from prefrl.models.soup import Evaluate, Soup
+    from prefrl.models.soup import Evaluate
+    from prefrl.models.soup_choice import Soup
 
 # Options that only concern the metric, and their defaults.
 _FOR_A_METRIC = {

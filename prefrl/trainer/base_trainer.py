@@ -19,10 +19,11 @@ from prefrl.metrics import Metric, merge
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.export import whole_state
 from prefrl.models.flops import model_cost, num_weights
-from prefrl.models.forward import prepare_for_scoring, verdict_of
+from prefrl.models.forward import verdict_of
 from prefrl.models.load import load_model, load_processing_class, num_embeddings
 from prefrl.models.modes import disable_dropout
 from prefrl.models.plans import position_limit
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.options.training import automatic_rate
 from prefrl.run.folder import Identity, check_writable
 from prefrl.trainer import checkpointing

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefrl.losses.per_token import TokenScores
-    from prefrl.models.forward import WantName
+    from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.trainer.configs import DPOConfig
 
 

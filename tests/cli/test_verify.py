@@ -12,7 +12,7 @@ from prefrl.scripts.oracle.command import main
 
 MODULE = """
 from prefrl.losses.advantage.estimators import Advantages
-from prefrl.losses.policy.losses import TokenLoss
+from prefrl.losses.policy.tokens import TokenLoss
 
 NUMBER = 3
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from prefrl.losses.per_token import item_count, token_weights
-from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
-from prefrl.losses.policy.tokens import covariance, covariance_sums, off_policy_sequence_mask
+from prefrl.losses.policy.losses import POLICY_LOSSES
+from prefrl.losses.policy.tokens import PolicyTokens, covariance, covariance_sums, off_policy_sequence_mask
 from prefrl.options.policy import ImportanceLevel
 
 __all__ = ["CONSTANT", "PEER_CASES", "PeerCase", "Rows", "prefrl_values", "rows_of"]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens, normalize_rows
-from prefrl.losses.advantage.scored import moments, whitened
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import Advantages, ScoredRows, ScoredTokens, moments, normalize_rows, whitened
 from prefrl.options.policy_gradient import (
     AdvantageParams,
     BaselineParams,

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.scored import moments, whitened
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import ScoredRows, ScoredTokens, moments, whitened
 from prefrl.options.policy_gradient import DiscountParams, GaeParams, ScaleParams
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)

@@ -12,8 +12,9 @@ from prefrl.losses.advantage.balance import NASH_RIDGE, REWARD_BALANCES, RewardB
 from prefrl.losses.kl import k3
 from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.per_token import item_count, token_weights
-from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyTokens
+from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
+from prefrl.losses.policy.tokens import PolicyTokens
 from prefrl.options.policy import ClipParams
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)

@@ -14,8 +14,8 @@ import pytest
 from transformers import Trainer
 
 import prefrl
+from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.advantage.balance import REWARD_BALANCES
-from prefrl.losses.advantage.estimators import ADVANTAGES
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.preference.pairwise import PAIR_LOSSES

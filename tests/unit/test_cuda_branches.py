@@ -142,7 +142,7 @@ def test_a_trial_runs_on_the_gpu_of_the_inputs_and_leaves_its_random_numbers_alo
     assert all(torch.equal(g.get_state(), state) for g, state in zip(gpus.generators, before, strict=True))
 
 
-@reaches("models.attention.segments:_visible", "models.attention.segments:_sdpa")
+@reaches("models.attention.segments:_visible", "models.attention.segments:attend")
 def test_segments_are_given_to_the_kernels_of_cuda_as_they_take_them(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,8 +21,14 @@ from transformers import DynamicCache
 from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
-from prefrl.generation.local.decoding import TokenSampler, keep_rows, rows_of_cache, sent, uniform_numbers
-from prefrl.generation.local.packed_linear import packed_linears
+from prefrl.generation.local.decoding import (
+    TokenSampler,
+    keep_rows,
+    packed_linears,
+    rows_of_cache,
+    sent,
+    uniform_numbers,
+)
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
@@ -177,6 +183,7 @@ class LocalGenerator:
         self._check_prompts(prompts, limits)
         completions: dict[SampleRow, Completion] = {}
         stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
+        sampler = TokenSampler(sampling, never=self._never)
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
         is_sharded = distributed.is_sharded(self._model)
@@ -206,7 +213,7 @@ class LocalGenerator:
                 for start in range(0, len(rows), self._max_rows):
                     live = rows[start : start + self._max_rows]
                     wave = _Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
-                    self._decode(wave, TokenSampler(sampling, never=self._never), stop_ids)
+                    self._decode(wave, sampler, stop_ids)
                     completions |= wave.completions(self._version)
         return [
             [completions[SampleRow(request, sample)] for sample in range(sampling.num_samples)]

@@ -19,18 +19,6 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import Home, SamplingParams
 from prefrl.types import Completion, FinishReason, Images
 
-__all__ = [
-    "Aborted",
-    "BadAnswer",
-    "Expected",
-    "Guided",
-    "OtherWeights",
-    "PromptRequest",
-    "completions_of",
-    "request_body",
-]
-__all__ += ["answer_limit", "check_token_prompts", "check_sampling", "version_name"]
-
 # vLLM gives sample g the seed `seed + g`, which must fit in 63 bits.
 _SEED_MASK = 2**62 - 1
 # vLLM silently raises lower temperatures to this one.

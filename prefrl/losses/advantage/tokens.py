@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefrl.losses.advantage.scored import (
+from prefrl.losses.advantage.estimators import (
     Advantages,
     ScoredTokens,
     centered,

@@ -41,26 +41,6 @@ from prefrl.options.policy import (
     VespoParams,
 )
 
-__all__ = [
-    "ImportanceLevel",
-    "NEEDS_RATIO",
-    "POLICY_LOSSES",
-    "PolicyLoss",
-    "PolicyLossParams",
-    "PolicyTokens",
-    "TokenLoss",
-    "aipo",
-    "cispo",
-    "clip_cov",
-    "clipped_surrogate",
-    "dppo",
-    "gmpo",
-    "kl_cov",
-    "reinforce",
-    "sapo",
-    "vespo",
-]
-
 
 def clipped_surrogate(tokens: PolicyTokens, params: ClipParams) -> TokenLoss:
     """PPO's surrogate with separate bounds: -min(r' A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r' = min(r, delta).

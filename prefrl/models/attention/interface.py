@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = [
-    "KERNELS",
-    "Inputs",
-    "Kernel",
-    "choose_kernel",
-    "LAYOUT_KWARG",
-    "Layout",
-    "install",
-    "reads_layouts",
-    "mask_placeholder",
-    "uninstall",
-]
 
 logger = logging.getLogger(__name__)
 

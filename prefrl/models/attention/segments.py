@@ -108,8 +108,22 @@ def attend(
             seen = [*segment.ancestors, number]
             k, v = (torch.cat([parts[each] for each in seen], 2) for parts in (keys, values))
         is_block = number in layout.blocks
-        for piece in [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window):
-            outputs.append(_sdpa(*piece, scale=scaling, dropout=dropout, is_block=is_block).transpose(1, 2))
+        pieces = [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window)
+        for rows, k, v, mask in pieces:
+            if rows.is_cuda and mask is not None and k.size(1) != rows.size(1):
+                # CUDA's fast kernels support a mask or grouped heads, but not both.
+                k, v = (x.repeat_interleave(rows.size(1) // k.size(1), dim=1) for x in (k, v))
+            output = scaled_dot_product_attention(
+                rows,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None and not is_block,
+                scale=scaling,
+                enable_gqa=k.size(1) != rows.size(1),
+            )
+            outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
 
@@ -169,28 +183,3 @@ def _mask(layout: Layout, rows: int, keys: int, window: int | None, like: Tensor
     mask = layout.once(("mask", window, like.dtype, like.device), make)
     part = mask[:rows, before - (keys - rows) : before + rows]
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float | None,
-    dropout: float,
-    is_block: bool,
-) -> Tensor:
-    if q.is_cuda and mask is not None and k.size(1) != q.size(1):
-        # CUDA's fast kernels support a mask or grouped heads, but not both.
-        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None and not is_block,
-        scale=scale,
-        enable_gqa=k.size(1) != q.size(1),
-    )

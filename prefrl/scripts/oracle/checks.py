@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from prefrl.losses.advantage.scored import Advantages, ScoredRows, ScoredTokens
-from prefrl.losses.policy.losses import PolicyTokens, TokenLoss
+from prefrl.losses.advantage.estimators import Advantages, ScoredRows, ScoredTokens
+from prefrl.losses.policy.tokens import PolicyTokens, TokenLoss
 from prefrl.options.policy import ImportanceLevel
 
 AdvantageLevel = Literal["row", "token"]

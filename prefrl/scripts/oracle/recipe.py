@@ -16,13 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from prefrl.losses.advantage.estimators import Advantages, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.scored import centered, group_count, moments, numbered, whitened
+from prefrl.losses.advantage.estimators import (
+    Advantages,
+    ScoredRows,
+    ScoredTokens,
+    centered,
+    group_count,
+    moments,
+    numbered,
+    whitened,
+)
 from prefrl.losses.advantage.tokens import to_go
 from prefrl.losses.per_token import item_count, row_sums, token_weights
-from prefrl.losses.policy.losses import PolicyLoss, PolicyTokens, TokenLoss, reinforce
+from prefrl.losses.policy.losses import PolicyLoss, reinforce
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
-from prefrl.losses.policy.tokens import covariance, covariance_sums
+from prefrl.losses.policy.tokens import PolicyTokens, TokenLoss, covariance, covariance_sums
 from prefrl.options.policy import ImportanceLevel, PolicyLossParams, Reduction
 from prefrl.scripts.oracle.exact import (
     Agreement,

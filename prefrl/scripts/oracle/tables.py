@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import Advantages
 from prefrl.losses.advantage.tokens import turn_advantages
 from prefrl.losses.kl import KL_ESTIMATORS, full_kl, importance_corrected, sequence_kl
-from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLoss
+from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.losses.policy.tokens import PolicyTokens, TokenLoss
 from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
 from prefrl.options.policy import LossType, Reduction, SequenceKLParams

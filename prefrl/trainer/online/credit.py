@@ -10,9 +10,9 @@ import torch
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
+from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.advantage.balance import RewardBalancer, gram, squared_weights
-from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages, ScoredRows, ScoredTokens
-from prefrl.losses.advantage.scored import Moments, moments, whitened
+from prefrl.losses.advantage.estimators import Advantages, Moments, ScoredRows, ScoredTokens, moments, whitened
 from prefrl.losses.advantage.tokens import turn_advantages
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.per_token import row_sums

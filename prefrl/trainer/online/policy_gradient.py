@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prefrl import distributed
-from prefrl.losses.advantage.estimators import (
-    ADVANTAGES,
-    Advantages,
-    ScoredRows,
-    clip_advantages,
-    normalize_rows,
-    row_totals,
-)
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import Advantages, ScoredRows, clip_advantages, normalize_rows, row_totals
 from prefrl.losses.per_token import row_sums
 from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.reward_shaping import RunningMoments, shaped

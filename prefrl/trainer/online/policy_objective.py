@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from prefrl import distributed
-from prefrl.losses.advantage.estimators import ADVANTAGES
+from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.per_token import row_items, row_sums, token_weights
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.tokens import PolicyTokens

@@ -28,8 +28,13 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.options.rollout import ResamplingParams
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rollout.collect import Collected, Collector, PrefetchQueue, Request, add_greedy, prompt_seed
-from prefrl.rollout.curriculum import SuccessCurriculum
-from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
+from prefrl.rollout.curriculum import (
+    Resampling,
+    SuccessCurriculum,
+    groups_without_signal,
+    replace_groups,
+    signal_values,
+)
 from prefrl.trainer.configs import PolicyGradientConfig
 
 

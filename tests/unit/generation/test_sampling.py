@@ -15,9 +15,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.local import packed_linear as linear_module
-from prefrl.generation.local.decoding import TokenSampler, keep_rows, rows_of_cache, uniform_numbers
-from prefrl.generation.local.packed_linear import packed_linears
+from prefrl.generation.local import decoding
+from prefrl.generation.local.decoding import TokenSampler, keep_rows, packed_linears, rows_of_cache, uniform_numbers
 from tests.assets import tiny_model
 
 
@@ -365,7 +364,7 @@ def test_only_large_plain_fp32_layers_are_packed() -> None:
 
 
 def test_the_last_layers_are_packed_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_MEMORY", 2 * 4 * math.prod(LARGE))
+    monkeypatch.setattr(decoding, "_MEMORY", 2 * 4 * math.prod(LARGE))
     model = nn.Sequential(*(layer() for _ in range(3)))
     with packed_linears(model):
         assert [is_packed(module) for module in model] == [False, True, True]

@@ -3,8 +3,16 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredRows, clip_advantages, normalize_rows
-from prefrl.losses.advantage.scored import Moments, moments, row_totals, whitened
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import (
+    Moments,
+    ScoredRows,
+    clip_advantages,
+    moments,
+    normalize_rows,
+    row_totals,
+    whitened,
+)
 from prefrl.options.policy_gradient import AdvantageParams, GrpoParams
 
 NAN = math.nan

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, ScoredTokens
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import ScoredTokens
 from prefrl.losses.advantage.tokens import turn_advantages
 from prefrl.options.policy_gradient import BaselineParams, DiscountParams, GaeParams
 

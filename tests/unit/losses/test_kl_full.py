@@ -18,7 +18,8 @@ from transformers import (
 
 from prefrl.losses import truncation
 from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
-from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, module_logprobs
+from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs
+from prefrl.losses.module_logprobs import module_logprobs
 from prefrl.losses.per_token import TokenScores
 from prefrl.losses.truncation import TokenHistory, TokenTruncation, Truncation
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, default_chunk_size, module_logprobs
+from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs, default_chunk_size
+from prefrl.losses.module_logprobs import module_logprobs
 from prefrl.losses.per_token import TokenScores, WantName
 
 WITH_ENTROPY = ("entropy", "entropy_gradient")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from prefrl.losses.per_token import item_count, token_weights
-from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES, PolicyTokens
-from prefrl.losses.policy.tokens import select_clip_cov, select_kl_cov
+from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
+from prefrl.losses.policy.tokens import PolicyTokens, select_clip_cov, select_kl_cov
 from prefrl.options.policy import CovarianceBand, HighestCovariance, PolicyLossParams
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}

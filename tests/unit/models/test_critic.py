@@ -22,9 +22,10 @@ from prefrl.models import critic as critic_module
 from prefrl.models import scoring
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.critic import Critic, HeadCritic, ModelCritic, ValueHead, value_model
-from prefrl.models.forward import in_pieces, prepare_for_scoring, token_logprobs
+from prefrl.models.forward import in_pieces, token_logprobs
 from prefrl.models.modes import checkpoint_activations
 from prefrl.models.plans import lay_out
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 from tests.unit.models.test_forward import single_process_group as single_process_group

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prefrl.errors import ConfigError
 from prefrl.models import fingerprint as fingerprint_module
 from prefrl.models.fingerprint import rows_fingerprint, weights_fingerprint
-from prefrl.models.forward import prepare_for_scoring
+from prefrl.models.scoring import prepare_for_scoring
 from tests.assets import tiny_model
 
 ARCHITECTURES = ["qwen2", "llama", "gpt2"]

@@ -17,8 +17,9 @@ from prefrl.errors import ConfigError
 from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.flops import FlopCounter, ModelCost, Products, floor_flops, model_cost, recomputed_share
-from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
+from prefrl.models.forward import token_logprobs, verdict_of
 from prefrl.models.modes import checkpoint_activations
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.types import IdleBatch, TokenBatch
 from tests.assets import tiny_model, tiny_reward_model
 

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from prefrl.errors import ConfigError
 from prefrl.models import forward, plans, scoring, selfcheck
 from prefrl.models.attention import interface as attention
-from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.forward import token_logprobs
 from prefrl.models.modes import checkpoint_activations
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.types import TokenBatch
 from tests.assets import tiny_model
 from tests.unit.models.test_attention import with_siblings_in_sight

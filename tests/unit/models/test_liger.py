@@ -15,8 +15,9 @@ from torch import nn
 from transformers.utils.import_utils import is_liger_kernel_available
 
 from prefrl import ConfigError, SFTConfig
-from prefrl.models.forward import prepare_for_scoring, token_logprobs, verdict_of
+from prefrl.models.forward import token_logprobs, verdict_of
 from prefrl.models.kernels import apply_liger, liger_options, without_liger
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.models.selfcheck import check_plans
 from prefrl.options import run
 from prefrl.trainer.base_config import BaseConfig

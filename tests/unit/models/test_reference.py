@@ -14,8 +14,9 @@ from prefrl.errors import ConfigError
 from prefrl.models import forward
 from prefrl.models import reference as reference_module
 from prefrl.models.fingerprint import weights_fingerprint
-from prefrl.models.forward import Scoring, prepare_for_scoring, scores_in_pieces, token_logprobs
+from prefrl.models.forward import Scoring, scores_in_pieces, token_logprobs
 from prefrl.models.reference import Reference, create_reference_model, make_reference
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 

@@ -19,7 +19,9 @@ from prefrl.data.collate import flat_batch
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.losses.truncation import Truncation
-from prefrl.models.forward import Plan, prepare_for_scoring, token_logprobs
+from prefrl.models.forward import token_logprobs
+from prefrl.models.plans import Plan
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 

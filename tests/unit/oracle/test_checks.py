@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES, Advantages
+from prefrl.losses.advantage import ADVANTAGES
+from prefrl.losses.advantage.estimators import Advantages
 from prefrl.losses.kl import KL_ESTIMATORS
-from prefrl.losses.policy.losses import POLICY_LOSSES, TokenLoss, clip_cov, clipped_surrogate
+from prefrl.losses.policy.losses import POLICY_LOSSES, clip_cov, clipped_surrogate
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.losses.policy.tokens import TokenLoss
 from prefrl.options.policy_gradient import AdvantageParams
 from prefrl.scripts.oracle.checks import check_advantages, check_kl, check_policy_loss
 from prefrl.scripts.oracle.tables import HYPERPARAMETERS, TABLES, params_of

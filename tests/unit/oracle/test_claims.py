@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 
-from prefrl.losses.advantage.estimators import ADVANTAGES
-from prefrl.losses.chunks import Head
+from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.kl import KL_ESTIMATORS, ReferenceLogits, full_kl, importance_corrected, sequence_kl
-from prefrl.losses.logprobs import chunked_logprobs
+from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.options.policy import SequenceKLParams

@@ -13,8 +13,14 @@ from safetensors.torch import load_file, save_file
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.rollout import CurriculumParams, CurriculumWeighting
 from prefrl.rollout.collect import Collected, prompt_seed
-from prefrl.rollout.curriculum import SuccessCurriculum, draw_rows
-from prefrl.rollout.resample import Resampling, groups_without_signal, replace_groups, signal_values
+from prefrl.rollout.curriculum import (
+    Resampling,
+    SuccessCurriculum,
+    draw_rows,
+    groups_without_signal,
+    replace_groups,
+    signal_values,
+)
 from prefrl.rollout.selection import random_generator
 from prefrl.types import Completion, Rollout, Turn
 

@@ -16,8 +16,9 @@ from prefrl.data.collate import flat_batch
 from prefrl.losses.truncation import Truncation
 from prefrl.metrics import Metric
 from prefrl.models.flops import ModelCost, Products
-from prefrl.models.forward import prepare_for_scoring, token_logprobs
+from prefrl.models.forward import token_logprobs
 from prefrl.models.reference import make_reference
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.trainer.features.flops import StepFlops
 from prefrl.trainer.parts import Events, Parts
 from prefrl.trainer.scorer import Scorer, Scores
