@@ -35,7 +35,7 @@ OUTSIDE = {
         "models.scoring:_score": "transformers looks at its masks in local generation and at the first use of a model",
         "models.scoring:forward": "as above, and a cache of local generation is made",
         "models.selfcheck:mistake": "a forward plan is compared at the first use of a model",
-        "trainer.features.guard:numbers": "the guard reads loss and gradient norm, after the update is queued",
+        "trainer.features.guard:after_update": "the guard reads loss and gradient norm, after the update is queued",
         "trainer.features.guard:before_update": "as above, before an update that the device cannot leave out",
         "trainer.loop:__init__": "the model is moved to the device",
         "trainer.loop:_load_from_checkpoint": "a checkpoint is read",
