@@ -180,10 +180,10 @@ def rows_of(name: str) -> str:
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
         "commands": (["command", "what it does"], _commands),
         "names": (["TRL", "prefrl"], _names),
-        "trl": (["TRL", "prefrl"], lambda: _foreign("trl_names.TRL")),
+        "trl": (["TRL", "prefrl"], lambda: _foreign("rows.TRL")),
         "trl_arguments": (["argument", "instead"], _trl_arguments),
         "trl_names": (["name", "prefrl"], _trl_names),
-        "transformers": (["transformers 4", "prefrl"], lambda: _foreign("trl_names.TRANSFORMERS")),
+        "transformers": (["transformers 4", "prefrl"], lambda: _foreign("rows.TRANSFORMERS")),
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
         "verl": (["verl", "prefrl"], lambda: _foreign("verl_keys.VERL")),
         "verl_sft": (["verl", "prefrl"], _verl_sft),
@@ -330,12 +330,12 @@ def _trl_arguments() -> Iterator[list[str]]:
 
 
 def _trl_names() -> Iterator[list[str]]:
-    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.trl_names.NAMES").items())
+    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.rows.NAMES").items())
 
 
 def _trl_defaults() -> Iterator[list[str]]:
     configs: dict[tuple[str, str, str], list[str]] = {}
-    defaults = load(f"{_FOREIGN}.trl_names.DEFAULTS")
+    defaults = load(f"{_FOREIGN}.rows.DEFAULTS")
     for config, values in defaults.items():
         ours = {field.name: field for field in dataclasses.fields(load(f"prefrl.{config}"))}
         for option, value in values.items():
