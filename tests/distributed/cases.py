@@ -162,9 +162,7 @@ CASES: dict[str, Case] = {
     "dpo_lora_moving": Case("dpo", MOVING, lora=ATTENTION),
     "dpo_by_name_precomputed": Case("dpo", {"precompute_ref_log_probs": True}, model=TIED, by_name=True),
     # Ranks with different numbers of micro-batches and of passes of references, or without a row.
-    "kto_long_row": Case(
-        "kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL, **ONE}, eval_rows=3
-    ),
+    "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL}, eval_rows=3),
     "dpo_last_row": Case(
         "dpo",
         {"rows": 9, "num_train_epochs": 1, "max_steps": -1, "loss_type": ["aot"], **BUDGET, **MOVING, **EVAL},

@@ -16,7 +16,7 @@ from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.errors import OutOfMemoryError
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
 from prefrl.trainer.features.sizes import Trial, best, candidates, search
-from prefrl.trainer.memory import TrialMemory, explained, is_out_of_memory
+from prefrl.trainer.memory import TrialMemory, explained, free_memory, is_out_of_memory
 from tests.contract.cases import dataset_of, make_trainer
 
 BOTH = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
@@ -162,8 +162,10 @@ def test_the_smallest_of_the_fast_ones_is_chosen() -> None:
     assert best(trials_of({1: 10.0, 2: 98.9, 4: 99.1, 8: 100.0, 16: 90.0})).rows == 4
 
 
-def test_memory_counts_what_passes_need_and_what_the_optimizer_will() -> None:
+def test_memory_counts_what_passes_need_and_what_the_optimizer_will(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
+    free = free_memory(device)  # once: other processes take and free memory, too
+    monkeypatch.setattr("prefrl.trainer.memory.free_memory", lambda _: free)
     memory = TrialMemory(device, share=0.5, trained=0, has_buckets=False)
     before = memory.load
     block = torch.ones(75_000_000)  # 300 MB, above anything that the process has needed
@@ -171,7 +173,7 @@ def test_memory_counts_what_passes_need_and_what_the_optimizer_will() -> None:
     grown = memory.load - before
     assert block.sum() > 0
     assert grown * memory._limit == pytest.approx(3e8, rel=0.35)
-    assert memory._limit - more._limit == pytest.approx(3 * 2**30, rel=0.2)
+    assert memory._limit - more._limit == pytest.approx(3 * 2**30)
     assert more.load_of_gradients == pytest.approx(2**30 / more._limit)
 
 
