@@ -37,7 +37,8 @@ class LocalTurns:
 
     generate: Callable[[Sequence[TurnRequest]], Sequence[Completion]]
     sum_over_ranks: Callable[[int], int] | None = None
-    _events: queue.SimpleQueue[TurnRequest | None] = field(default_factory=queue.SimpleQueue)
+    # No SimpleQueue: if a process is held up for the timeout while it begins to wait, it waits forever (CPython 3.11).
+    _events: queue.Queue[TurnRequest | None] = field(default_factory=queue.Queue)
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int, seed: int, home: Home) -> Future[Completion]:
         """See `TurnSampler`."""

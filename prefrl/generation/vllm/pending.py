@@ -84,7 +84,7 @@ class VLLMPending:
 
     def _submit(self, prompts: Sequence[PromptRequest]) -> None:
         self._asked = prompts
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcomes: queue.Queue[Outcome] = queue.Queue()  # a SimpleQueue can miss a timeout, see `LocalTurns`
         self._work = self._asker.submit(prompts, self._outcomes.put)
 
     def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:

@@ -102,6 +102,22 @@ def test_a_request_that_was_given_up_is_not_generated() -> None:
     assert waves == [[2]]
 
 
+def test_a_wait_for_a_moment_ends_however_long_the_process_is_held_up() -> None:
+    """Each wait is shorter than it takes to begin it."""
+    turns = LocalTurns(generate=lambda wave: [])
+
+    def wait_often() -> None:
+        for _ in range(20_000):
+            turns.notify()
+            assert turns._wait(PATIENCE) is None
+            assert turns._wait(1e-6) is None
+
+    thread = threading.Thread(target=wait_often, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("what", ["news", "over"])
 def test_serving_ends_when_it_is_told_to(what: str) -> None:
     talks, turns = Talks(), LocalTurns(lambda wave: [])
