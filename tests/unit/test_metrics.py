@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from prefrl.metrics import Difference, ExplainedVariance, Max, Mean, Metric, Min, Std, Sum, host, merge
+from prefrl.metrics import Difference, ExplainedVariance, Max, Mean, Metric, Min, Std, Sum, host, merge, token_mean
 
 
 def test_mean_weighs_by_count_not_by_part() -> None:
@@ -97,3 +97,8 @@ def test_explained_variance_survives_returns_that_are_large_beside_their_spread(
     large = RETURNS / 16 + 4096
     values = torch.tensor([1.0, 2.0, 5.0, 6.0]) / 16 + 4096
     assert ExplainedVariance.of(large, values, ALL).value() == pytest.approx(1 - 3 / 14, abs=1e-6)
+
+
+def test_a_mean_over_tokens_leaves_out_those_that_are_not_trainable() -> None:
+    mean = token_mean(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
+    assert mean.value() == 2.0
