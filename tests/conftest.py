@@ -118,7 +118,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return ended
 
         def _reschedule(self, node: Any) -> None:
-            """A worker begins a test when it knows which is next, or that none is: it needs a second one, or the end."""
+            """A worker begins a test when it knows the next one, or that there is none: so it gets two, or the end."""
             super()._reschedule(node)
             if self._pending_of(self.assigned_work[node]) < 2:
                 super()._reschedule(node)
