@@ -162,7 +162,7 @@ class KwargsOption(Generic[P]):
             for choices, keys in self.keys().items()
         }
         listed = "; ".join(f"{choices}: {keys}" if len(texts) > 1 else keys for choices, keys in texts.items())
-        return f"{self.description} Keys: {listed}. JSON on the command line."
+        return f"{self.description} Keys: {listed}. On the command line, give it as JSON."
 
     def keys(self) -> dict[str, list[Field[Any]]]:
         """The keys as dataclass fields, by the names of the choices that have them; "all" for what all have."""

@@ -38,13 +38,13 @@ class ColumnArguments:
 
     columns: dict[str, str] | str | None = opt(
         None,
-        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The other columns are kept, "
-        "and rewards can read them. JSON on the command line.",
+        "Columns to rename. {prompt: question} makes the dataset's question the prompt. The other columns are kept, "
+        "and rewards can read them. On the command line, give it as JSON.",
     )
     prompt_template: str | None = opt(
         None,
-        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Literal braces "
-        "are doubled. In conversations, this is the user's message.",
+        "Text of the prompt, with the dataset's columns in braces, such as 'Question: {question} Answer:'. Literal "
+        "braces are doubled. In conversations, this is the user's message.",
     )
     system_prompt: str | None = opt(
         None,
@@ -165,8 +165,8 @@ class ScriptArguments(ColumnArguments):
     dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
     dataset_config: str | None = opt(None, "Name of the dataset's configuration, if it has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
-    dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
-    dataset_test_split: str = opt("test", "Split to evaluate on; read only if eval_strategy is not no.")
+    dataset_train_split: str = opt("train", "Split to train on. Slices such as train[:90%] work.")
+    dataset_test_split: str = opt("test", "Split to evaluate on. It is read only if eval_strategy is set.")
     dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
     ignore_bias_buffers: bool = opt(False, "Must stay False: use ddp_broadcast_buffers=False instead.")
 
@@ -227,14 +227,14 @@ class DatasetMixtureConfig:
 
     datasets: list[DatasetConfig] = opt(
         [],
-        "Datasets to mix: a list in the YAML file, JSON on the command line. Each has a path and may have name, "
-        "data_dir, data_files, split, revision, columns (a mapping as for one dataset, or a list of those to keep), "
-        "prompt_template, system_prompt, conversational, and weight or fraction (its share of the rows, relative to "
-        "the others; without them all rows are read).",
+        "Datasets to mix: a list in the YAML file. On the command line, give it as JSON. Each has a path and may have "
+        "name, data_dir, data_files, split, revision, columns (a mapping as for one dataset, or a list of those to "
+        "keep), prompt_template, system_prompt, conversational, and weight or fraction (its share of the rows, "
+        "relative to the others; without them all rows are read).",
     )
     streaming: bool = opt(False, "Read datasets as streams. Needs max_steps.")
     test_split_size: Annotated[float, Gt(0)] | None = opt(
-        None, "Evaluate on this fraction or number of the rows of datasets, and train on the rest."
+        None, "Fraction or number of the rows of datasets to evaluate on. The rest is trained on."
     )
 
     def __post_init__(self) -> None:
