@@ -143,11 +143,11 @@ class BaseOptions(TrainingOptions):
     logging_first_step: bool = opt(True, "Also log the first optimizer step.", decides=False)
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.", decides=False)
     remove_unused_columns: bool = opt(
-        False, "Must stay False: rewards may read any column of the dataset.", decides=False
+        False, "This must stay False, because rewards may read any column of the dataset.", decides=False
     )
     no_remove_unused_columns: bool = opt(
         False,
-        "Accepted for commands written for TRL; it changes nothing, because no columns are removed.",
+        "This changes nothing, because no columns are removed. It is accepted for commands that were written for TRL.",
         decides=False,
     )
     model_init_kwargs: dict[str, Any] | str | None = opt(

@@ -362,8 +362,8 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     )
     normalize_advantages: bool = opt(
         False,
-        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens if each "
-        "token has its own advantage (PPO, REINFORCE++), otherwise over its completions.",
+        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1, over its tokens if each "
+        "token has its own advantage (PPO, REINFORCE++), and over its completions otherwise.",
     )
 
     kl_params = ParamsOf("kl_kwargs", KLParams, if_off=True)

@@ -348,8 +348,8 @@ class RewardArguments(CommandArguments):
         None,
         "Reward functions, in the order of reward_weights. Each is a built-in name, a grader, or your own function as "
         "module.function or file.py:function. Parameters follow in parentheses, as in "
-        "string_check(reference='{answer}'). A YAML file may use a mapping instead: {name: string_check, reference: "
-        "'{answer}'}.",
+        "string_check(reference='{answer}'). A YAML file may use a mapping instead, such as {name: string_check, "
+        "reference: '{answer}'}.",
     )
     reward_model_name_or_path: str | None = opt(
         None, "Sequence-classification model that gives one more reward, after those of reward_funcs."

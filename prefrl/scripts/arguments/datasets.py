@@ -168,7 +168,7 @@ class ScriptArguments(ColumnArguments):
     dataset_train_split: str = opt("train", "Split to train on. Slices such as train[:90%] work.")
     dataset_test_split: str = opt("test", "Split to evaluate on. It is read only if eval_strategy is set.")
     dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
-    ignore_bias_buffers: bool = opt(False, "Must stay False: use ddp_broadcast_buffers=False instead.")
+    ignore_bias_buffers: bool = opt(False, "This must stay False. Use ddp_broadcast_buffers=False instead.")
 
     def __post_init__(self) -> None:
         if self.ignore_bias_buffers:
