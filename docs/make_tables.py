@@ -63,7 +63,7 @@ KEY_PAGES = {
 ARXIV = re.compile(r"arXiv (\d+\.\d+)")
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # In texts without markup: the name of an option, perhaps with its value.
-OPTION = re.compile(r"(?<![\w'\"/.{-])(?:--)?[a-z]\w*_\w+(?:=(?:'[^']*'|\{[^}]*\}|[\w.]+))?(?![\w/])")
+OPTION = re.compile(r"(?<![\w'\"/.:{-])(?:--)?[a-z]\w*_\w+(?:=(?:'[^']*'|\{[^}]*\}|[\w.]+))?(?![\w/]|\.\w)")
 LINK = r"[arXiv \1](https://arxiv.org/abs/\1)"
 _LOSSES_OF = {
     "dpo": "prefrl.losses.preference.pairwise.PAIR_LOSSES",

@@ -140,7 +140,7 @@ ADVICE = [
     (
         SFTConfig,
         "optm_name",
-        "'optm_name', an option of cosmos-rl, becomes here: optim, where AdamW is 'adamw_torch_fused'",
+        "'optm_name', an option of cosmos-rl, becomes here: optim, where AdamW is 'adamw",
     ),
     (SFTConfig, "clipvalue", "'clipvalue' is max_grad_value here."),
     (SFTConfig, "percentile_clipping", "'percentile_clipping' works differently here: use max_grad_norm"),

@@ -105,9 +105,7 @@ _POLICY: dict[str, Counterpart] = {
     "max_token_len_per_mini_batch": renamed("max_tokens_per_micro_batch"),
     "entropy_coeff": renamed("entropy_coef"),
     "allowed_outdated_steps": renamed("max_staleness"),
-    "on_policy": together(
-        "generation_mode='sync'; with 'async', samples may be max_staleness steps old", "generation_mode"
-    ),
+    "on_policy": together("generation_mode; with 'async', samples may be max_staleness steps old", "generation_mode"),
     "no_outdated_rollout": not_needed("no rollout is older than max_staleness"),
     "outdated_rollout_fetch_batch_size": not_needed("no rollout is discarded"),
     "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
