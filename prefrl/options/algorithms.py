@@ -125,7 +125,7 @@ class ReinforcePlusPlusOptions(PolicyGradientOptions):
 
 @hyperparameters
 class CriticOptimizer(Params):
-    """How optimizer and schedule of the critic differ from those of the policy. None: they do not."""
+    """How optimizer and schedule of the critic differ from those of the policy. None means they do not."""
 
     warmup_steps: Annotated[float, Ge(0)] | None = opt(
         None, "Number of warm-up steps. A value below 1 is a fraction of all steps."

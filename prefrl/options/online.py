@@ -317,7 +317,7 @@ class OnlineOptions(RolloutOptions):
 
     @property
     def scores_truncated(self) -> bool:
-        """Whether the losses score the distribution that was sampled from if its tail is cut off."""
+        """Whether losses score the truncated distribution with top_k, top_p or min_p, as it was sampled from."""
         return False
 
     def _check_sampler(self) -> None:

@@ -373,7 +373,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
 
     @property
     def kl_part(self) -> str | None:
-        """The estimator of the KL term; None: there is no term."""
+        """The estimator of the KL term. None means there is no term."""
         return str(self.kl_estimator) if self.beta > 0 else None
 
     @property

@@ -158,7 +158,7 @@ class CorrectionParams(Params):
 
 @hyperparameters
 class EvalSamplingParams(Params):
-    """How completions are sampled in evaluations; None: as in training."""
+    """How completions are sampled in evaluations. What is None is as in training."""
 
     top_p: Annotated[float, Ge(0.001), Le(1)] | None = opt(None, "See top_p.")
     top_k: Annotated[int, Ge(0)] | None = opt(None, "See top_k. 0 means all tokens.")
@@ -323,7 +323,7 @@ class RolloutOptions(BaseOptions):
 
     @property
     def server_urls(self) -> list[str]:
-        """Base URLs of the servers, without a trailing slash."""
+        """Base URLs of the servers, without trailing slashes."""
         given = self.vllm_server_base_url or [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
         return [url.rstrip("/") for url in given]
 

@@ -17,7 +17,7 @@ from prefrl.options.params import Params, hyperparameters
 
 @hyperparameters
 class OneCycleParams(Params):
-    """Of `one_cycle`."""
+    """Hyperparameters of `one_cycle`."""
 
     max_lr: Annotated[float, Gt(0)] | None = opt(None, "Largest learning rate. The default is learning_rate.")
     pct_start: Annotated[float, Gt(0), Lt(1)] = opt(0.3, "Fraction of the steps in which the rate rises.")
@@ -27,7 +27,7 @@ class OneCycleParams(Params):
 
 @hyperparameters
 class ExponentialParams(Params):
-    """Of `exponential`."""
+    """Hyperparameters of `exponential`."""
 
     decay_rate: Annotated[float, Gt(0), Le(1)] = opt(0.96, "Factor by which the rate falls over decay_steps steps.")
     decay_steps: Annotated[int, Ge(1)] = opt(10000, "Steps in which the rate falls by decay_rate.")
@@ -36,7 +36,7 @@ class ExponentialParams(Params):
 
 @hyperparameters
 class CosineWarmRestartsParams(Params):
-    """Of `cosine_warm_restarts`."""
+    """Hyperparameters of `cosine_warm_restarts`."""
 
     t_0: Annotated[int, Ge(1)] | None = opt(None, "Number of steps in the first cycle. It must be set.")
     t_mult: Annotated[int, Ge(1)] = opt(1, "Ratio between the lengths of consecutive cycles.")
@@ -45,7 +45,7 @@ class CosineWarmRestartsParams(Params):
 
 @hyperparameters
 class WsdParams(Params):
-    """Of `wsd`: warm-up, stable, decay. The stable phase is what the other two leave."""
+    """Hyperparameters of `wsd`: warm-up, stable, decay. The stable phase is what the other two leave."""
 
     warmup_fraction: Annotated[float, Ge(0), Lt(1)] | None = opt(
         None,
@@ -61,7 +61,7 @@ class WsdParams(Params):
 
 @hyperparameters
 class WeightDecayParams(Params):
-    """Of `weight_decay_schedule`."""
+    """Hyperparameters of `weight_decay_schedule`."""
 
     start_factor: Annotated[float, Ge(0)] = opt(0.0, "Factor of weight_decay in the first step.")
     end_factor: Annotated[float, Ge(0)] = opt(1.0, "Factor of weight_decay at the end.")
@@ -69,7 +69,7 @@ class WeightDecayParams(Params):
 
 @hyperparameters
 class PlateauParams(Params):
-    """Of `reduce_on_plateau`."""
+    """Hyperparameters of `reduce_on_plateau`."""
 
     metric: str = opt(
         "eval_loss", "Name of a logged metric. Names that start with eval_ are of evaluations, all others of training."

@@ -58,7 +58,7 @@ class ProcessArguments:
 
 @dataclass
 class LaunchArguments(ProcessArguments):
-    """The same, and a vLLM server: for algorithms that sample completions."""
+    """How many processes train, and the vLLM server of algorithms that sample completions."""
 
     vllm: str | None = opt(
         None,
