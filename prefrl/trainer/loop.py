@@ -331,7 +331,8 @@ class Loop(Trainer):
     ) -> dict[str, float]:
         """Metrics on the evaluation dataset, or on raw data given here.
 
-        With `evaluate_training_set`, the training dataset is evaluated, too. If a moving average of the weights is kept, it is evaluated, too, as `<prefix>_ema_...`.
+        With `evaluate_training_set`, the training dataset is evaluated, too. If a moving average of the weights is
+        kept, it is evaluated as `<prefix>_ema_...`.
         """
         metrics = self.evaluate_policy(eval_dataset, ignore_keys, metric_key_prefix)
         for name, weights in self.parts.other_weights(self):
