@@ -62,6 +62,8 @@ KEY_PAGES = {
 }
 ARXIV = re.compile(r"arXiv (\d+\.\d+)")
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+# In texts without markup: the name of an option, perhaps with its value.
+OPTION = re.compile(r"(?<![\w'\"/.:{-])(?:--)?[a-z]\w*_\w+(?:=(?:'[^']*'|\{[^}]*\}|[\w.]+))?(?![\w/]|\.\w)")
 LINK = r"[arXiv \1](https://arxiv.org/abs/\1)"
 _LOSSES_OF = {
     "dpo": "prefrl.losses.preference.pairwise.PAIR_LOSSES",
@@ -283,9 +285,9 @@ def _schedules() -> Iterator[list[str]]:
 def _commands() -> Iterator[list[str]]:
     for name, algorithm in load("prefrl.registry.REGISTRY").items():
         page = algorithm.docs.removeprefix("docs/")
-        yield [f"[`prefrl {name}`]({page})", f"trains; dataset: {algorithm.dataset}"]
+        yield [f"[`prefrl {name}`]({page})", f"Train on {algorithm.dataset}."]
     for name, command in load("prefrl.scripts.main.OTHERS").items():
-        yield [f"`prefrl {name}`", command.text]
+        yield [f"`prefrl {name}`", f"{command.text[0].upper()}{command.text[1:]}."]
 
 
 def _names() -> Iterator[list[str]]:
@@ -301,17 +303,20 @@ def _errors() -> Iterator[list[str]]:
 
 
 _FOREIGN = "prefrl.scripts.migrate"
-_KINDS = {
-    **{"not needed": "not needed: ", "server": "of `prefrl vllm-serve`: "},
-    **{"not there": "no counterpart: ", "aside": "no counterpart: "},
-}
 
 
 def _foreign(path: str) -> Iterator[list[str]]:
     for name, row in load(f"{_FOREIGN}.{path}").items():
-        text = f"`{row.text}`" if row.kind == "renamed" else f"{_KINDS.get(row.kind, '')}{row.text}"
-        text = f"{text[0].upper()}{text[1:]}" if row.kind == "instead" else text
-        yield [f"`{name}`", text]
+        is_refused = row.kind == "not there" and "not supported" not in row.text
+        text = f"not needed: {row.text}" if row.kind == "not needed" else row.text
+        text = f"not supported: {text}" if is_refused else text
+        if row.kind == "renamed":
+            text = f"`{text}`"
+        elif text.startswith("--"):
+            text = f"`{text}` of `prefrl vllm-serve`"
+        elif row.kind != "becomes":
+            text = f"{text[0].upper()}{text[1:]}."
+        yield [f"`{name}`", text if text.startswith("`") else OPTION.sub(r"`\g<0>`", text)]
 
 
 def _verl_sft() -> Iterator[list[str]]:

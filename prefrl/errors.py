@@ -120,8 +120,8 @@ def printable(text: str, *, max_characters: int | None = None, max_lines: int | 
 
     Args:
         text: Any text, such as a completion.
-        max_characters: Characters after which it is cut off; None: no limit.
-        max_lines: Lines after which it is cut off; None: no limit.
+        max_characters: Characters after which it is cut off. None means no limit.
+        max_lines: Lines after which it is cut off. None means no limit.
 
     Returns:
         The text; if it is cut off, the last line says so.

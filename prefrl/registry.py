@@ -37,9 +37,9 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-_PREFERENCES = "preference: prompt, chosen, rejected"
-_UNPAIRED = "unpaired preference (prompt, completion, label), or preference"
-_PROMPTS = "prompt-only, with the columns that the rewards read"
+_PREFERENCES = "preference pairs, with the columns prompt, chosen and rejected"
+_UNPAIRED = "rows with the columns prompt, completion and label, or preference pairs"
+_PROMPTS = "prompts, with the columns that the rewards read"
 # An algorithm's name, and what the names of its classes begin with, say where all of it stands.
 REGISTRY: dict[str, Algorithm] = {
     name: Algorithm(
@@ -51,13 +51,13 @@ REGISTRY: dict[str, Algorithm] = {
         docs=f"docs/trainers/{name}.md",
     )
     for name, title, options, dataset in (
-        ("sft", "SFT", "offline:SFT", "language modeling or prompt-completion"),
+        ("sft", "SFT", "offline:SFT", "language-modeling or prompt-completion data"),
         ("dpo", "DPO", "offline:DPO", _PREFERENCES),
         ("kto", "KTO", "offline:KTO", _UNPAIRED),
         ("orpo", "ORPO", "offline:ORPO", _PREFERENCES),
         ("cpo", "CPO", "offline:CPO", _PREFERENCES),
         ("bco", "BCO", "offline:BCO", _UNPAIRED),
-        ("reward", "Reward", "offline:RewardModel", "preference: chosen, rejected"),
+        ("reward", "Reward", "offline:RewardModel", "preference pairs, with the columns chosen and rejected"),
         ("grpo", "GRPO", "algorithms:GRPO", _PROMPTS),
         ("rloo", "RLOO", "algorithms:RLOO", _PROMPTS),
         ("reinforce_plus_plus", "ReinforcePlusPlus", "algorithms:ReinforcePlusPlus", _PROMPTS),

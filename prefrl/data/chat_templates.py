@@ -70,18 +70,19 @@ def apply_chat_template(
 ) -> dict[str, Any]:
     """The texts of a conversational row.
 
-    A prompt ends with the header of an assistant's turn, or inside its last message if the assistant wrote that. A
-    completion is what the whole conversation has behind the prompt. `messages` become `text`.
+    The prompt ends with the header of an assistant turn, or, if its last message is the assistant's, within that
+    message. The completion is everything after the prompt. `messages` become `text`.
 
     Args:
-        example: `messages`; `prompt`; `prompt` and `completion`, and maybe `label`; or `chosen` and `rejected`, and
-            maybe `prompt`. `chat_template_kwargs` of the row go to the template, too. Other columns are left out.
+        example: A row with `messages`; with `prompt`; with `prompt`, `completion` and perhaps `label`; or with
+            `chosen`, `rejected` and perhaps `prompt`. `chat_template_kwargs` of the row go to the template, too. Other
+            columns are left out.
         processing_class: Has the chat template.
         tools: Functions or JSON schemas that the template describes to the model.
         template_kwargs: For the chat template.
 
     Raises:
-        DataError: The columns are none of those, or the template refuses the conversation.
+        DataError: The row has other columns, or the template refuses the conversation.
     """
     columns = {*_TEXTS, "label"} & example.keys()
     if columns not in _KINDS:
@@ -109,7 +110,7 @@ def maybe_apply_chat_template(
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
     **template_kwargs: Any,
 ) -> Mapping[str, Any]:
-    """`apply_chat_template` of a conversational row; any other row as it is.
+    """Apply `apply_chat_template` to a conversational row, and return any other row unchanged.
 
     Raises:
         DataError: See `apply_chat_template`.
@@ -123,7 +124,7 @@ def prepare_multimodal_messages(messages: Sequence[Message], images: Sequence[An
     """Messages whose contents are lists of parts, with the images in their places.
 
     Texts become parts of type "text". The images go to the parts `{"type": "image"}` that have none, in order. If the
-    first user message is a text, such a part for each image is put before it. What is given is not changed.
+    first user message is a text, one such part for each image is put before it. What is given is not changed.
 
     Args:
         messages: A conversation; a message with tool calls may have no content.
@@ -187,7 +188,7 @@ def clone_chat_template(
     Args:
         model: Changed in place.
         tokenizer: Changed in place.
-        source_tokenizer_path: Name on the Hub or folder of the tokenizer with the template.
+        source_tokenizer_path: The tokenizer that has the template: its name on the Hub, or its folder.
         resize_to_multiple_of: The number of embeddings is rounded up to a multiple of this.
 
     Returns:
@@ -217,7 +218,7 @@ def clone_chat_template(
 
 
 def get_training_chat_template(processing_class: ProcessingClass) -> None:
-    """None: no chat template has to be patched for training.
+    """Always None, because no chat template has to be patched for training.
 
     prefrl finds the assistant's turns in what the model's own template renders, with or without `{% generation %}`
     markers, and never renders again what was sampled.
@@ -240,8 +241,8 @@ def supports_tool_calling(processing_class: ProcessingClass) -> bool:
 def add_response_schema(processing_class: _T) -> _T:
     """Set `response_template` of the tokenizer, with which `tokenizer.parse_response` reads tool calls.
 
-    Training with tools does not need this function: it finds the format by itself. The same proof is used here: what
-    the chat template renders must be read back.
+    Training with tools does not need this function: it finds the format by itself. This function uses the same check:
+    the format must parse what the chat template renders.
 
     Args:
         processing_class: A tokenizer, or a processor, whose tokenizer is changed.

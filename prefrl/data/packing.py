@@ -206,7 +206,7 @@ def pack_dataset(
 
     Args:
         dataset: A dataset, or its splits.
-        seq_length: Items of a packed row.
+        seq_length: Maximum number of items in a packed row.
         strategy: See above.
         map_kwargs: For the `map` of the dataset, such as `batch_size`.
     Returns:

@@ -177,11 +177,11 @@ def mix_datasets(
         parts: Datasets by name, all map-style or all streams, with the same columns.
         weights: The datasets are drawn from in proportion to these; they need not sum to 1. None: the datasets are
             concatenated, and `seed` and `stopping` are not used.
-        seed: Seed of the draws.
+        seed: Seed for the draws.
         stopping: "first_exhausted": stop when one dataset has no more rows, so that no row is seen twice.
             "all_exhausted": stop when all rows have been seen, and restart datasets that end earlier.
     Raises:
-        ConfigError: No datasets, or weights that are not positive or not one for each dataset.
+        ConfigError: There are no datasets, or the weights are not one positive number for each dataset.
         DataError: A dataset is empty, or differs from the first in its kind or its columns.
     """
     if not parts:
@@ -291,7 +291,7 @@ def extract_prompt(data: AnyData | Mapping[str, Any], num_proc: int | None = Non
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`extract_prompt` of a preference row with an implicit prompt; any other row as it is.
+    """Apply `extract_prompt` to a preference row with an implicit prompt, and return any other row unchanged.
 
     Raises:
         DataError: The two sides have no common start.
@@ -305,8 +305,8 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
 def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None, **map_kwargs: Any) -> AnyData:
     """Turn each pair into two rows: the chosen completion with label True, and the rejected one with label False.
 
-    Of each block of 1000 pairs (`batch_size`), first come all chosen completions and then all rejected ones. The order
-    does not depend on the number of processes.
+    In each block of 1000 pairs (`batch_size`), all chosen completions come first, and then all rejected ones. The
+    order does not depend on the number of processes.
 
     Other columns are repeated for both rows, except those about the pair: `margin`, and names that contain "chosen" or
     "rejected".
@@ -340,12 +340,12 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None, **m
 
 
 def maybe_unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None, desc: str | None = None) -> AnyData:
-    """`unpair_preference_dataset` of preference data; any other dataset as it is.
+    """Apply `unpair_preference_dataset` to preference data, and return any other dataset unchanged.
 
     Args:
         dataset: A dataset, or its splits.
         num_proc: See `unpair_preference_dataset`.
-        desc: What the progress bar says; not for streams.
+        desc: Description of the progress bar. Streams have none.
     """
     one = next(iter(dataset.values())) if isinstance(dataset, _Splits) else dataset
     if not {"chosen", "rejected"} <= set(column_names(one)):

@@ -315,10 +315,11 @@ def create_reference_model(model: _M, num_shared_layers: int | None = None, patt
     start of training.
 
     Args:
-        model: Not changed, unless layers are shared.
-        num_shared_layers: The embeddings and this many first layers are the same memory in both models, and frozen in
-            both. None: the copy shares nothing.
-        pattern: Part of the names of the parameters of layer `{layer}`, such as "transformer.h.{layer}.". None: found.
+        model: The model. It is not changed, unless layers are shared.
+        num_shared_layers: Number of first layers that, with the embeddings, share their memory in both models and are
+            frozen in both. None means the copy shares nothing.
+        pattern: Part of the names of the parameters of layer `{layer}`, such as "transformer.h.{layer}.". By default,
+            it is found.
 
     Raises:
         ConfigError: No parameter has such a name, or layers of a partitioned model are to be shared.

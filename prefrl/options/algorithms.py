@@ -30,8 +30,8 @@ class GRPOOptions(PolicyGradientOptions):
 
     scale_rewards: Literal["group", "batch", "none", True, False] = opt(
         "group",
-        "Divide centered rewards by the standard deviation of their group (group) or of the whole batch (batch), or "
-        "do not scale them (none; Dr. GRPO). True and False mean group and none.",
+        "Divide centered rewards by the standard deviation of their group ('group') or of the whole batch ('batch'), "
+        "or leave them unscaled ('none', as in Dr. GRPO). True means 'group', and False means 'none'.",
     )
     advantage_estimator: Literal[
         "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
@@ -59,7 +59,9 @@ class RLOOOptions(PolicyGradientOptions):
     """Options of RLOO: shared ones with other defaults."""
 
     num_generations: NumSamples = opt(2, "Completions per prompt, at least 2.")
-    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
+    beta: Annotated[float, Ge(0)] = opt(
+        0.05, "Weight of the KL term. At 0 there is no KL term, and no reference model is loaded."
+    )
     kl_estimator: KLEstimate = opt(
         "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
     )
@@ -67,10 +69,12 @@ class RLOOOptions(PolicyGradientOptions):
         "reward", "Whether beta * KL is added to the loss or, summed over a completion, subtracted from its reward."
     )
     loss_type: LossType = opt(
-        "grpo", "The loss and how it is averaged; grpo: the clipped surrogate, mean over sequences."
+        "grpo", "Loss, and how it is averaged. 'grpo' is the clipped surrogate, averaged over sequences."
     )
     importance_sampling_level: ImportanceLevel = opt(
-        "sequence_sum", "Level of the ratio; sequence_sum: the ratio of the probabilities of whole completions."
+        "sequence_sum",
+        "Level at which the ratio is computed. 'sequence_sum' takes the ratio of the probabilities of whole "
+        "completions.",
     )
 
     def validate(self) -> None:
@@ -90,15 +94,17 @@ class ReinforcePlusPlusOptions(PolicyGradientOptions):
 
     advantage_estimator: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"] = opt(
         "reinforce_plus_plus",
-        "reinforce_plus_plus: discounted sum of the rewards from a token on. reinforce_plus_plus_baseline: the reward "
-        "minus the mean reward of the prompt's completions.",
+        "'reinforce_plus_plus' sums the discounted rewards from each token on. 'reinforce_plus_plus_baseline' "
+        "subtracts the mean reward of the prompt's completions from the reward.",
     )
     gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
-    num_generations: NumSamples = opt(1, "Completions per prompt; a baseline needs more than 1.")
+    num_generations: NumSamples = opt(1, "Completions per prompt. A baseline needs at least 2.")
     normalize_advantages: bool = opt(
         True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
     )
-    beta: Annotated[float, Ge(0)] = opt(0.01, "Weight of the KL term; 0: no KL term and no reference model.")
+    beta: Annotated[float, Ge(0)] = opt(
+        0.01, "Weight of the KL term. At 0 there is no KL term, and no reference model is loaded."
+    )
     kl_estimator: KLEstimate = opt(
         "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
     )
@@ -119,16 +125,16 @@ class ReinforcePlusPlusOptions(PolicyGradientOptions):
 
 @hyperparameters
 class CriticOptimizer(Params):
-    """How optimizer and schedule of the critic differ from those of the policy. None: they do not."""
+    """How optimizer and schedule of the critic differ from those of the policy. None means they do not."""
 
     warmup_steps: Annotated[float, Ge(0)] | None = opt(
-        None, "Steps in which the learning rate rises; below 1: a share of all steps."
+        None, "Number of warm-up steps. A value below 1 is a fraction of all steps."
     )
     weight_decay: Annotated[float, Ge(0)] | None = opt(None, "Weight decay.")
-    adam_beta1: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the first moment.")
-    adam_beta2: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of the second moment.")
-    adam_epsilon: Annotated[float, Ge(0)] | None = opt(None, "Term of the denominator.")
-    max_grad_norm: Annotated[float, Gt(0)] | None = opt(None, "Norm that the critic's gradients are clipped to.")
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of Adam's first moment.")
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] | None = opt(None, "Decay rate of Adam's second moment.")
+    adam_epsilon: Annotated[float, Ge(0)] | None = opt(None, "Constant added to Adam's denominator.")
+    max_grad_norm: Annotated[float, Gt(0)] | None = opt(None, "Maximum norm of the critic's gradients.")
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -137,12 +143,12 @@ class PPOOptions(PolicyGradientOptions):
 
     gamma: Annotated[float, Gt(0), Le(1)] = opt(1.0, "Discount factor of rewards, per token.")
     lam: Annotated[float, Ge(0), Le(1)] = opt(
-        0.95, "Lambda of generalized advantage estimation; 1: the critic is only a baseline and adds no bias."
+        0.95, "Lambda of generalized advantage estimation. At 1 the critic is only a baseline and adds no bias."
     )
     critic: Literal["head", "model"] | None = opt(
         None,
-        "head: a head on the policy's hidden states. model: value_model, or a copy of the policy. None: model with "
-        "value_model, head without it.",
+        "'head' puts a value head on the policy's hidden states; 'model' trains value_model, or a copy of the policy, "
+        "as a separate critic. The default is 'model' if value_model is given, and 'head' otherwise.",
     )
     critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
     critic_optim_kwargs: dict[str, Any] | str | None = kwargs(
@@ -152,17 +158,23 @@ class PPOOptions(PolicyGradientOptions):
     critic_warmup: Annotated[int, Ge(0)] = opt(0, "Optimizer steps at the start that train only the critic.")
     vf_coef: Annotated[float, Gt(0)] = opt(0.1, "Weight of the value loss.")
     cliprange_value: Annotated[float, Gt(0)] | None = opt(
-        0.2, "Value clipping: how far values may move from those before the first update; None: no clipping."
+        0.2,
+        "How far values may move from those before the first update (value clipping). None turns value clipping off.",
     )
-    detach_trunk: bool = opt(False, "head: the value loss trains only the head; no gradient flows into the policy.")
-    num_generations: NumSamples = opt(1, "Completions per prompt; the critic is the baseline.")
+    detach_trunk: bool = opt(
+        False,
+        "With critic='head', train only the head on the value loss, so that no gradient of it flows into the policy.",
+    )
+    num_generations: NumSamples = opt(1, "Completions per prompt. One is enough, because the critic is the baseline.")
     num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(
-        4, "PPO epochs: number of passes over each generation batch."
+        4, "Number of passes over each generation batch (PPO epochs)."
     )
     normalize_advantages: bool = opt(
         True, "Normalize the advantages of all tokens of a generation batch to mean 0 and standard deviation 1."
     )
-    beta: Annotated[float, Ge(0)] = opt(0.05, "Weight of the KL term; 0: no KL term and no reference model.")
+    beta: Annotated[float, Ge(0)] = opt(
+        0.05, "Weight of the KL term. At 0 there is no KL term, and no reference model is loaded."
+    )
     kl_estimator: KLEstimate = opt(
         "k1", "Estimator of the policy's KL from the reference, per token; with kl_in='reward', it has no gradient."
     )
@@ -205,12 +217,14 @@ class PPOOptions(PolicyGradientOptions):
 class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     """Options of online DPO, and shared ones with other defaults."""
 
-    loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "DPO's loss, or IPO's.")
+    loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "Use the loss of DPO ('sigmoid') or of IPO ('ipo').")
     beta: Annotated[float, Gt(0)] = opt(
-        0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
+        0.1,
+        "Implicit rewards are beta * log(policy / reference), so a larger beta keeps the policy closer to the "
+        "reference.",
     )
     num_generations: NumSamples = opt(
-        2, "Completions per prompt, at least 2: the best and the worst of them form a pair."
+        2, "Completions per prompt, at least 2. The best and the worst of them form a pair."
     )
 
     @property

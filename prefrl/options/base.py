@@ -75,8 +75,8 @@ class BaseOptions(TrainingOptions):
 
     early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
         None,
-        "End training after this many consecutive evaluations without an improvement of "
-        "metric_for_best_model; None: it does not end early.",
+        "End training after this many consecutive evaluations without an improvement of metric_for_best_model. By "
+        "default, training does not end early.",
         decides=False,
     )
     early_stopping_kwargs: KwargsValue = kwargs(
@@ -88,8 +88,8 @@ class BaseOptions(TrainingOptions):
     )
     increase_batch_size_on_plateau: Annotated[int, Ge(0)] = opt(
         0,
-        "How many times the batch may grow when a metric has stopped improving. The learning rate schedule and the "
-        "number of epochs do not change, so there are fewer steps. 0: the batch does not grow.",
+        "How many times the batch may grow after a metric has stopped improving. The learning rate schedule and the "
+        "number of epochs stay the same, so there are fewer steps. At 0 the batch does not grow.",
     )
     increase_batch_size_kwargs: KwargsValue = kwargs(
         "When the batch grows, and by how much.",
@@ -100,7 +100,8 @@ class BaseOptions(TrainingOptions):
     model_soup: Literal["uniform", "greedy"] | None = opt(
         None,
         "Average the run's best checkpoints by metric_for_best_model when training ends, and use the average as the "
-        "model. uniform: all of them. greedy: only those that do not make the metric worse. None: no average.",
+        "model. 'uniform' averages all of them; 'greedy' keeps only those that do not make the metric worse. By "
+        "default, nothing is averaged.",
         decides=False,
     )
     model_soup_kwargs: KwargsValue = kwargs(
@@ -108,14 +109,14 @@ class BaseOptions(TrainingOptions):
     )
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = opt(
         None,
-        "Keep an exponential moving average of the weights with this decay per step, also evaluate it, as "
-        "eval_ema_..., and save it in the folder ema of the model's folder. None: no average.",
+        "Keep an exponential moving average of the weights with this decay per step. It is evaluated too, with "
+        "metrics named eval_ema_..., and saved in the subfolder ema of the model's folder.",
         decides=False,
     )
     on_spike: Literal["ignore", "rollback"] = opt(
         "ignore",
-        "What to do if the loss, gradient norm or KL of a step is far above its usual values. rollback: skip the "
-        "step, and continue from the last checkpoint with a smaller learning rate.",
+        "What to do if the loss, gradient norm or KL of a step is far above its usual values. 'rollback' skips the "
+        "step and continues from the last checkpoint with a smaller learning rate.",
     )
     spike_kwargs: KwargsValue = kwargs(
         "What a spike is, and what a rollback changes.", {"rollback": SpikeParams}, switch="on_spike"
@@ -139,75 +140,77 @@ class BaseOptions(TrainingOptions):
     logging_steps: float = opt(
         10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.", decides=False
     )
-    logging_first_step: bool = opt(True, "Log the first optimizer step, too.", decides=False)
+    logging_first_step: bool = opt(True, "Also log the first optimizer step.", decides=False)
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.", decides=False)
     remove_unused_columns: bool = opt(
-        False, "Must stay False: rewards may read any column of the dataset.", decides=False
+        False, "This must stay False, because rewards may read any column of the dataset.", decides=False
     )
     no_remove_unused_columns: bool = opt(
         False,
-        "Accepted for commands written for TRL; it changes nothing, because no columns are removed.",
+        "This changes nothing, because no columns are removed. It is accepted for commands that were written for TRL.",
         decides=False,
     )
     model_init_kwargs: dict[str, Any] | str | None = opt(
         None,
-        "Arguments for from_pretrained when the model is given by name; JSON on the command line.",
+        "Arguments for from_pretrained when the model is given by name. On the command line, give it as JSON.",
         decides=False,
     )
     trust_remote_code: bool = opt(
-        False, "Run code that comes with the model, as the key of model_init_kwargs does.", decides=False
+        False, "Run code that comes with the model, like the key of the same name in model_init_kwargs.", decides=False
     )
     disable_dropout: bool = opt(False, "Set all dropout rates of the model to 0, including those of adapters.")
     freeze: list[str] | None = opt(
-        None, "Regular expressions; parameters whose names contain a match are not trained."
+        None, "Regular expressions. Parameters whose names match one of them anywhere are not trained."
     )
     router_aux_loss_coef: Annotated[float, Ge(0)] | None = opt(
         None,
-        "Weight of the load-balancing loss of a mixture of experts, see docs/moe.md; None: the weight in the "
+        "Weight of the load-balancing loss of a mixture of experts; see docs/moe.md. The default is the weight in the "
         "model's config. Other models have no such loss.",
     )
     forward_plan: Literal["auto", "shared_prefix", "packed", "padded"] = opt(
         "auto",
-        "How a forward pass lays out its rows. All plans give equal results. auto computes shared prompts once, packs "
-        "rows that share none, and pads if the model failed the self-check of the other plans.",
+        "How a forward pass lays out its rows. All plans give the same results. 'auto' computes shared prompts once, "
+        "packs rows that share none, and falls back to padding if the model fails the self-check of the other plans.",
         decides=False,
     )
     # transformers has these two from 5.23; before, it knows them by their old names only.
     activation_checkpointing: bool = opt(
         None,  # until __post_init__ knows whether the old name is set
-        "Keep only the inputs of the layers and recompute the layers in the backward pass. Saves memory, takes "
-        "about a third more time, never changes the update.",
+        "Keep only the inputs of the layers and recompute the layers in the backward pass. This saves memory, takes "
+        "about a third more time, and never changes the update.",
         decides=False,
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = opt(
         None,
-        "Arguments of torch.utils.checkpoint.checkpoint, and every_n_layers and offload of transformers; JSON on the "
-        "command line.",
+        "Arguments of torch.utils.checkpoint.checkpoint, and every_n_layers and offload of transformers. On the "
+        "command line, give it as JSON.",
         decides=False,
         needs=["activation_checkpointing"],
     )
     activation_offloading: bool = opt(
         False,
         "Keep the activations that the backward pass needs in host memory instead of GPU memory; with "
-        "activation_checkpointing, these are the inputs of the layers. Changes memory and speed, never the update.",
+        "activation_checkpointing, these are the inputs of the layers. This changes memory and speed, but never the "
+        "update.",
         decides=False,
     )
     use_liger_kernel: bool = opt(
         False,
-        "Compute norms, rotary embeddings and MLPs with Liger's fused kernels. Needs a GPU and prefrl[liger]. "
-        "Changes memory and speed; the update changes only by rounding.",
+        "Compute norms, rotary embeddings and MLPs with Liger's fused kernels. Needs a GPU and prefrl[liger]. This "
+        "changes memory and speed; the update changes only by rounding.",
         decides=False,
     )
     liger_kernel_config: dict[str, bool] | str | None = opt(
         None,
-        'Liger kernels to switch on or off, such as {"rope": false}; None: Liger\'s defaults for the model. JSON on '
-        "the command line. Liger's losses are never used.",
+        'Liger kernels to switch on or off, such as {"rope": false}. The others keep Liger\'s defaults for the '
+        "model. Liger's losses are never used. On the command line, give it as JSON.",
         decides=False,
         needs=["use_liger_kernel"],
     )
     image_key: str | None = opt(
         None,
-        "Column that holds the images of a row, one or a list; None: the column images or image, if there is one.",
+        "Column that holds the image of a row, or a list of images. The default is the column images or image, if "
+        "there is one.",
     )
     dataset_num_proc: Annotated[int, Ge(1), Le(1024)] | None = opt(
         None,
@@ -217,13 +220,14 @@ class BaseOptions(TrainingOptions):
     log_flops: bool = opt(
         False,
         "Count the floating-point operations of every step and log them as perf/..., together with the minimum that "
-        "its rows need. Costs some time, never changes the update.",
+        "its rows need. This costs some time, but never changes the update.",
         decides=False,
     )
     allow_resume_changes: list[str] | None = opt(
         None,
-        "Differences from the checkpoint to allow when training resumes, although they change the updates: names of "
-        "options, or model, data, rewards. Other differences raise an error that lists their names.",
+        "What may differ from the checkpoint when training resumes, although it changes the updates: names of "
+        "options, or 'model', 'data' or 'rewards'. Any other difference is an error, which lists the names to give "
+        "here.",
         decides=False,
     )
     save_in_background: bool = opt(
@@ -235,18 +239,18 @@ class BaseOptions(TrainingOptions):
     max_train_time: Annotated[float, Gt(0)] | None = opt(
         None,
         "Seconds after which training saves a checkpoint and the process ends with exit code 75, so that the next job "
-        "can resume; checked after each step. None: no limit.",
+        "can resume. The time is checked after each step. By default, there is no limit.",
         decides=False,
     )
     on_nan: Literal["stop", "skip"] = opt(
         "stop",
-        "What to do if the loss or the gradient norm of a step is NaN or infinite. The step is never applied. stop: "
-        "training ends with an error. skip: it continues with the next step.",
+        "What to do if the loss or the gradient norm of a step is NaN or infinite. The step is never applied. With "
+        "'stop', training ends with an error; with 'skip', it continues with the next step.",
         decides=False,
     )
     nan_patience: Annotated[int, Ge(1)] = opt(
         3,
-        "With on_nan='skip': training ends with an error after this many skipped steps in a row.",
+        "With on_nan='skip', end training with an error after this many skipped steps in a row.",
         decides=False,
     )
 

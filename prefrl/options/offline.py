@@ -174,13 +174,13 @@ class OfflineOptions(BaseOptions):
     """Options of trainers that learn from a fixed dataset."""
 
     max_length: Annotated[int, Ge(2), Le(2 * 10**7)] | None = opt(
-        1024, "Maximum sequence length in tokens; None: no limit."
+        1024, "Maximum sequence length in tokens. None means no limit."
     )
     truncation_mode: TruncationMode = opt(
         "keep_start", "How to handle longer sequences: keep their start, keep their end, or stop with an error."
     )
     chat_template_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments for the chat template; JSON on the command line."
+        None, "Arguments for the chat template. On the command line, give it as JSON."
     )
     invalid_rows: Literal["error", "drop"] = opt(
         "error",
@@ -216,7 +216,9 @@ class OfflineReferenceOptions(ReferenceOptions):
     """The reference model, which the policy stays close to, for training on a fixed dataset."""
 
     beta: Annotated[float, Gt(0)] = opt(
-        0.1, "Implicit rewards are beta * log(policy / reference); a larger beta keeps the policy closer."
+        0.1,
+        "Implicit rewards are beta * log(policy / reference), so a larger beta keeps the policy closer to the "
+        "reference.",
     )
     precompute_ref_log_probs: bool = opt(
         False,
@@ -226,7 +228,7 @@ class OfflineReferenceOptions(ReferenceOptions):
     )
     precompute_ref_batch_size: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Rows per forward pass of precompute_ref_log_probs; None: per_device_train_batch_size.",
+        "Rows per forward pass of precompute_ref_log_probs. The default is per_device_train_batch_size.",
         decides=False,
         needs=["precompute_ref_log_probs"],
     )
@@ -240,21 +242,25 @@ class SFTOptions(OfflineOptions):
 
     learning_rate: float = opt(2e-5, "Initial learning rate.")
     loss_type: Literal["nll", "dft"] = opt(
-        "nll", "nll: negative log-likelihood. dft: each token weighted by its own probability (arXiv 2508.05629)."
+        "nll",
+        "'nll' is the negative log-likelihood; 'dft' also weights each token by its own probability (arXiv "
+        "2508.05629).",
     )
     completion_only_loss: bool | None = opt(
-        None, "Compute the loss only on the completion. None: yes for prompt-completion data, no otherwise."
+        None,
+        "Compute the loss only on the completion. By default, this is on for prompt-completion data and off "
+        "otherwise.",
     )
     assistant_only_loss: bool = opt(
         False,
-        "Compute the loss only on assistant turns; needs conversational data. With completion_only_loss, only on "
-        "the assistant turns of the completion.",
+        "Compute the loss only on assistant turns, which needs conversational data. Together with "
+        "completion_only_loss, compute it only on the assistant turns of the completion.",
     )
     dataset_text_field: str = opt("text", "Name of the text column of language-modeling data.")
     dataset_kwargs: dict[str, Any] | str | None = opt(
         None,
-        '{"skip_prepare_dataset": true}: the rows are token ids (column input_ids), which are used as they are, '
-        "without truncation. JSON on the command line.",
+        'With {"skip_prepare_dataset": true}, rows must hold token ids in a column input_ids, which are used '
+        "unchanged, without truncation. On the command line, give it as JSON.",
     )
     shuffle_dataset: bool = opt(
         False, "Shuffle the rows before they are packed, so that each pack has rows from the whole dataset."
@@ -265,9 +271,11 @@ class SFTOptions(OfflineOptions):
         "Nothing is padded either way.",
     )
     packing_strategy: Literal["bfd", "wrapped"] = opt(
-        "bfd", "bfd: best-fit decreasing, sequences stay whole. wrapped: one stream of tokens, cut at max_length."
+        "bfd",
+        "'bfd' (best-fit decreasing) keeps sequences whole. 'wrapped' joins them into one stream of tokens and "
+        "cuts it every max_length tokens.",
     )
-    eval_packing: bool | None = opt(None, "Pack the evaluation dataset, too. None: same as packing.")
+    eval_packing: bool | None = opt(None, "Also pack the evaluation dataset. The default is the value of packing.")
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -292,25 +300,31 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: list[str] = opt(["sigmoid"], f"One or several of: {', '.join(PAIR_LOSS_FACTS)}.")
-    loss_weights: list[float] | None = opt(None, "Weights of the losses in loss_type, in order; None: 1 each.")
+    loss_weights: list[float] | None = opt(
+        None, "Weights of the losses in loss_type, in the same order. By default, each weight is 1."
+    )
     label_smoothing: LabelSmoothing = opt(
         0.0,
-        "Probability that a label is wrong; used by sigmoid (cDPO), robust, aot, aot_unpaired and "
-        "exo_pair, which uses its paper's 1e-3 instead of 0.",
+        "Probability that a label is wrong. The losses sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair use it; "
+        "exo_pair replaces 0 by its paper's 1e-3.",
     )
-    discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "discopop: temperature of the mixture.")
+    discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "Temperature of the mixture in the loss discopop.")
     f_divergence_type: Divergence = opt(
         "reverse_kl", "Divergence that regularizes the policy toward the reference (f-DPO, arXiv 2309.16240)."
     )
-    f_alpha_divergence_coef: float = opt(0.5, "alpha_divergence: its alpha.")
+    f_alpha_divergence_coef: float = opt(0.5, "Parameter alpha of the alpha divergence.")
     ld_alpha: Annotated[float, Ge(0), Le(1)] | None = opt(
-        None, "Weight of tokens beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411); None: 1."
+        None,
+        "Weight of tokens beyond the length of the pair's shorter response (LD-DPO, arXiv 2409.06411). By "
+        "default, they weigh as much as the others.",
     )
     use_weighting: bool = opt(
         False, "Weight each pair by the probability of its responses under the policy (WPO, arXiv 2406.11827)."
     )
     rpo_alpha: Annotated[float, Gt(0)] | None = opt(
-        None, "Weight of the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733); None: term off."
+        None,
+        "Weight of an additional term, the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733). "
+        "By default, there is no such term.",
     )
 
     @property
@@ -338,7 +352,7 @@ class KTOOptions(OfflineReferenceOptions, OfflineOptions):
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: Literal["kto", "apo_zero_unpaired"] = opt(
-        "kto", "Reference point of the rewards: a KL estimate (kto), or 0 (apo_zero_unpaired)."
+        "kto", "Reference point of the rewards: an estimate of the KL ('kto'), or 0 ('apo_zero_unpaired')."
     )
     desirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of desirable rows.")
     undesirable_weight: Annotated[float, Ge(0)] = opt(1.0, "Weight of the loss of undesirable rows.")
@@ -355,7 +369,7 @@ class ORPOOptions(SampleOptions, OfflineOptions):
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
-    beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term; lambda in the paper.")
+    beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term, called lambda in the paper.")
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -365,15 +379,17 @@ class CPOOptions(SampleOptions, OfflineOptions):
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = opt(
-        "sigmoid", "sigmoid: CPO. simpo: length-normalized with a target margin; for pure SimPO set cpo_alpha=0."
+        "sigmoid",
+        "'sigmoid' is CPO's loss; 'simpo' normalizes by length and adds a target margin. For pure SimPO, also set "
+        "cpo_alpha=0.",
     )
     beta: Annotated[float, Gt(0)] = opt(0.1, "Implicit rewards are beta * log policy.")
     label_smoothing: LabelSmoothing = opt(0.0, "Probability that a label is wrong.")
     cpo_alpha: Annotated[float, Ge(0)] | None = opt(
-        None, "Weight of the NLL of the chosen responses; None: 1, but 0 for alphapo."
+        None, "Weight of the NLL of the chosen responses. The default is 1, but 0 with loss_type='alphapo'."
     )
-    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "Target reward margin of simpo and alphapo.")
-    alpha: float = opt(0.0, "Shape of AlphaPO's reward (1 - p^-alpha) / alpha; 0: log p, as in SimPO.")
+    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "Target margin of rewards in the losses simpo and alphapo.")
+    alpha: float = opt(0.0, "Shape of AlphaPO's reward, (1 - p^-alpha) / alpha. At 0 it is log p, as in SimPO.")
 
     @property
     def nll_weight(self) -> float:
@@ -396,13 +412,13 @@ class BCOOptions(SampleOptions, OfflineReferenceOptions, OfflineOptions):
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     prompt_sample_size: Annotated[int, Ge(2)] = opt(
-        1024, "Number of prompts to fit the density-ratio classifier on, half of them desirable; needs embedding_func."
+        1024, "Number of prompts to fit the density-ratio classifier on, half of them desirable. Needs embedding_func."
     )
     min_density_ratio: Annotated[float, Ge(0)] = opt(
-        0.5, "Smallest weight of an undesirable row; needs embedding_func."
+        0.5, "Smallest weight of an undesirable row. Needs embedding_func."
     )
     max_density_ratio: Annotated[float, Gt(0)] = opt(
-        10.0, "Largest weight of an undesirable row; needs embedding_func."
+        10.0, "Largest weight of an undesirable row. Needs embedding_func."
     )
 
     def validate(self) -> None:
@@ -420,7 +436,9 @@ class RewardModelOptions(OfflineOptions):
     learning_rate: float = opt(1e-4, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     center_rewards_coefficient: Annotated[float, Gt(0)] | None = opt(
-        None, "Weight of (reward of chosen + reward of rejected)^2, which centers rewards on 0; 0.01 is recommended."
+        None,
+        "Weight of the term (reward of chosen + reward of rejected)^2, which centers rewards on 0. The paper "
+        "recommends 0.01.",
     )
 
     def validate(self) -> None:

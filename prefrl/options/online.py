@@ -49,74 +49,76 @@ class OnlineOptions(RolloutOptions):
 
     max_turns: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Maximum number of the model's turns in an episode; None: no limit.",
+        "Maximum number of the model's turns in an episode. By default, there is no limit.",
         needs=["episodes"],
     )
     max_tool_calling_iterations: Annotated[int, Ge(0)] | None = opt(
         None,
-        "Maximum number of turns per episode whose tool calls are run; None: no limit.",
+        "Maximum number of turns per episode whose tool calls are run. By default, there is no limit.",
         needs=["episodes"],
     )
     tool_timeout: Seconds = opt(
         60.0,
-        "Time limit of each call of a tool or of a method of an environment, in seconds.",
+        "Time limit, in seconds, for each call of a tool or of an environment's method.",
         decides=False,
         needs=["episodes"],
     )
     episode_timeout: Seconds | None = opt(
         None,
-        "Time limit of an episode, in seconds; it then ends with the turns that it has. None: no limit.",
+        "Time limit of an episode, in seconds. When it is over, the episode ends with the turns that it has. By "
+        "default, there is no limit.",
         needs=["episodes"],
     )
     max_concurrent_environments: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Maximum number of episodes that each process runs at the same time; None: all.",
+        "Maximum number of episodes that each process runs at the same time. By default, it runs all of them.",
         decides=False,
         needs=["episodes"],
     )
     tool_error: ToolErrorMode = opt(
         "tell",
-        "What happens on an error or timeout of a tool. tell: the model is told. raise: the run ends.",
+        "What happens if a tool fails or exceeds its time limit: the model is told about it ('tell'), or the run ends "
+        "('raise').",
         needs=["episodes"],
     )
     environment_error: EnvironmentErrorMode = opt(
         "retry",
-        "What happens on an error or timeout of an environment's own methods. retry: the episode begins again with "
-        "the same seed, at most twice, and is then dropped. drop: the episode is neither trained on nor part of a "
-        "baseline. raise: the run ends.",
+        "What happens if one of an environment's own methods fails or exceeds its time limit. With 'retry', the "
+        "episode starts again with the same seed, at most twice, and is then dropped. With 'drop', the episode is "
+        "neither trained on nor part of a baseline. With 'raise', the run ends.",
         needs=["episodes"],
     )
     reasoning_in_history: ReasoningInHistory = opt(
         "template",
-        "How much of the reasoning in earlier turns later turns see: what the chat template renders (template), all "
-        "of it (keep), or nothing (strip).",
+        "How much of the reasoning of earlier turns the model sees in later ones: what the chat template renders "
+        "('template'), all of it ('keep'), or nothing ('strip').",
         needs=["episodes"],
     )
     tool_parser: dict[str, Any] | str | None = opt(
         None,
         "How tool calls are parsed: the name of a format, a response template of transformers (JSON on the command "
-        "line), or, in Python, a function of the sampled text. None: the first known format that correctly parses a "
-        "call rendered by the chat template.",
+        "line), or, in Python, a function of the sampled text. The default is the first known format that correctly "
+        "parses a call rendered by the chat template.",
         needs=["episodes"],
     )
     eval_sampling_kwargs: KwargsValue = kwargs(
-        "How completions are sampled in evaluations, besides temperature_eval and num_generations_eval; None: as in "
-        "training.",
+        "How completions are sampled in evaluations, in addition to temperature_eval and num_generations_eval. What "
+        "is not set is as in training.",
         EvalSamplingParams,
         decides=False,
     )
     pass_at_k_kwargs: KwargsValue = kwargs(
-        "pass@k, best@k and maj@k of evaluations, with 95% intervals; see docs/evaluation.md.",
+        "Compute pass@k, best@k and maj@k in evaluations, with 95% intervals; see docs/evaluation.md.",
         AtKParams,
         decides=False,
     )
     log_val_generations: Annotated[int, Ge(0)] = opt(
         0,
-        "Number of completions of each evaluation that are printed as a table and written to the folder "
-        "evaluations. The prompts are the same each time. 0: none.",
+        "Number of completions of each evaluation that are printed as a table and written to the folder evaluations. "
+        "The prompts are the same each time.",
         decides=False,
     )
-    max_prompt_length: Length | None = opt(512, "Maximum prompt length in tokens; None: no limit.")
+    max_prompt_length: Length | None = opt(512, "Maximum prompt length in tokens. None means no limit.")
     truncation_mode: TruncationMode = opt(
         "keep_end", "How to handle longer prompts: keep their end, keep their start, or stop with an error."
     )
@@ -124,45 +126,45 @@ class OnlineOptions(RolloutOptions):
     num_generations: NumSamples = opt(8, "Completions per prompt: the size of a group.")
     num_generations_eval: NumSamples | None = opt(
         None,
-        "Completions per prompt in evaluation; None: same as num_generations.",
+        "Completions per prompt in evaluations. The default is num_generations.",
         decides=False,
     )
     max_completion_length: Length | None = opt(
-        256, "Maximum completion length in tokens; None: the rest of the model's context after max_prompt_length."
+        256, "Maximum completion length in tokens. None means what max_prompt_length leaves of the model's context."
     )
     temperature: Annotated[float, Ge(LEAST_TEMPERATURE), Le(100)] = opt(
         0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
     )
     temperature_eval: Annotated[float, Ge(0), Le(100)] | None = opt(
         None,
-        "Temperature in evaluation; 0: greedy decoding. None: same as temperature.",
+        "Temperature in evaluations, where 0 means greedy decoding. The default is the value of temperature.",
         decides=False,
     )
     top_p: Annotated[float, Ge(0.001), Le(1)] = opt(
         1.0, "Sample from the smallest set of tokens whose total probability is at least this."
     )
-    top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens; 0 or None: from all.")
+    top_k: Annotated[int, Ge(0)] | None = opt(0, "Sample from the k most likely tokens. 0 and None mean all tokens.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = opt(
         None, "Sample from tokens whose probability is at least this fraction of the most likely token's."
     )
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = opt(
-        1.0, "Above 1: tokens that already occur in the text become less likely."
+        1.0, "A value above 1 makes tokens that already occur in the text less likely."
     )
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     generation_batch_size: BatchSize | None = opt(
         None,
-        "Completions of a generation batch, over all processes; None: follows from steps_per_generation.",
+        "Completions of a generation batch, over all processes. By default, it follows from steps_per_generation.",
         decides=False,
     )
     steps_per_generation: Annotated[int, Ge(1), Le(10**5)] | None = opt(
         None,
-        "Micro-batches per generation batch and process: a multiple of gradient_accumulation_steps. None, or a "
-        "divisor of it: one generation batch per optimizer step, so that all its completions are sampled with the "
-        "same weights.",
+        "Micro-batches per generation batch and process, a multiple of gradient_accumulation_steps. By default, and "
+        "if it is a divisor of that, each optimizer step has one generation batch, whose completions are all sampled "
+        "with the same weights.",
         decides=False,
     )
     chat_template_kwargs: dict[str, Any] | str | None = opt(
-        None, "Arguments for the chat template; JSON on the command line."
+        None, "Arguments for the chat template. On the command line, give it as JSON."
     )
     num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(1, "Number of passes over each generation batch.")
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
@@ -175,17 +177,18 @@ class OnlineOptions(RolloutOptions):
     journal_keep: Annotated[int, Ge(0)] = opt(
         100,
         "Number of scored generation batches to keep in the folder completions, in addition to those that a resumed "
-        "run needs; 0: none are written, and a resumed run generates them again.",
+        "run needs. At 0 none are written, and a resumed run generates them again.",
         decides=False,
     )
     num_completions_to_print: Annotated[int, Ge(1)] | None = opt(
         4,
-        "log_completions prints the best and the worst completion of each prompt, up to this number; None: all.",
+        "How many completions log_completions prints: the best and the worst of each prompt, up to this number. None "
+        "means all.",
         decides=False,
         needs=["log_completions"],
     )
     log_unique_prompts: bool = opt(
-        False, "Let log_completions print only one completion per prompt.", decides=False, needs=["log_completions"]
+        False, "Print only one completion per prompt with log_completions.", decides=False, needs=["log_completions"]
     )
 
     eval_sampling_params = ParamsOf("eval_sampling_kwargs", EvalSamplingParams)
@@ -314,7 +317,7 @@ class OnlineOptions(RolloutOptions):
 
     @property
     def scores_truncated(self) -> bool:
-        """Whether the losses score the distribution that was sampled from if its tail is cut off."""
+        """Whether losses score the truncated distribution with top_k, top_p or min_p, as it was sampled from."""
         return False
 
     def _check_sampler(self) -> None:

@@ -157,12 +157,12 @@ class KwargsOption(Generic[P]):
     @property
     def help(self) -> str:
         """What the part is, and the keys of every choice with their defaults."""
-        texts = {
-            choices: ", ".join(f"{key.name}={default_of(key)!r}" for key in keys)
-            for choices, keys in self.keys().items()
-        }
-        listed = "; ".join(f"{choices}: {keys}" if len(texts) > 1 else keys for choices, keys in texts.items())
-        return f"{self.description} Keys: {listed}. JSON on the command line."
+        parts, keys_of = [self.description], self.keys()
+        for choices, keys in keys_of.items():
+            where = "every value" if choices == "all" else choices
+            listed = ", ".join(f"{key.name}={default_of(key)!r}" for key in keys)
+            parts.append(f"Keys{f' with {where}' if len(keys_of) > 1 else ''}: {listed}.")
+        return " ".join([*parts, "On the command line, give it as JSON."])
 
     def keys(self) -> dict[str, list[Field[Any]]]:
         """The keys as dataclass fields, by the names of the choices that have them; "all" for what all have."""

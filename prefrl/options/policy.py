@@ -40,9 +40,9 @@ LossType = Literal[
 class CovarianceBand(Params):
     """Hyperparameters of `select_clip_cov`."""
 
-    ratio: Annotated[float, Gt(0), Le(1)] = opt(2e-4, "Share of tokens excluded from the loss.")
-    lb: float = opt(1.0, "Only tokens whose covariance is above this are excluded.")
-    ub: float = opt(5.0, "Only tokens whose covariance is below this are excluded.")
+    ratio: Annotated[float, Gt(0), Le(1)] = opt(2e-4, "Fraction of the tokens that is excluded from the loss.")
+    lb: float = opt(1.0, "Lower bound of the covariance of the excluded tokens.")
+    ub: float = opt(5.0, "Upper bound of the covariance of the excluded tokens.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         when(
@@ -58,7 +58,7 @@ class HighestCovariance(Params):
     """Hyperparameters of `select_kl_cov`."""
 
     ratio: Annotated[float, Gt(0), Le(1)] = opt(
-        2e-4, "Share of tokens with a KL penalty: those with the largest covariance."
+        2e-4, "Fraction of the tokens that gets a KL penalty: those with the largest covariance."
     )
 
 
@@ -69,17 +69,17 @@ class PolicyLossParams(Params):
     off_policy_mask_threshold: Annotated[float, Gt(0)] | None = opt(
         None,
         "Exclude sequences with a negative advantage from the loss if the mean of log sampler - log policy over their "
-        "tokens is above this, in nats (DeepSeek-V3.2); None: exclude none.",
+        "tokens is above this, in nats (DeepSeek-V3.2). By default, none is excluded.",
     )
     positive_nll_coef: Annotated[float, Gt(0)] | None = opt(
         None,
         "Weight of an NLL term added to the loss: the mean of -log p over the tokens of all sequences with a positive "
-        "reward (VAPO); None: term off.",
+        "reward (VAPO). By default, there is no such term.",
     )
     min_filter_prefix_tokens: Annotated[int, Ge(1)] | None = opt(
         None,
         "Exclude prefixes of at least this many tokens from the policy loss if completions of a prompt share them "
-        "although their rewards differ (cosmos-rl); None: exclude none.",
+        "although their rewards differ (cosmos-rl). By default, none is excluded.",
     )
 
 
@@ -91,9 +91,11 @@ def _high(p: Any) -> Any:
 class BoundParams(PolicyLossParams):
     """Bounds of a ratio, or of the quantity that a loss bounds instead."""
 
-    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound: 1 - epsilon; from 1 on, there is none.")
+    epsilon: Annotated[float, Ge(0)] = opt(
+        0.2, "The lower bound is 1 - epsilon. There is none if epsilon is 1 or more."
+    )
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
-        None, "Upper bound: 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
+        None, "The upper bound is 1 + epsilon_high. The default is the value of epsilon; DAPO uses 0.28."
     )
 
     @property
@@ -114,8 +116,8 @@ class ClipParams(BoundParams):
 
     delta: float | None = opt(
         None,
-        "Largest ratio where A < 0, above 1 + epsilon_high; None: no bound. Called clip_ratio_c in verl, "
-        "lower_bound_ratio in cosmos-rl.",
+        "Largest ratio where A < 0. It must be above 1 + epsilon_high. By default, there is no such bound. verl calls "
+        "it clip_ratio_c, and cosmos-rl lower_bound_ratio.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -132,7 +134,7 @@ class ClipParams(BoundParams):
 class AipoParams(PolicyLossParams):
     """Hyperparameters of `aipo`."""
 
-    rho: Annotated[float, Ge(1)] = opt(5.0, "Upper bound of the ratio; the paper tries 2 to 10.")
+    rho: Annotated[float, Ge(1)] = opt(5.0, "Upper bound of the ratio. The paper tries 2 to 10.")
 
 
 @hyperparameters
@@ -140,7 +142,9 @@ class DppoParams(BoundParams):
     """Hyperparameters of `dppo`. A probability may fall by epsilon and rise by epsilon_high."""
 
     delta: Annotated[float, Gt(0)] | None = opt(
-        None, "Largest ratio, which bounds the weight of rare tokens; None: no bound. Called clip_ratio_c in verl."
+        None,
+        "Largest ratio, which bounds the weight of rare tokens. By default, there is no bound. verl calls it "
+        "clip_ratio_c.",
     )
 
 
@@ -156,9 +160,9 @@ class SapoParams(PolicyLossParams):
 class GmpoParams(BoundParams):
     """Hyperparameters of `gmpo`."""
 
-    epsilon: Annotated[float, Ge(0)] = opt(0.2, "Lower bound of d, in nats: -epsilon.")
+    epsilon: Annotated[float, Ge(0)] = opt(0.2, "The lower bound of d is -epsilon, in nats.")
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
-        None, "Upper bound of d, in nats; None: same as epsilon. The paper uses 0.4 for both."
+        None, "Upper bound of d, in nats. The default is the value of epsilon. The paper uses 0.4 for both."
     )
 
 
@@ -166,10 +170,14 @@ class GmpoParams(BoundParams):
 class VespoParams(PolicyLossParams):
     """Hyperparameters of `vespo`: k is how fast rows with W < 1 lose weight, lambda how fast those with W > 1 do."""
 
-    k_pos: Annotated[float, Ge(0)] = opt(2.0, "k where A >= 0, in the weight W^k exp(lambda (1 - W)).")
-    lambda_pos: Annotated[float, Gt(0)] = opt(3.0, "lambda where A >= 0, in the weight W^k exp(lambda (1 - W)).")
-    k_neg: Annotated[float, Ge(0)] = opt(3.0, "k where A < 0, in the weight W^k exp(lambda (1 - W)).")
-    lambda_neg: Annotated[float, Gt(0)] = opt(2.0, "lambda where A < 0, in the weight W^k exp(lambda (1 - W)).")
+    k_pos: Annotated[float, Ge(0)] = opt(2.0, "Exponent k of the weight W^k exp(lambda (1 - W)) where A >= 0.")
+    lambda_pos: Annotated[float, Gt(0)] = opt(
+        3.0, "Value of lambda in the weight W^k exp(lambda (1 - W)) where A >= 0."
+    )
+    k_neg: Annotated[float, Ge(0)] = opt(3.0, "Exponent k of the weight W^k exp(lambda (1 - W)) where A < 0.")
+    lambda_neg: Annotated[float, Gt(0)] = opt(
+        2.0, "Value of lambda in the weight W^k exp(lambda (1 - W)) where A < 0."
+    )
 
 
 @hyperparameters
@@ -181,7 +189,7 @@ class ClipCovParams(ClipParams, CovarianceBand):
 class KlCovParams(PolicyLossParams, HighestCovariance):
     """Hyperparameters of `kl_cov` and of its selection."""
 
-    coef: Annotated[float, Ge(0)] = opt(1.0, "Weight of the KL penalty; ppo_kl_coef in verl.")
+    coef: Annotated[float, Ge(0)] = opt(1.0, "Weight of the KL penalty, which verl calls ppo_kl_coef.")
 
 
 @hyperparameters
@@ -191,10 +199,10 @@ class KLParams(Params):
     target: Annotated[float, Gt(0)] | None = opt(
         None,
         "Target KL, in nats per token. beta is then the initial weight, which adapts after each step to keep the KL "
-        "near the target. None: beta is fixed.",
+        "near the target. By default, beta is fixed.",
     )
     horizon: Annotated[int, Ge(1)] = opt(
-        10_000, "Number of rows over which beta adapts; a smaller number adapts faster."
+        10_000, "Number of rows over which beta adapts. With a smaller number it adapts faster."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -212,8 +220,8 @@ class SampledKLParams(KLParams):
 
     bias_correction: bool = opt(
         False,
-        "Multiply the KL term of a token by its ratio, which makes it unbiased for samples of the old policy. Only "
-        "with kl_in='loss'.",
+        "Multiply the KL term of a token by its ratio, which makes it unbiased for samples of the old policy. Needs "
+        "kl_in='loss'.",
     )
 
 
@@ -222,7 +230,7 @@ class SequenceKLParams(KLParams):
     """Hyperparameters of `sequence_kl`."""
 
     weight_cap: Annotated[float, Ge(1)] | None = opt(
-        None, "Upper bound of the tokens' cumulative importance weights; None: no bound, no bias."
+        None, "Upper bound of the tokens' cumulative importance weights. By default there is no bound, and no bias."
     )
 
 

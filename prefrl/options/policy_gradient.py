@@ -40,7 +40,9 @@ class AdvantageParams(Params):
     """Hyperparameters that go with every estimator."""
 
     clip_range: list[float] | None = opt(
-        None, "Clip advantages to this range: smallest value (<= 0) and largest value (>= 0); None: no clipping."
+        None,
+        "Clip advantages to this range: the smallest value (at most 0) and the largest (at least 0). By default, "
+        "nothing is clipped.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -57,8 +59,14 @@ class AdvantageParams(Params):
 class ScaleParams(AdvantageParams):
     """What centered rewards are divided by; hyperparameters of `grpo_passk`."""
 
-    scale_rewards: RewardScale = opt("group", "Divide by the standard deviation of the group, the batch, or nothing.")
-    advantage_epsilon: Annotated[float, Ge(0)] = opt(1e-4, "Added to standard deviations before dividing by them.")
+    scale_rewards: RewardScale = opt(
+        "group",
+        "What to divide by: the standard deviation of the group ('group') or of the batch ('batch'), or nothing "
+        "('none').",
+    )
+    advantage_epsilon: Annotated[float, Ge(0)] = opt(
+        1e-4, "Number that is added to standard deviations before dividing by them."
+    )
 
 
 @hyperparameters
@@ -66,7 +74,9 @@ class GrpoParams(ScaleParams):
     """Hyperparameters of `grpo`."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = opt(
-        "sum_then_normalize", "Several rewards: take their weighted sum first, or normalize each first (GDPO)."
+        "sum_then_normalize",
+        "With several rewards: take their weighted sum first and normalize that, or normalize each reward first "
+        "(GDPO).",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -87,7 +97,7 @@ class GrpoParams(ScaleParams):
 class GpgParams(AdvantageParams):
     """Hyperparameters of `gpg`."""
 
-    f_norm: Annotated[float, Gt(0)] = opt(1.0, "Advantages are divided by this; 1 in the paper.")
+    f_norm: Annotated[float, Gt(0)] = opt(1.0, "Number by which advantages are divided. It is 1 in the paper.")
 
 
 @hyperparameters
@@ -103,8 +113,8 @@ class GaeParams(DiscountParams):
 
     lam: Annotated[float, Ge(0), Le(1)] = opt(
         0.95,
-        "0: the advantage is the one-step TD error, with the critic's bias; 1: it uses all later rewards, with their "
-        "variance.",
+        "At 0 the advantage is the one-step TD error, which has the critic's bias. At 1 it uses all later rewards, "
+        "which have more variance.",
     )
 
 
@@ -114,8 +124,8 @@ class BaselineParams(AdvantageParams):
 
     zero_tail: bool = opt(
         True,
-        "No baseline at positions that only one completion of a prompt reaches. False: the completion is its own "
-        "baseline there, so its advantage is 0.",
+        "Use no baseline at positions that only one completion of a prompt reaches. Otherwise, the completion is its "
+        "own baseline there, so its advantage is 0.",
     )
 
 
@@ -139,7 +149,7 @@ class FamoParams(Params):
     """Hyperparameters of `famo`."""
 
     rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
-    decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits; rate * decay must be below 1.")
+    decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits. rate * decay must be below 1.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         when(
@@ -154,7 +164,7 @@ class FamoParams(Params):
 class ParetoParams(Params):
     """Hyperparameters of `pareto`."""
 
-    smoothing: Annotated[float, Gt(0)] = opt(0.5, "Smoothing of the maximum; smaller is closer to it.")
+    smoothing: Annotated[float, Gt(0)] = opt(0.5, "Smoothing of the maximum. A smaller value comes closer to it.")
 
 
 @dataclass(frozen=True)
@@ -231,19 +241,20 @@ class CreditOptions(OnlineOptions):
 
     turn_credit: Literal["episode", "return"] = opt(
         "episode",
-        "Which rewards a turn is credited with. episode: the total, the same for all turns. return: those from this "
-        "turn on, compared with the same sum of the prompt's other episodes, where episodes that are over count as "
-        "0. With token-level advantages (PPO, REINFORCE++), each reward belongs to the last token of its turn.",
+        "Which rewards a turn is credited with: the total, which is the same for all turns ('episode'), or those from "
+        "this turn on ('return'), compared with the same sum of the prompt's other episodes, where episodes that are "
+        "over count as 0. With token-level advantages (PPO, REINFORCE++), each reward belongs to the last token of "
+        "its turn.",
     )
     turn_discount: Annotated[float, Ge(0), Le(1)] = opt(
         1.0, "Discount factor of rewards, per turn. Needs turn_credit='return' and completion-level advantages."
     )
     rollout_selection: RowSelection | None = opt(
         None,
-        "Train only on some completions. Either select num_selected per prompt: those whose rewards have the "
-        "largest variance (max_variance; PODS), those with the best rewards (best), or a random subset (random). Or "
-        "resample the same number with replacement (PF-PPO): in proportion to abs(reward)^power (pow), the best and "
-        "the worst of the batch (max_min), or mostly the best (max_random). None: all.",
+        "Train on only some of the completions. Three rules select num_selected of each prompt: those whose rewards "
+        "have the largest variance ('max_variance', PODS), those with the best rewards ('best'), or a random subset "
+        "('random'). Three others resample the batch with replacement (PF-PPO): in proportion to abs(reward)^power "
+        "('pow'), from the best and the worst ('max_min'), or mostly from the best ('max_random').",
     )
     selection_kwargs: KwargsValue = kwargs(
         "Hyperparameters of rollout_selection.", SELECTIONS, switch="rollout_selection"
@@ -251,8 +262,8 @@ class CreditOptions(OnlineOptions):
     reward_balance: Literal["fixed", "log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = (
         opt(
             None,
-            "How to weight the advantages of each reward during training; reward_weights are the preferences. None: "
-            "advantages of the weighted sum of rewards.",
+            "How to weight the advantages of each reward during training; reward_weights are the preferences. By "
+            "default, advantages are computed from the weighted sum of rewards.",
         )
     )
     balance_kwargs: KwargsValue = kwargs(
@@ -262,8 +273,8 @@ class CreditOptions(OnlineOptions):
     )
     truncated_logprobs: Literal["exact", "softmax"] = opt(
         "exact",
-        "How log-probs are computed with top_k, top_p, min_p or repetition_penalty. exact: under the distribution "
-        "that was sampled from, in which the kept tokens are renormalized. softmax: under the whole softmax, as in "
+        "How log-probs are computed with top_k, top_p, min_p or repetition_penalty. 'exact' uses the distribution "
+        "that was sampled from, in which the kept tokens are renormalized. 'softmax' uses the whole softmax, as in "
         "TRL; policy gradients are then biased, and sampling is not corrected.",
     )
 
@@ -277,9 +288,9 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
 
     kl_estimator: KLEstimate = opt(
         "k3",
-        "Estimator of the policy's KL from the reference, per token: Schulman's k1, k2 or k3, or abs; with +, the "
-        "same value with the gradient of k2. full: the KL of the full distributions. sequence: also exact for samples "
-        "of another policy, and includes the effect of a token on later tokens.",
+        "Estimator of the policy's KL from the reference, per token: Schulman's k1, k2 or k3, or the absolute value "
+        "of k1 (abs). A + gives the same value with the gradient of k2. 'full' is the KL of the full distributions. "
+        "'sequence' is exact for samples of another policy, too, and includes the effect of a token on later tokens.",
     )
     kl_in: Literal["loss", "reward"] = opt(
         "loss", "Whether beta * KL is added to the loss or subtracted from the reward."
@@ -292,10 +303,13 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
         off="beta=0.0: there is no KL term. Set beta > 0.",
     )
     entropy_coef: Annotated[float, Ge(0)] = opt(
-        0.0, "Weight of the entropy bonus, the mean entropy of a token; if adaptive, the initial weight."
+        0.0,
+        "Weight of the entropy bonus, which is the mean entropy of a token. With use_adaptive_entropy, this is "
+        "its initial weight.",
     )
     use_adaptive_entropy: bool = opt(
-        False, "Adapt entropy_coef after each step to keep the entropy at a target; no bonus above the target."
+        False,
+        "Adapt entropy_coef after each step to keep the entropy at a target. There is no bonus above the target.",
     )
     entropy_kwargs: KwargsValue = kwargs(
         "Hyperparameters of the adaptive weight of the entropy bonus.",
@@ -304,33 +318,34 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     )
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = opt(
         1.0,
-        "Compute the policy loss only on this share of the tokens of a generation batch: those with the highest "
-        "entropy. Below 1, the batch needs an additional forward pass.",
+        "Compute the policy loss only on this fraction of the tokens of a generation batch, those with the highest "
+        "entropy. A value below 1 needs one more forward pass.",
     )
     loss_type: LossType = opt(
         "dapo",
-        "The loss and how it is averaged. With PPO's clipped surrogate: grpo, mean over sequences of token means; "
-        "dapo and bnpo, mean over all tokens of the step; dr_grpo, sum over tokens / (number of sequences * "
-        "max_completion_length); luspo, mean over sequences of token sums. See docs/losses.md for the others.",
+        "Loss, and how it is averaged. Five of them are PPO's clipped surrogate with different averages: the mean "
+        "over sequences of token means (grpo), the mean over all tokens of the step (dapo, bnpo), the sum over tokens "
+        "divided by the number of sequences * max_completion_length (dr_grpo), and the mean over sequences of token "
+        "sums (luspo). For the others, see docs/losses.md.",
     )
     importance_sampling_level: ImportanceLevel = opt(
         "token",
-        "Level of the ratio. token: one for each token. sequence: one for each sequence, from its mean log-ratio "
-        "(GSPO). sequence_token: the same value, but each token has its own gradient (GSPO-token). sequence_sum: one "
-        "for each sequence, from its summed log-ratio (RLOO).",
+        "Level at which the ratio is computed. 'token' has one ratio for each token. 'sequence' has one for each "
+        "sequence, from its mean log-ratio (GSPO). 'sequence_token' has the same value, but each token has its own "
+        "gradient (GSPO-token). 'sequence_sum' has one for each sequence, from its summed log-ratio (RLOO).",
     )
     epsilon: Annotated[float, Ge(0)] = opt(
         0.2,
-        "Clip the ratio to at least 1 - epsilon; from 1 on, there is no lower bound. dppo: how far a probability may "
-        "fall (epsilon_high: rise).",
+        "Clip the ratio to at least 1 - epsilon; with 1 or more, there is no lower bound. With loss_type='dppo', this "
+        "is how far a probability may fall, and epsilon_high is how far it may rise.",
     )
     epsilon_high: Annotated[float, Ge(0)] | None = opt(
-        None, "Clip the ratio to at most 1 + epsilon_high; None: same as epsilon. DAPO uses 0.28."
+        None, "Clip the ratio to at most 1 + epsilon_high. The default is the value of epsilon; DAPO uses 0.28."
     )
     delta: Annotated[float, Gt(0)] | None = opt(
         None,
-        "Upper bound of the ratio where epsilon does not clip it, for two-sided (dual) clipping; must be above "
-        "1 + epsilon_high. Called clip_ratio_c in verl, lower_bound_ratio in cosmos-rl.",
+        "Upper bound of the ratio where epsilon does not clip it, for two-sided (dual) clipping. It must be above 1 + "
+        "epsilon_high. verl calls it clip_ratio_c, and cosmos-rl lower_bound_ratio.",
     )
     loss_kwargs: KwargsValue = kwargs(
         "Hyperparameters of the loss.",
@@ -347,8 +362,8 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     )
     normalize_advantages: bool = opt(
         False,
-        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1: over its tokens if each "
-        "token has its own advantage (PPO, REINFORCE++), otherwise over its completions.",
+        "Normalize the advantages of a generation batch to mean 0 and standard deviation 1, over its tokens if each "
+        "token has its own advantage (PPO, REINFORCE++), and over its completions otherwise.",
     )
 
     kl_params = ParamsOf("kl_kwargs", KLParams, if_off=True)
@@ -358,7 +373,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
 
     @property
     def kl_part(self) -> str | None:
-        """The estimator of the KL term; None: there is no term."""
+        """The estimator of the KL term. None means there is no term."""
         return str(self.kl_estimator) if self.beta > 0 else None
 
     @property

@@ -20,14 +20,14 @@ LabelSmoothing = Annotated[float, Ge(0), Le(0.5)]
 class PairParams(Params):
     """Hyperparameters that go with every pairwise loss."""
 
-    beta: Annotated[float, Gt(0)] = opt(0.1, "b, in 1 / nats.")
+    beta: Annotated[float, Gt(0)] = opt(0.1, "Parameter b of the loss, in 1 / nats.")
 
 
 @hyperparameters
 class SmoothedParams(PairParams):
     """Hyperparameters of the losses that allow for wrong labels."""
 
-    label_smoothing: LabelSmoothing = opt(0.0, "e, the probability that a label is wrong.")
+    label_smoothing: LabelSmoothing = opt(0.0, "Probability e that a label is wrong.")
 
 
 @hyperparameters
@@ -67,7 +67,9 @@ class DiscopopParams(PairParams):
     """Hyperparameters of `discopop`."""
 
     discopop_tau: Annotated[float, Gt(0)] = opt(
-        0.05, "tau, 0.05 in the paper; above 1 the loss grows exponentially for negative margins."
+        0.05,
+        "Temperature tau of the mixture, 0.05 in the paper. Above 1, the loss grows exponentially for negative "
+        "margins.",
     )
 
 
@@ -75,14 +77,14 @@ class DiscopopParams(PairParams):
 class SimpoParams(SmoothedParams):
     """Hyperparameters of `simpo`."""
 
-    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "g, the target margin of rewards.")
+    simpo_gamma: Annotated[float, Ge(0)] = opt(0.5, "Target margin g of rewards.")
 
 
 @hyperparameters
 class AlphaParams(SimpoParams):
     """Hyperparameters of `alphapo`."""
 
-    alpha: float = opt(0.0, "Shape of the reward; 0: that of SimPO.")
+    alpha: float = opt(0.0, "Shape of the reward. At 0 it is that of SimPO.")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ CPO_LOSS_FACTS: dict[str, PairLossFacts] = {
 class ReferenceOptions:
     """The reference model, which the policy stays close to."""
 
-    beta: Annotated[float, Ge(0)] = opt(0.04, "Weight of the KL term; 0: no KL term and no reference model.")
+    beta: Annotated[float, Ge(0)] = opt(
+        0.04, "Weight of the KL term. At 0 there is no KL term, and no reference model is loaded."
+    )
     sync_ref_model: bool = opt(False, "Move the reference toward the policy during training (TR-DPO).")
     ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = opt(
         0.6,

@@ -24,7 +24,7 @@ class CurriculumParams(Params):
 
     band: list[float] = opt([0.1, 0.9], "Lowest and highest success rate of prompts that are not replaced.")
     reward_bounds: list[float] = opt([0.0, 1.0], "Rewards of a failure and of a success.")
-    floor: Annotated[float, Ge(0)] = opt(0.05, "Added to the sampling weight of every prompt.")
+    floor: Annotated[float, Ge(0)] = opt(0.05, "Number that is added to the sampling weight of every prompt.")
     momentum: Annotated[float, Ge(0), Lt(1)] = opt(
         0.5, "Weight of the past in a prompt's success rate, an exponential moving average."
     )
@@ -48,7 +48,7 @@ class ResamplingParams(Params):
         10, "Maximum number of times that prompts are replaced in a generation batch."
     )
     reward_metric: str | None = opt(
-        None, "Name of the reward that must differ within a prompt; None: the total reward."
+        None, "Name of the reward that must differ within a prompt. The default is the total reward."
     )
 
 
@@ -58,8 +58,8 @@ class ShapingParams(Params):
 
     stop_properly_penalty_coef: Annotated[float, Le(1)] | None = opt(
         None,
-        "The total reward of completions that were cut off at the length limit is multiplied by this number, or "
-        "replaced by it if it is below 0.",
+        "Factor for the total reward of completions that were cut off at the length limit. A number below 0 replaces "
+        "their reward instead.",
     )
     missing_eos_penalty: Annotated[float, Gt(0)] | None = opt(
         None, "Number to subtract from the total reward of completions that were cut off or aborted."
@@ -67,10 +67,10 @@ class ShapingParams(Params):
     normalize: bool = opt(
         False,
         "Divide total rewards by the running standard deviation of all totals so far, over all processes. If the "
-        "advantages do not compare completions of a group, subtract the running mean, too.",
+        "advantages do not compare completions of a group, the running mean is subtracted, too.",
     )
     clip_range: list[float] | None = opt(
-        None, "Clip total rewards to this range: smallest and largest value; None: no clipping."
+        None, "Clip total rewards to this range: the smallest and the largest value. By default, nothing is clipped."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -92,7 +92,7 @@ class KeptParams(Params):
     """Hyperparameters of the rules of `kept_rows`."""
 
     num_selected: Annotated[int, Ge(1)] | None = opt(
-        None, "Number of completions to keep of each prompt, below num_generations; required."
+        None, "Number of completions of each prompt to keep, below num_generations. It must be set."
     )
 
 
@@ -118,13 +118,15 @@ SELECTIONS: dict[str, type[Params]] = {
 class AtKParams(Params):
     """Which of pass@k, best@k and maj@k are computed, and what a correct sample is."""
 
-    k: list[int] | None = opt(None, "Sizes k, such as [1, 8]; None: nothing is computed.")
+    k: list[int] | None = opt(None, "Sizes k, such as [1, 8]. By default, nothing is computed.")
     reward: str | None = opt(
-        None, "Name of the reward that decides whether a sample is correct; None: the total reward."
+        None, "Name of the reward that decides whether a sample is correct. The default is the total reward."
     )
-    threshold: float = opt(1.0, "A sample is correct if that reward is at least this.")
+    threshold: float = opt(1.0, "Smallest value of that reward with which a sample counts as correct.")
     answer: str | None = opt(
-        None, "Column of the answers that maj@k compares, which a reward logs with log_extra; None: no maj@k."
+        None,
+        "Column of the answers that maj@k compares, which a reward logs with log_extra. By default, there is no "
+        "maj@k.",
     )
 
 
@@ -133,12 +135,13 @@ class VLLMParams(Params):
     """Settings of requests and weight syncs that are rarely changed."""
 
     request_timeout: Seconds = opt(
-        600.0, "Time limit of a request for all completions of a prompt, in seconds; a late request is repeated once."
+        600.0,
+        "Time limit, in seconds, for a request for all completions of a prompt. A late request is repeated once.",
     )
     guided_json: dict[str, Any] | None = opt(None, "Constrain completions to JSON that follows this schema.")
     guided_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
     sync_folder: str | None = opt(
-        None, "Folder that trainer and servers share; None: /dev/shm if all servers are on this host."
+        None, "Folder that trainer and servers share. The default is /dev/shm if all servers are on this host."
     )
     sync_timeout: Seconds = opt(300.0, "Time limit of a weight sync, in seconds.")
 
@@ -147,17 +150,19 @@ class VLLMParams(Params):
 class CorrectionParams(Params):
     """Hyperparameters of every correction: `low` and `high` of `losses.policy.off_policy.importance_weights`."""
 
-    clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(None, "Lower bound of the importance ratio; None: no bound.")
-    clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Upper bound of the importance ratio; None: no bound.")
+    clip_min: Annotated[float, Gt(0), Le(1)] | None = opt(
+        None, "Lower bound of the importance ratio. None means no bound."
+    )
+    clip_max: Annotated[float, Ge(1)] | None = opt(3.0, "Upper bound of the importance ratio. None means no bound.")
 
 
 @hyperparameters
 class EvalSamplingParams(Params):
-    """How completions are sampled in evaluations; None: as in training."""
+    """How completions are sampled in evaluations. What is None is as in training."""
 
     top_p: Annotated[float, Ge(0.001), Le(1)] | None = opt(None, "See top_p.")
-    top_k: Annotated[int, Ge(0)] | None = opt(None, "See top_k; 0: from all tokens.")
-    min_p: Annotated[float, Ge(0), Le(1)] | None = opt(None, "See min_p; 0: off.")
+    top_k: Annotated[int, Ge(0)] | None = opt(None, "See top_k. 0 means all tokens.")
+    min_p: Annotated[float, Ge(0), Le(1)] | None = opt(None, "See min_p. 0 turns it off.")
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] | None = opt(None, "See repetition_penalty.")
 
     @property
@@ -182,22 +187,22 @@ class RolloutOptions(BaseOptions):
     reward_shaping_kwargs: KwargsValue = kwargs(
         "How total rewards are shaped before advantages are computed, in this order.", ShapingParams
     )
-    reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
+    reward_weights: list[float] | None = opt(None, "Weight of each reward. By default, each weight is 1.")
     reward_timeout: Seconds | None = opt(
         600.0,
-        "Time limit of a reward function for a batch, in seconds; None: no limit.",
+        "Time limit, in seconds, for one call of a reward function with a batch. None means no limit.",
         decides=False,
     )
     on_reward_error: Literal["raise", "skip"] = opt(
         "raise",
-        "What happens on an error in a reward function. raise: the run ends. skip: the function's rewards are None "
-        "for that batch; ten such batches in a row end the run.",
+        "What happens if a reward function fails. With 'raise', the run ends. With 'skip', the function's rewards are "
+        "None for that batch, and the run ends after ten such batches in a row.",
         decides=False,
     )
     stop_without_signal: Annotated[int, Ge(1)] | None = opt(
         None,
-        "End the run with an error after this many consecutive optimizer steps in which the rewards give no signal; "
-        "None: only warn.",
+        "End the run with an error after this many consecutive optimizer steps in which the rewards give no signal. "
+        "By default, there is only a warning.",
         decides=False,
     )
     mask_truncated_completions: bool = opt(
@@ -213,8 +218,8 @@ class RolloutOptions(BaseOptions):
     )
     curriculum: Literal["variance", "band"] | None = opt(
         None,
-        "Replace prompts whose success rate p is outside a band (too easy or too hard). variance: sample the "
-        "replacements in proportion to p (1 - p). band: sample them uniformly inside the band.",
+        "Replace prompts whose success rate p is outside a band (too easy or too hard). The replacements are sampled "
+        "in proportion to p (1 - p) ('variance'), or uniformly inside the band ('band').",
     )
     curriculum_kwargs: KwargsValue = kwargs(
         "Hyperparameters of the curriculum.",
@@ -226,7 +231,7 @@ class RolloutOptions(BaseOptions):
     )
     vllm_server_base_url: list[str] | None = opt(
         None,
-        "URLs of the servers, which share the requests; None: http://vllm_server_host:vllm_server_port.",
+        "URLs of the servers, which share the requests. The default is http://vllm_server_host:vllm_server_port.",
         decides=False,
         needs=["use_vllm"],
     )
@@ -253,18 +258,19 @@ class RolloutOptions(BaseOptions):
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
-        "trainer's and async samples come from older weights. None: on, unless guided decoding, or truncated "
-        "sampling with truncated_logprobs='softmax', makes the trainer score a different distribution from the "
-        "sampler's.",
+        "trainer's and async samples come from older weights. It is on by default, except when guided decoding, or "
+        "truncated sampling with truncated_logprobs='softmax', makes the trainer score a distribution that differs "
+        "from the sampler's.",
         needs=["use_vllm"],
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
     ] = opt(
         "sequence_mask",
-        "Level of the importance weights: the ratio of each token (token), the product of a sequence's token ratios "
-        "(sequence), or their geometric mean (geometric). Ratios out of bounds are set to the bound (truncate), or "
-        "their tokens are excluded from the loss (mask).",
+        "How importance weights are computed and bounded. The first word is the level: the ratio of each token "
+        "(token), the product of a sequence's token ratios (sequence), or their geometric mean (geometric). The "
+        "second says what happens to ratios out of bounds: they are set to the bound (truncate), or their tokens are "
+        "excluded from the loss (mask).",
         needs=["use_vllm"],
     )
     vllm_importance_sampling_kwargs: KwargsValue = kwargs(
@@ -278,33 +284,34 @@ class RolloutOptions(BaseOptions):
     weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
         None,
         "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
-        "the LoRA weights, as files in a shared folder). None: adapter if only an adapter is trained and there is a "
-        "shared folder, otherwise nccl on a GPU and gloo on a CPU.",
+        "the LoRA weights, as files in a shared folder). The default is adapter if only an adapter is trained and "
+        "there is a shared folder, and otherwise nccl on a GPU and gloo on a CPU.",
         decides=False,
         needs=["use_vllm"],
     )
     generation_mode: Literal["sync", "overlap", "async"] = opt(
         "sync",
-        "sync: generate, then train. overlap: train on finished groups while other groups of the same step are "
-        "still being generated; the update is the same up to rounding. async: generate for later steps during "
-        "training, at most max_staleness steps ahead.",
+        "'sync' generates first and then trains. 'overlap' trains on finished groups while other groups of the same "
+        "step are still being generated; the update is the same up to rounding. 'async' generates for later steps "
+        "during training, at most max_staleness steps ahead.",
         needs=["use_vllm"],
     )
     max_staleness: Annotated[int, Ge(1)] = opt(
         4,
-        "async: maximum age, in optimizer steps, of sampling weights when their completions are first trained on.",
+        "With generation_mode='async': maximum age of the sampling weights, in optimizer steps, when their "
+        "completions are first trained on.",
         needs=["use_vllm"],
     )
     ds3_gather_for_generation: bool = opt(
         True,
         "For partitioned models (ZeRO-3, FSDP2): keep all weights gathered on each process during generation. "
-        "False: gather them layer by layer for every token, which is slow but needs little memory.",
+        "Otherwise, they are gathered layer by layer for every token, which is slow but needs little memory.",
         decides=False,
     )
     cache_implementation: Literal["dynamic", "offloaded"] | None = opt(
         None,
-        "Where the KV cache is kept: on the device (dynamic, the default), or in host memory except for the layer "
-        "that is being computed (offloaded).",
+        "Where the KV cache is kept: on the device ('dynamic', the default), or in host memory except for the layer "
+        "that is being computed ('offloaded').",
         decides=False,
     )
 
@@ -316,7 +323,7 @@ class RolloutOptions(BaseOptions):
 
     @property
     def server_urls(self) -> list[str]:
-        """Base URLs of the servers, without a trailing slash."""
+        """Base URLs of the servers, without trailing slashes."""
         given = self.vllm_server_base_url or [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
         return [url.rstrip("/") for url in given]
 

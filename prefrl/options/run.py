@@ -22,10 +22,11 @@ class CheckpointParams(Params):
 
     save_optimizer: bool = opt(
         True,
-        "Save the optimizer's state, which with Adam is two thirds of a checkpoint. False: resuming is not exact.",
+        "Save the optimizer's state, which with Adam is two thirds of a checkpoint; resuming is not exact without it.",
     )
     load_optimizer: bool = opt(
-        True, "Resume with the optimizer's state. False: moments begin at 0, while schedule, data and steps continue."
+        True,
+        "Resume with the optimizer's state. Without it, moments begin at 0, while schedule, data and steps continue.",
     )
     export_weights: bool = opt(
         False,
@@ -39,11 +40,13 @@ class UploadParams(Params):
     """Settings of uploads to `upload_to`."""
 
     checkpoints: Literal["all", "final"] = opt(
-        "all", "all: every checkpoint, the last first. final: the last one, when training is complete."
+        "all",
+        "Upload every checkpoint, beginning with the last ('all'), or only the last one when training is complete "
+        "('final').",
     )
     timeout: Seconds = opt(
         600.0,
-        "Maximum time to wait for uploads at the end of training, in seconds; other processes wait at most "
+        "Maximum time to wait for uploads at the end of training, in seconds. Other processes wait at most "
         "ddp_timeout.",
     )
 
@@ -104,14 +107,16 @@ class ProfileParams(Params):
     traced. Source: `torch.profiler.schedule`.
     """
 
-    wait: Annotated[int, Ge(0)] = opt(1, "Steps at the start of each cycle without profiling.")
+    wait: Annotated[int, Ge(0)] = opt(1, "Number of steps without profiling at the start of each cycle.")
     warmup: Annotated[int, Ge(0)] = opt(
         1, "Steps that are profiled but not kept, because starting the profiler distorts them."
     )
-    active: Annotated[int, Ge(1)] = opt(3, "Steps in a trace.")
-    repeat: Annotated[int, Ge(0)] = opt(1, "Number of cycles, each with its own trace; 0: until training ends.")
-    skip_first: Annotated[int, Ge(0)] = opt(0, "Steps before the first cycle.")
-    ranks: list[int] | None = opt([0], "Processes that write traces; None: all.")
+    active: Annotated[int, Ge(1)] = opt(3, "Number of steps in a trace.")
+    repeat: Annotated[int, Ge(0)] = opt(
+        1, "Number of cycles, each with its own trace. At 0 they go on until training ends."
+    )
+    skip_first: Annotated[int, Ge(0)] = opt(0, "Number of steps before the first cycle.")
+    ranks: list[int] | None = opt([0], "Processes that write traces. None means all.")
     record_shapes: bool = opt(False, "Record the shapes of the inputs of operations.")
     profile_memory: bool = opt(False, "Record the memory that operations allocate and free.")
     with_stack: bool = opt(False, "Record the lines of Python that called operations.")

@@ -17,9 +17,9 @@ from prefrl.options.params import Params, hyperparameters
 
 @hyperparameters
 class OneCycleParams(Params):
-    """Of `one_cycle`."""
+    """Hyperparameters of `one_cycle`."""
 
-    max_lr: Annotated[float, Gt(0)] | None = opt(None, "Largest learning rate; None: learning_rate.")
+    max_lr: Annotated[float, Gt(0)] | None = opt(None, "Largest learning rate. The default is learning_rate.")
     pct_start: Annotated[float, Gt(0), Lt(1)] = opt(0.3, "Fraction of the steps in which the rate rises.")
     div_factor: Annotated[float, Ge(1)] = opt(25.0, "The first rate is max_lr / div_factor.")
     final_div_factor: Annotated[float, Ge(1)] = opt(1e4, "The last rate is the first one / final_div_factor.")
@@ -27,7 +27,7 @@ class OneCycleParams(Params):
 
 @hyperparameters
 class ExponentialParams(Params):
-    """Of `exponential`."""
+    """Hyperparameters of `exponential`."""
 
     decay_rate: Annotated[float, Gt(0), Le(1)] = opt(0.96, "Factor by which the rate falls over decay_steps steps.")
     decay_steps: Annotated[int, Ge(1)] = opt(10000, "Steps in which the rate falls by decay_rate.")
@@ -36,30 +36,32 @@ class ExponentialParams(Params):
 
 @hyperparameters
 class CosineWarmRestartsParams(Params):
-    """Of `cosine_warm_restarts`."""
+    """Hyperparameters of `cosine_warm_restarts`."""
 
-    t_0: Annotated[int, Ge(1)] | None = opt(None, "Steps of the first cycle. Must be set.")
+    t_0: Annotated[int, Ge(1)] | None = opt(None, "Number of steps in the first cycle. It must be set.")
     t_mult: Annotated[int, Ge(1)] = opt(1, "Ratio between the lengths of consecutive cycles.")
     eta_min: Annotated[float, Ge(0)] = opt(0.0, "Learning rate at the end of a cycle.")
 
 
 @hyperparameters
 class WsdParams(Params):
-    """Of `wsd`: warm-up, stable, decay. The stable phase is what the other two leave."""
+    """Hyperparameters of `wsd`: warm-up, stable, decay. The stable phase is what the other two leave."""
 
     warmup_fraction: Annotated[float, Ge(0), Lt(1)] | None = opt(
-        None, "Fraction of the steps in which the rate rises; None: warmup_steps if that is set, otherwise 0.1."
+        None,
+        "Fraction of the steps in which the rate rises. The default is warmup_steps if that is set, and 0.1 "
+        "otherwise.",
     )
     decay_fraction: Annotated[float, Gt(0), Le(1)] = opt(
         0.1, "Fraction of the steps in which the rate falls, limited to the steps after the warm-up."
     )
-    decay_type: Literal["linear", "cosine", "1-sqrt", "exponential"] = opt("linear", "How the rate falls.")
+    decay_type: Literal["linear", "cosine", "1-sqrt", "exponential"] = opt("linear", "Shape of the decay.")
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = opt(0.0, "Final rate, as a fraction of learning_rate.")
 
 
 @hyperparameters
 class WeightDecayParams(Params):
-    """Of `weight_decay_schedule`."""
+    """Hyperparameters of `weight_decay_schedule`."""
 
     start_factor: Annotated[float, Ge(0)] = opt(0.0, "Factor of weight_decay in the first step.")
     end_factor: Annotated[float, Ge(0)] = opt(1.0, "Factor of weight_decay at the end.")
@@ -67,13 +69,15 @@ class WeightDecayParams(Params):
 
 @hyperparameters
 class PlateauParams(Params):
-    """Of `reduce_on_plateau`."""
+    """Hyperparameters of `reduce_on_plateau`."""
 
     metric: str = opt(
-        "eval_loss", "Name of a logged metric; names that start with eval_ are from evaluations, others from training."
+        "eval_loss", "Name of a logged metric. Names that start with eval_ are of evaluations, all others of training."
     )
     mode: Literal["min", "max"] | None = opt(
-        None, "Whether the metric is minimized or maximized; None: minimized if its name ends in loss."
+        None,
+        "Whether the metric is minimized or maximized. By default, a metric whose name ends in loss is minimized; "
+        "for others, this must be set.",
     )
     patience: Annotated[int, Ge(0)] = opt(
         10, "Number of consecutive values without an improvement that are tolerated."
@@ -278,18 +282,18 @@ class GrowthParams(Params):
     """When the batch grows, and by how much."""
 
     patience: Annotated[int, Ge(1)] = opt(
-        5, "Consecutive values of the metric without an improvement after which the batch grows."
+        5, "Number of consecutive values of the metric without an improvement after which the batch grows."
     )
     rate: Annotated[float, Gt(1)] = opt(
         2.0, "Factor by which the rows of a step grow each time, rounded up to a multiple of the initial number."
     )
     eval_metric: str = opt(
-        "loss", "Name of the logged metric that has to improve; lower is better if it ends with loss."
+        "loss", "Name of the logged metric that has to improve. Lower is better if the name ends in loss."
     )
     eval_split: Literal["training", "validation"] = opt(
         "training",
-        "training: the metric is read from each training log. validation: it is read from evaluations, and is named "
-        "without the prefix eval_.",
+        "Where the metric is read: in each training log ('training'), or in evaluations, where it is named without "
+        "the prefix eval_ ('validation').",
     )
 
     @property
@@ -309,7 +313,7 @@ class EarlyStoppingParams(Params):
 class SoupParams(Params):
     """What goes into a soup."""
 
-    top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints with the best metric that are averaged or tried.")
+    top_k: Annotated[int, Ge(2)] = opt(5, "Number of checkpoints to average or try: those with the best metric.")
 
 
 @hyperparameters
@@ -323,11 +327,11 @@ class SpikeParams(Params):
     )
     metrics: list[str] | None = opt(
         None,
-        "Metrics to watch: loss, grad_norm, and kl if there is one. None: all of them, but in online trainers not "
+        "Metrics to watch: 'loss', 'grad_norm' or 'kl'. By default, all that there are; but in online trainers not "
         "the loss, which is 0 up to rounding in an on-policy step.",
     )
     learning_rate_factor: Annotated[float, Gt(0), Le(1)] = opt(
-        0.5, "Factor by which the learning rate is multiplied at each rollback."
+        0.5, "Factor that multiplies the learning rate at each rollback."
     )
     max_rollbacks: Annotated[int, Ge(1)] = opt(
         3, "Maximum number of rollbacks to the same checkpoint; after that, steps with a spike are skipped."

@@ -38,11 +38,12 @@ class AutoSizeParams(Params):
     """How sizes are found by trial."""
 
     memory_share: Annotated[float, Gt(0), Le(1)] = opt(
-        0.9, "Maximum fraction of the memory that is free at the start of the search that training may need."
+        0.9, "Maximum fraction of the memory that training may need, of what is free when the search starts."
     )
     max_batch_size: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Largest per_device_train_batch_size that is tried; None: 128 on a CPU, and no limit but memory on a GPU.",
+        "Largest per_device_train_batch_size that is tried. The default is 128 on a CPU; on a GPU, memory is the only "
+        "limit.",
     )
 
 
@@ -202,7 +203,7 @@ class TrainingOptions:
         f"Schedule of the learning rate: one of transformers, or {', '.join(SCHEDULE_FACTS)}.",
     )
     lr_scheduler_kwargs: KwargsValue = kwargs(
-        "Hyperparameters of lr_scheduler_type, see docs/schedules.md; for schedules of transformers, their arguments.",
+        "Hyperparameters of lr_scheduler_type, or the arguments of a schedule of transformers; see docs/schedules.md.",
         {name: row.params for name, row in SCHEDULE_FACTS.items()},
         switch="lr_scheduler_type",
         others_elsewhere=True,
@@ -212,22 +213,26 @@ class TrainingOptions:
     )
     lr_decay_steps: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Step at which the schedule ends; after it, the learning rate is constant. None: the last step of training.",
+        "Step at which the schedule ends, and after which the learning rate is constant. The default is the last step "
+        "of training.",
     )
     warmup_start_factor: Annotated[float, Ge(0), Le(1)] | None = opt(
         None,
-        "Fraction of learning_rate at which the warm-up begins; None: 0, unless the schedule has another default.",
+        "Fraction of learning_rate at which the warm-up begins. By default it is 0, unless the schedule says "
+        "otherwise.",
     )
     warmup_evaluations: Annotated[int, Ge(0)] = opt(
-        0, "Set warmup_steps to this multiple of eval_steps; needs eval_strategy='steps'. 0: off."
+        0, "Set warmup_steps to this multiple of eval_steps. Needs eval_strategy='steps'."
     )
     learning_rate_scaling: Literal["constant", "sqrt", "linear"] = opt(
-        "constant", "Multiply learning rates by 1, the square root of the number of processes, or this number."
+        "constant",
+        "What to multiply learning rates by: 1 ('constant'), the square root of the number of processes ('sqrt'), "
+        "or that number itself ('linear').",
     )
     reduce_on_plateau: Annotated[int, Ge(0)] = opt(
         0,
         "Maximum number of times that the learning rate is reduced, on top of its schedule, when a metric stops "
-        "improving; 0: never.",
+        "improving.",
     )
     reduce_on_plateau_kwargs: KwargsValue = kwargs(
         "Hyperparameters of reduce_on_plateau.",
@@ -237,7 +242,9 @@ class TrainingOptions:
         off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
     )
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "How the weight decay changes during training: not at all, linearly, or along half a cosine."
+        "constant",
+        "How the weight decay changes during training: not at all ('constant'), linearly ('linear'), or along "
+        "half a cosine ('cosine').",
     )
     weight_decay_schedule_kwargs: KwargsValue = kwargs(
         "Hyperparameters of weight_decay_schedule.",
@@ -247,36 +254,36 @@ class TrainingOptions:
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
         "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. 'auto': found by trial, see docs/automatic_sizes.md. Changes memory and "
-        "speed, never the update.",
+        "instead of a fixed number of rows. With 'auto', the number is found by trial; see docs/automatic_sizes.md. "
+        "This changes memory and speed, but never the update.",
         decides=False,
     )
     effective_batch_size: BatchSize | None = opt(
         None,
-        "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. "
-        "Whichever of the two options is 'auto' is derived from it. None: it is derived from them.",
+        "Rows of an optimizer step: per_device_train_batch_size * gradient_accumulation_steps * processes. Whichever "
+        "of the first two is 'auto' is derived from it. By default, it is their product.",
         decides=False,
     )
     auto_size_kwargs: KwargsValue = kwargs("How sizes that are 'auto' are determined.", AutoSizeParams, decides=False)
     eval_epochs: _Epochs = opt(
         1.0,
-        "With eval_strategy='epoch': epochs between evaluations; 0.25 means four per epoch, 2 means one every two "
-        "epochs.",
+        "Number of epochs between evaluations with eval_strategy='epoch'. 0.25 means four per epoch, and 2 means one "
+        "every two epochs.",
         decides=False,
     )
     save_epochs: _Epochs = opt(
         1.0,
-        "With save_strategy='epoch': epochs between checkpoints; 0.25 means four per epoch.",
+        "Number of epochs between checkpoints with save_strategy='epoch'. 0.25 means four per epoch.",
         decides=False,
     )
     max_eval_samples: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Evaluate only this many rows of a dataset, from its start; None: all of them.",
+        "Evaluate only this many rows of each dataset, from its start. By default, all rows are evaluated.",
         decides=False,
     )
     evaluate_training_set: bool = opt(
         False,
-        "Evaluate the training dataset, too, in the same way; its metrics are named eval_train_...",
+        "Evaluate the training dataset in the same way, too. Its metrics are named eval_train_...",
         decides=False,
     )
     profile: bool = opt(
@@ -295,15 +302,17 @@ class TrainingOptions:
     chat_template_path: str | None = opt(
         None,
         "Chat template: a file with a Jinja template; chatml, llama-3, gemma, mistral or zephyr; or a model whose "
-        "template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. None: "
-        "the tokenizer's own.",
+        "template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. The "
+        "default is the tokenizer's own template.",
     )
     eos_token: str | None = opt(
-        None, "Token of the vocabulary that ends texts; None: the one of chat_template_path, or the tokenizer's own."
+        None,
+        "End-of-sequence token. The default is the chat template's, if chat_template_path has one, and otherwise "
+        "the tokenizer's.",
     )
     pad_token: str | None = opt(
         None,
-        "Padding token of the saved tokenizer; training itself needs none. None: the tokenizer's own, or its "
+        "Padding token of the saved tokenizer; training itself needs none. The default is the tokenizer's own, or its "
         "eos_token.",
     )
     optim: str = opt(
@@ -312,17 +321,19 @@ class TrainingOptions:
     )
     learning_rates: dict[str, float] | str | None = opt(
         None,
-        "Learning rates of some parameters: a mapping from regular expressions to rates, all with the same "
-        "schedule. The first expression that matches part of a parameter's name applies; parameters that none "
-        "matches use learning_rate. JSON on the command line.",
+        "Learning rates of some parameters: a mapping from regular expressions to rates, all with the same schedule. "
+        "The first expression that matches part of a parameter's name applies; parameters that none matches use "
+        "learning_rate. On the command line, give it as JSON.",
     )
     max_grad_value: Annotated[float, Gt(0)] | None = opt(
-        None, "Clip each element of the gradients to this absolute value, after max_grad_norm. None: no clipping."
+        None,
+        "Clip each element of the gradients to this absolute value, after max_grad_norm is applied. By default, "
+        "elements are not clipped.",
     )
     regularization_type: Literal["l1", "l2", "l1_l2"] | None = opt(
         None,
-        "Penalty that is added to the loss of each optimizer step: regularization_lambda times the sum of absolute "
-        "values (l1) or squares (l2) of all trained weights, or both.",
+        "Penalty that is added to the loss of each optimizer step: regularization_lambda times the sum of the "
+        "absolute values ('l1') or squares ('l2') of all trained weights, or of both ('l1_l2').",
     )
     regularization_lambda: Annotated[float, Ge(0)] = opt(0.0, "Weight of the penalty of regularization_type.")
 

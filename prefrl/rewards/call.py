@@ -125,7 +125,7 @@ def call_all(
     Args:
         calls: K functions with their arguments.
         settle: Makes the result of a call out of what became of it, or raises.
-        timeout: Seconds for each function; None: no limit.
+        timeout: Seconds for each function. None means no limit.
         num_completions: B, for messages.
         loop: Runs the async functions.
     Returns:
@@ -272,12 +272,12 @@ class PairwiseJudge(Protocol):
 
 
 def get_judge_reward(judge: PairwiseJudge, *, num_generations: int) -> RewardFunction:
-    """A reward: of the comparisons with the other completions of its prompt, the share that a completion wins.
+    """A reward: the fraction of the comparisons with the other completions of its prompt that a completion wins.
 
     A comparison without a winner counts as half a win for both. All pairs of a prompt are judged in one call.
 
     Args:
-        judge: Compares two completions.
+        judge: Judge that compares two completions.
         num_generations: Completions of each prompt, as in the config; at least 2.
 
     Raises:

@@ -29,7 +29,7 @@ _PATIENCE = 0.5
 
 
 def last_code_block(text: str, language: str) -> str | None:
-    """The last fenced code block marked with a language; without any, the last one with no mark; None: there is none.
+    """The last fenced code block marked with a language; without any, the last one with no mark; or None.
 
     A block that is not closed is none. Reasoning up to `</think>` is skipped.
 
@@ -70,22 +70,22 @@ def get_code_reward(
     budget: float = 300.0,
     num_workers: int | None = None,
 ) -> _CodeReward:
-    """A reward for code: the share of tests that it passes, or 1 if it passes all and 0 if not.
+    """A reward for code: the fraction of the tests that it passes, or 1 if it passes all and 0 otherwise.
 
     The code is the last fenced block of the completion; without one, the reward is 0. Each test runs in new processes.
-    An end without a verdict, for any reason, is a failure. Tests that were not run because the batch took too long
-    leave a completion without a score (None). If its own failed tests took long, they count as failures instead. A
-    sandbox that does not start is an error, and so is a test that cannot judge any completion.
+    A test that ends without a verdict, for whatever reason, is a failure. Tests that were not run because the batch
+    took too long leave a completion without a score (None). If its own failed tests took long, they count as failures
+    instead. A sandbox that does not start is an error, and so is a test that cannot judge any completion.
 
     Args:
-        tests: Which column has the tests. test_cases: for each row, a list of `{"input": ..., "output": ...}`, the
-            standard input of a program and the standard output that is expected. test_code: for each row, Python code
-            with assertions, or a list of such codes, each a test.
+        tests: Column that holds the tests. In "test_cases", each row has a list of `{"input": ..., "output": ...}`,
+            the standard input of a program and the standard output that is expected. In "test_code", each row has
+            Python code with assertions, or a list of such codes, each of which is a test.
         language: Language of the programs, "python" or "bash".
         all_or_nothing: Whether all tests have to pass.
-        sandbox: Where the code runs. None: `LocalSandbox()`.
-        budget: Seconds for a batch; less than the config's `reward_timeout`.
-        num_workers: Tests that run at a time. None: one for each CPU, at most 8.
+        sandbox: Where the code runs. None means `LocalSandbox()`.
+        budget: Time limit for a batch in seconds. It must be less than the config's `reward_timeout`.
+        num_workers: Number of tests that run at the same time. The default is one for each CPU, up to 8.
 
     Raises:
         ConfigError: An argument is not allowed.

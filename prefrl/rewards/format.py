@@ -16,9 +16,9 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def format_reward(completions: Sequence[str | list[dict[str, Any]]], **_: Any) -> list[float]:
-    """1 for `<think>...</think><answer>...</answer>` and nothing else, 0 otherwise.
+    """1 for a completion of the form `<think>...</think><answer>...</answer>`, 0 otherwise.
 
-    Each tag occurs exactly once, neither part is empty, and there is only white space outside.
+    Each tag must occur exactly once, neither part may be empty, and only white space may be outside.
     """
     return [float(_is_think_answer(completion_text(completion))) for completion in completions]
 
@@ -57,7 +57,7 @@ def get_length_reward(target_len: int) -> _LengthReward:
     Args:
         target_len: Target length in tokens.
     Raises:
-        ConfigError: It is not positive.
+        ConfigError: The target is not positive.
     Source: after the length term of LCPO-Exact, Aggarwal and Welleck 2025, arXiv 2503.04697; scaled to 0 .. 1
     """
     if target_len < 1:
@@ -90,8 +90,9 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """A penalty that grows from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
 
     Args:
-        max_completion_len: Number of tokens from which on the penalty is -1; the config's `max_completion_length`.
-        soft_punish_cache: Number of tokens over which it grows; 0: there is no penalty up to the maximum.
+        max_completion_len: Number of tokens beyond which the penalty is -1. Set it to the config's
+            `max_completion_length`.
+        soft_punish_cache: Length of the ramp in tokens. At 0 there is no penalty up to the maximum.
     Raises:
         ConfigError: A length is out of range.
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476, eq. 13
@@ -127,8 +128,8 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     """A penalty for repeated n-grams of tokens: `max_penalty * (1 - distinct / all)`.
 
     Args:
-        ngram_size: Number of tokens of an n-gram; shorter completions are not penalized.
-        max_penalty: The penalty in the limit of endless repetition, <= 0.
+        ngram_size: Number of tokens in an n-gram. Shorter completions are not penalized.
+        max_penalty: The penalty that endless repetition approaches, at most 0.
     Raises:
         ConfigError: The size is not positive, or the penalty is not a finite number <= 0.
     Source: after Yeo et al. 2025, arXiv 2502.03373, appendix C.2

@@ -191,7 +191,8 @@ def get_numeric_reward(tolerance: float = 0.0) -> _NumericReward:
     """`numeric_reward`, which also accepts numbers that are near the answer.
 
     Args:
-        tolerance: The largest difference between a completion's final number and the answer for which it is right.
+        tolerance: Largest difference between a completion's final number and the answer with which it still counts as
+            correct.
     Raises:
         ConfigError: The tolerance is not a finite number >= 0.
     """
@@ -269,10 +270,10 @@ class MathReward:
 
 
 class ReasoningReward:
-    """A `MathReward` for what follows the reasoning; 0 for a completion whose reasoning has no end.
+    """A `MathReward` for what follows the reasoning. A completion whose reasoning does not end gets 0.
 
     Args:
-        reward: Scores the answers; its name is the name of both.
+        reward: Reward that scores the answers. Both have the same name.
     """
 
     def __init__(self, reward: MathReward) -> None:
@@ -295,7 +296,7 @@ class ReasoningReward:
             completions: B texts or lists of messages.
             solution: B correct answers, in LaTeX or plain.
             reasoning_delimiters: Texts that end the reasoning. The answer follows the last occurrence of the first of
-                them that a completion contains; None: of `</think>`.
+                them that a completion contains. None means those of `</think>`.
             log_extra: See `MathReward`.
             log_metric: See `MathReward`.
 
@@ -363,16 +364,17 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> _CosineScaledReward:
-    """Short right answers get most, short wrong ones least: `r_L + (r_0 - r_L) (1 + cos(pi L / max_len)) / 2`.
+    """A reward for the length L of answers: `r_L + (r_0 - r_L) (1 + cos(pi L / max_len)) / 2`.
 
-    `accuracy_reward` decides what is right; its None stays None.
+    Short correct answers get the highest reward, and short wrong ones the lowest. `accuracy_reward` decides what is
+    correct; its None stays None.
 
     Args:
-        max_len: Number of tokens from which on the reward no longer changes.
-        min_value_wrong: r_0 of a wrong answer.
-        max_value_wrong: r_L of a wrong answer.
-        min_value_correct: r_L of a right answer.
-        max_value_correct: r_0 of a right answer.
+        max_len: Number of tokens beyond which the reward no longer changes.
+        min_value_wrong: Value of r_0 for a wrong answer.
+        max_value_wrong: Value of r_L for a wrong answer.
+        min_value_correct: Value of r_L for a correct answer.
+        max_value_correct: Value of r_0 for a correct answer.
     Raises:
         ConfigError: `max_len` is not positive, or a minimum is above its maximum.
     Source: Yeo et al. 2025, arXiv 2502.03373, appendix C.1

@@ -59,7 +59,7 @@ class RowReader:
         return self._processor is not None
 
     def row(self, prompt: Any, completion: Any, images: Sequence[Any] | None) -> ModelRow:
-        """A row of text, or of messages with the images of the prompt as they are stored; None: those in the messages.
+        """A row of text, or of messages with the images of the prompt as they are stored, or None for those in them.
 
         Raises:
             ConfigError: Messages, and there is no chat template.
@@ -136,12 +136,12 @@ class ModelReward:
 
     Args:
         model: Name, folder or instance. A folder or name may be that of a LoRA adapter with one label.
-        head: Which label of a model with several: its name in `config.id2label`, or its index.
-        per_token: Divide the score by the number of tokens of the completion, as sampled.
-        tokenizer: The model's tokenizer, or the processor of a vision-language model; None: the one loaded by the
+        head: Which label to use if the model has several: its name in `config.id2label`, or its index.
+        per_token: Whether to divide the score by the number of sampled tokens in the completion.
+        tokenizer: The model's tokenizer, or the processor of a vision-language model. None means the one loaded by the
             model's name. A tokenizer without a padding token pads with its end-of-sequence token.
-        device: Where the model is put; None: it stays where it is.
-        batch_size: The most completions that the model scores at once.
+        device: Device for the model. By default, it stays where it is.
+        batch_size: Maximum number of completions that the model scores at once.
         model_init_kwargs: For `from_pretrained` of a model that is given by name or folder; of an adapter, for that of
             its base model. Weights have the type of the files unless it has a `dtype`.
     Raises:
@@ -198,8 +198,8 @@ class ModelReward:
             prompts: B texts or lists of messages.
             completions: B texts or lists of messages.
             completion_ids: B lists of token ids, as sampled; read only if the score is per token.
-            images: B lists of the images of prompts, as a dataset holds them; None: those in the messages. Read only
-                by a vision-language model with its processor.
+            images: B lists of the images of prompts, as a dataset holds them. None means those in the messages. Read
+                only by a vision-language model with its processor.
         Raises:
             ConfigError: Messages, and the tokenizer has no chat template; or a model that reads images has partitioned
                 weights.

@@ -220,11 +220,11 @@ _TUPLE = "__tuple__"
 
 @dataclass(eq=False)
 class ReasoningGym(Grader):
-    """What a task of reasoning-gym scores an answer with, from 0 to 1.
+    """Score of an answer from a reasoning-gym task, from 0 to 1.
 
-    The answer is what stands in the last `<answer>...</answer>` of the completion behind its reasoning; without these
-    tags, all of that text. An answer that the task cannot read scores 0. Rows need the columns `answer` and
-    `metadata` of the task's entries, as `reasoning_gym_dataset` makes them; a row of another task gets None.
+    The answer is the content of the last `<answer>...</answer>` after the completion's reasoning, or, without these
+    tags, everything after the reasoning. An answer that the task cannot read scores 0. Rows need the columns `answer`
+    and `metadata` of the task's entries, as `reasoning_gym_dataset` makes them; a row of another task gets None.
 
     Args:
         task: Name of the task, such as "chain_sum"; also the reward's name in logs.
@@ -273,8 +273,8 @@ def reasoning_gym_dataset(task: str, *, size: int, seed: int, **options: Any) ->
     Args:
         task: Name of the task, such as "chain_sum".
         size: Number of rows.
-        seed: Decides which entries.
-        **options: Of the task, such as `max_terms=3`.
+        seed: Seed for the choice of entries.
+        **options: Options of the task, such as `max_terms=3`.
     Returns:
         Rows with `prompt` (one message of the user), `answer`, and `metadata` (JSON).
     Raises:

@@ -98,19 +98,19 @@ class RewardRunner:
     Args:
         reward_funcs: One or several functions `f(prompts, completions, completion_ids, **columns)`, sync or async, and
             sequence-classification models by name, folder or instance. A mapping gives them names.
-        weights: K weights; None: 1 each.
-        timeout: Seconds for one function and one batch; None: no limit.
-        on_error: What becomes of an error of a function. raise: it is raised. skip: the function's values for that
-            batch are None, and only 10 such batches one after another are an error.
+        weights: K weights. None means 1 each.
+        timeout: Seconds for one function and one batch. None means no limit.
+        on_error: What happens if a function fails. "raise" raises its error. "skip" makes the function's values for
+            that batch None, and raises an error only after 10 such batches in a row.
         processing_classes: Tokenizers of reward models, or processors of those that read images: one for all of them,
             or K entries with None for functions and for models that bring their own.
         columns: Columns of the dataset, if they are already known.
         environments: Classes of environments that have rewards of their own, by name. Each is one more reward, of
-            weight 1, after the others. None: there are no environments, so rewards cannot ask for them.
-        device: Where reward models are put; None: they stay where they are.
-        model_init_kwargs: See `ModelReward`; for models given by name or folder.
+            weight 1, after the others. None means there are no environments, so rewards cannot ask for them.
+        device: Device for reward models. By default, they stay where they are.
+        model_init_kwargs: See `ModelReward`. They are used for models given by name or folder.
     Raises:
-        ConfigError: No rewards, one that cannot work, or weights, timeout or tokenizers that do not match.
+        ConfigError: There are no rewards, one cannot work, or weights, timeout or tokenizers do not match them.
         ImportError: A reward needs a package that is not installed.
     """
 
@@ -165,7 +165,7 @@ class RewardRunner:
 
     @property
     def required(self) -> frozenset[str]:
-        """Arguments that the rewards cannot do without."""
+        """Arguments that the rewards require."""
         return frozenset[str]().union(*(reward.required for reward in self._rewards))
 
     @property
@@ -181,7 +181,7 @@ class RewardRunner:
 
     @property
     def passes(self) -> list[tuple[nn.Module, Callable[[], None]]]:
-        """Each model with a pass of it that gives no reward."""
+        """Each model with a function that runs one pass of it without giving a reward."""
         return [(reward.model, reward.idle_pass) for reward in self.models]
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -221,11 +221,11 @@ class RewardRunner:
             prompts: B texts or lists of messages.
             completions: B texts or lists of messages.
             completion_ids: B lists of token ids.
-            columns: B values for each column of the dataset.
-            episodes: B episodes; None: there are no tools and environments.
+            columns: The columns of the dataset, with B values each.
+            episodes: B episodes. None means there are no tools and environments.
             trainer_state: Passed to the functions whose signature names it.
-            seed: Seeds the global random generators for the functions; their states are restored afterwards. None:
-                functions use the generators as they are.
+            seed: Seeds the global random generators for the functions; their states are restored afterwards. None
+                means functions use the generators as they are.
         Raises:
             ConfigError: A column is missing.
             DataError: A function cannot use a row.

@@ -60,12 +60,13 @@ class LocalSandbox:
     """Runs each test in new processes on this machine, with limits.
 
     Args:
-        isolation: bwrap: namespaces made by bubblewrap. namespaces: made by prefrl. Both have no network, and no files
-            but the installed programs and an empty /tmp. process: a process with limits alone, which reads the files
-            that its user may read, and has the network. auto: bwrap or namespaces, the first that works.
+        isolation: "bwrap" uses namespaces made by bubblewrap, and "namespaces" those made by prefrl. Both have no
+            network, and no files but the installed programs and an empty /tmp. "process" is a process with limits
+            only, which can read the files that its user may read, and has the network. "auto" takes the first of
+            "bwrap" and "namespaces" that works.
         limits: What a completion may use for one test.
-        python: Interpreter that runs Python; its packages are those that completions can import. None: that of this
-            environment's base, without the packages of this environment, or /usr/bin/python3.
+        python: Interpreter that runs Python; its packages are those that completions can import. By default, this is
+            the base interpreter of this environment, without the environment's packages, or /usr/bin/python3.
 
     Raises:
         ConfigError: `isolation` is unknown.

@@ -22,13 +22,14 @@ class SandboxLimits:
     """What a completion may use for one test.
 
     Args:
-        wall_s: Seconds by the clock.
-        cpu_s: CPU seconds of each process; rounded up.
-        memory_mb: MiB of address space of each process.
-        processes: Processes and threads at a time.
-        open_files: Open files of each process.
-        scratch_mb: MiB of a file, and where the sandbox has a file system of its own, of all files.
-        output_bytes: Bytes of standard output. More are a failure.
+        wall_s: Wall-clock time limit in seconds.
+        cpu_s: Limit of CPU time in seconds, for each process. It is rounded up.
+        memory_mb: Limit of the address space in MiB, for each process.
+        processes: Maximum number of processes and threads at the same time.
+        open_files: Maximum number of open files, for each process.
+        scratch_mb: Size limit in MiB for each file, or for all files together if the sandbox has a file system of its
+            own.
+        output_bytes: Maximum number of bytes of standard output. Exceeding it is a failure.
 
     Raises:
         ConfigError: A limit is not a positive, finite number.
@@ -119,14 +120,14 @@ class RemoteSandbox:
     The request is a POST of `{"language": ..., "code": ..., "test": ..., "limits": ...}`, where the test is
     `{"input": ..., "output": ...}` or `{"code": ...}` and the limits are those of `SandboxLimits`. The answer is
     `{"passed": true}` or `{"passed": false, "reason": ...}`. If the environment variable PREFRL_SANDBOX_KEY is set, it
-    is sent as a bearer token. A server that is not reachable or too slow is asked three times.
+    is sent as a bearer token. A request is sent up to three times if the server cannot be reached or is too slow.
 
     Args:
-        url: Where requests go, http or https.
+        url: URL to send requests to, with http or https.
         limits: What a completion may use for one test.
 
     Raises:
-        ConfigError: The URL is none.
+        ConfigError: The URL is not valid.
     """
 
     url: str
@@ -140,10 +141,10 @@ class RemoteSandbox:
             raise ConfigError(f"url: a key does not belong in the URL; set {_KEY_VARIABLE} in the environment")
 
     def setup(self) -> None:
-        """Ask the server about a program that passes and about one that does not.
+        """Ask the server to run a program that passes a test and one that does not.
 
         Raises:
-            ConfigError: It does not answer, or not as it should.
+            ConfigError: The server does not answer, or gives a wrong answer.
         """
         test = InputOutputTest("prefrl", "prefrl")
         try:

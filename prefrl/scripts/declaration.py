@@ -155,9 +155,9 @@ def uncollected() -> Iterator[None]:
 
 
 def init_zero_verbose() -> None:
-    """Log errors alone, in color, and send Python's warnings to the log instead of the terminal.
+    """Log only errors, in color, and send Python's warnings to the log instead of the terminal.
 
-    prefrl's warnings then do not show, either. Call it before other libraries set up their logs.
+    This also hides prefrl's own warnings. Call it before other libraries set up their logs.
     """
     from rich.logging import RichHandler
 

@@ -48,35 +48,41 @@ _BATCH = 256  # completions that are scored together
 class EvalArguments(SamplingArguments, ColumnArguments):
     """The prompts, perhaps their responses, and the rewards."""
 
-    dataset_name: str | None = opt(None, f"A dataset on the Hub, a folder, or {FILES}.")
-    dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
-    prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
+    dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}.")
+    dataset_split: str | None = opt(
+        None, "Split, such as test[:100]. The default is all of a file, and otherwise test."
+    )
+    prompt_column: str = opt("prompt", "Column with the prompts, which are texts or lists of messages.")
     response_column: str = opt(
-        RESPONSES, "If no model is given: the column with the responses, one text or a list of texts per prompt."
+        RESPONSES, "Column with the responses, if no model is given: one text or a list of texts per prompt."
     )
     data_source_column: str = opt("data_source", "Column with the data source of each prompt, if there is one.")
     reference_column: str | None = opt(
         None,
-        "Column with the correct answer, for rewards that read it in the columns answer, solution or ground_truth; "
-        "a dot selects an entry of a column, as in reward_model.ground_truth. None: the columns are used as they "
+        "Column with the correct answer, for rewards that read it in the columns answer, solution or ground_truth; a "
+        "dot selects an entry of a column, as in reward_model.ground_truth. By default, the columns are used as they "
         "are.",
     )
     reward_funcs: list[RewardEntry] | None = opt(
-        None, "Rewards, as for training: built-in names, module.function, file.py:function, or graders."
+        None, "Reward functions, as for training: built-in names, module.function, file.py:function, or graders."
     )
-    reward_model_name_or_path: str | None = opt(None, "A sequence-classification model as an additional reward.")
-    reward_weights: list[float] | None = opt(None, "Weight of each reward; None: 1 for all.")
+    reward_model_name_or_path: str | None = opt(None, "Sequence-classification model that gives one more reward.")
+    reward_weights: list[float] | None = opt(None, "Weight of each reward. By default, each weight is 1.")
     k: list[int] | None = opt(
-        None, "Values of k for pass@k, maj@k and best@k; None: 1, 2, 4, ... up to the number of responses."
+        None, "Values of k for pass@k, maj@k and best@k. The default is 1, 2, 4, ... up to the number of responses."
     )
-    correct_reward: str | None = opt(None, "Name of the reward that decides what is correct; None: the total.")
-    threshold: float = opt(1.0, "A response is correct if that reward is at least this.")
+    correct_reward: str | None = opt(
+        None, "Name of the reward that decides what is correct. The default is the total reward."
+    )
+    threshold: float = opt(1.0, "Smallest value of that reward with which a response counts as correct.")
     answer_column: str | None = opt(
         None,
-        "Column of the answers that maj@k compares, logged by a reward; None: answer_parsed or pred, if a reward "
-        "logs one of them.",
+        "Column of the answers that maj@k compares, which a reward logs. The default is answer_parsed or pred, if a "
+        "reward logs one of them.",
     )
-    output_dir: str | None = opt(None, "Folder for metrics.json and completions.parquet; None: nothing is written.")
+    output_dir: str | None = opt(
+        None, "Folder for metrics.json and completions.parquet. By default, nothing is written."
+    )
 
     def __post_init__(self) -> None:
         self.reward_funcs = reward_entries(self.reward_funcs)

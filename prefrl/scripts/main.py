@@ -132,7 +132,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = {row.name: f"dataset: {row.dataset}" for row in REGISTRY.values()}
+    commands = {row.name: f"train on {row.dataset}" for row in REGISTRY.values()}
     commands |= {name: command.text for name, command in OTHERS.items()}
     width = max(map(len, commands))
     parser = _Parser(
@@ -143,11 +143,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"prefrl {prefrl.__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     parser.add_argument(
-        "command", metavar="command", nargs="?", help="see below; prefrl COMMAND --help shows its options"
+        "command",
+        metavar="command",
+        nargs="?",
+        help="One of the commands below. prefrl COMMAND --help shows its options.",
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of the command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Options of the command.")
     return parser
 
 

@@ -37,8 +37,8 @@ from prefrl.scripts.report_page import page
 class RunArguments:
     """One run, or two that are compared."""
 
-    run: str | None = opt(None, "output_dir of a run.")
-    other: str | None = opt(None, "output_dir of another run to compare it with.")
+    run: str | None = opt(None, "The output_dir of a run.")
+    other: str | None = opt(None, "The output_dir of another run to compare it with.")
 
     def __post_init__(self) -> None:
         if self.run is None:
@@ -53,7 +53,7 @@ class RunArguments:
 class ReportArguments(RunArguments):
     """The runs, and where the page goes."""
 
-    output: str | None = opt(None, "File to write; None: report.html in the folder of the first run.")
+    output: str | None = opt(None, "File to write. The default is report.html in the folder of the first run.")
 
 
 @command(
@@ -89,7 +89,7 @@ _WATCHED = ("*.json", "*.jsonl", "checkpoint-*", "nan-step-*", "completions", "e
 class WatchArguments(RunArguments):
     """The runs, and the address of the page."""
 
-    port: Annotated[int, Ge(0), Lt(2**16)] = opt(8765, "Port of the page; 0: any free one.")
+    port: Annotated[int, Ge(0), Lt(2**16)] = opt(8765, "Port of the page. 0 takes any free port.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,13 +226,15 @@ class LookArguments:
     """Which completions of which run."""
 
     run_dir: str | None = opt(None, "Folder of the run, or of its completions.")
-    worst: Annotated[int, Ge(0)] | None = opt(None, "Number of completions with the lowest reward to show; None: 3.")
-    best: Annotated[int, Ge(0)] = opt(0, "Number of completions with the highest reward to show.")
-    step: int | None = opt(
-        None, "Show completions of the generation batch that this optimizer step learned from; None: the last one."
+    worst: Annotated[int, Ge(0)] | None = opt(
+        None, "Number of completions with the lowest reward to show. The default is 3."
     )
+    best: Annotated[int, Ge(0)] = opt(0, "Number of completions with the highest reward to show.")
+    step: int | None = opt(None, "Optimizer step whose generation batch is shown. The default is the last one.")
     all_steps: bool = opt(False, "Search all generation batches that the run kept.")
-    reward: str = opt("reward", "Column to sort by: reward for the total, the name of a single reward, or advantage.")
+    reward: str = opt(
+        "reward", "Column to sort by: 'reward' for the total, the name of a single reward, or 'advantage'."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -47,28 +47,30 @@ class SamplingArguments:
 
     model_name_or_path: str | None = opt(
         None,
-        "Model or adapter: a folder or a name on the Hub. With a server, the model's name on it; None: its first "
-        "model.",
+        "Folder of a model or an adapter, or its name on the Hub. With a server, this is the model's name there; the "
+        "default is its first model.",
     )
     server: str | None = opt(
         None,
-        "Sample from this server instead: the URL of an OpenAI-compatible API, such as http://localhost:8000/v1. "
-        "The key is read from VLLM_API_KEY or, for a server on this machine, from the key file of prefrl vllm-serve.",
+        "URL of a server with an OpenAI-compatible API to sample from instead, such as http://localhost:8000/v1. The "
+        "key is read from VLLM_API_KEY or, for a server on this machine, from the key file of prefrl vllm-serve.",
     )
     num_generations: Annotated[int, Ge(1)] = opt(1, "Completions per prompt.")
     max_completion_length: Annotated[int, Ge(1)] = opt(512, "Maximum length of a completion in tokens.")
     temperature: Annotated[float, Ge(0)] | None = opt(
-        None, "Sampling temperature; 0 decodes greedily. None: 0 for one completion per prompt, 1 for several."
+        None,
+        "Sampling temperature, where 0 decodes greedily. The default is 0 for one completion per prompt, and 1 "
+        "for several.",
     )
     top_p: Annotated[float, Gt(0), Le(1)] = opt(
         1.0, "Sample from the smallest set of most likely tokens with this total probability."
     )
-    top_k: Annotated[int, Ge(0)] = opt(0, "Sample from this many of the most likely tokens; 0: from all.")
-    seed: Annotated[int, Ge(0)] = opt(0, "Seed for sampling: the same seed gives the same completions.")
+    top_k: Annotated[int, Ge(0)] = opt(0, "Sample from this many of the most likely tokens. 0 means all tokens.")
+    seed: Annotated[int, Ge(0)] = opt(0, "Seed for sampling. The same seed gives the same completions.")
     batch_size: Annotated[int, Ge(1)] = opt(
-        64, "Number of completions that are decoded together in this process; 1 needs the least memory."
+        64, "Number of completions that are decoded together in this process. 1 needs the least memory."
     )
-    dtype: DType = opt("auto", "Type of the weights; auto: that of the files.")
+    dtype: DType = opt("auto", "Data type of the weights. 'auto' takes that of the files.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -343,14 +345,16 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 class GenerateArguments(SamplingArguments, ColumnArguments):
     """The prompts, and where the completions go."""
 
-    prompt: str | None = opt(None, "The prompt. Set this or dataset_name.")
-    system: str | None = opt(None, "System prompt to use with prompt.")
+    prompt: str | None = opt(None, "Prompt to complete. Set this or dataset_name.")
+    system: str | None = opt(None, "System prompt that goes with prompt.")
     raw: bool = opt(False, "Continue the text of prompt directly, without the chat template.")
-    dataset_name: str | None = opt(None, f"Prompts: a dataset on the Hub, a folder, or {FILES}.")
-    dataset_split: str | None = opt(None, "Split, such as test[:100]; None: the whole of a file, otherwise test.")
-    prompt_column: str = opt("prompt", "Column with the prompts, texts or lists of messages.")
+    dataset_name: str | None = opt(None, f"Dataset with the prompts: a name on the Hub, a folder, or {FILES}.")
+    dataset_split: str | None = opt(
+        None, "Split, such as test[:100]. The default is all of a file, and otherwise test."
+    )
+    prompt_column: str = opt("prompt", "Column with the prompts, which are texts or lists of messages.")
     output_file: str | None = opt(
-        None, f"A .jsonl or .parquet file to which the rows are written, with a column {RESPONSES}."
+        None, f"File to write the rows to, with a column {RESPONSES}. It must end in .jsonl or .parquet."
     )
 
     def __post_init__(self) -> None:
@@ -422,7 +426,7 @@ _COMMANDS = "/clear forgets the conversation, /undo its last turn; /exit or Ctrl
 class ChatArguments(SamplingArguments):
     """The model, and what it is told first."""
 
-    system: str | None = opt(None, "A system prompt.")
+    system: str | None = opt(None, "System prompt of the conversation.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

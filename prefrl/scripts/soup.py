@@ -47,24 +47,33 @@ class SoupArguments:
     checkpoints: list[str] | None = opt(
         None, "Folders with checkpoints of one architecture, or LoRA adapters of one base model."
     )
-    run_dir: str | None = opt(None, "Folder of a run, whose checkpoints are all used; instead of checkpoints.")
+    run_dir: str | None = opt(None, "Folder of a run, all of whose checkpoints are used. Set this or checkpoints.")
     method: Literal["uniform", "greedy"] = opt(
-        "uniform", "uniform: average all. greedy: starting with the best, add those that do not make the metric worse."
+        "uniform",
+        "'uniform' averages all of them. 'greedy' starts with the best one, and adds those that do not make the "
+        "metric worse.",
     )
-    weights: list[float] | None = opt(None, "uniform: a positive number for each checkpoint; None: equal weights.")
-    metric: str | None = opt(None, "Metric of the algorithm's evaluation, such as eval_loss; None: nothing is scored.")
+    weights: list[float] | None = opt(
+        None,
+        "Weight of each checkpoint with the method uniform, a positive number. By default, all weights are equal.",
+    )
+    metric: str | None = opt(
+        None, "Metric of the algorithm's evaluation, such as eval_loss. By default, nothing is scored."
+    )
     greater_is_better: bool | None = opt(
-        None, "Whether a greater value is better; None: yes, unless the metric's name ends with loss."
+        None, "Whether a greater value is better. By default it is, unless the metric's name ends in loss."
     )
-    top_k: int | None = opt(None, "Use only the k checkpoints with the best metric; None: all.")
+    top_k: int | None = opt(
+        None, "Use only this many checkpoints, those with the best metric. By default, all are used."
+    )
     algorithm: str | None = opt(
-        None, "Algorithm whose evaluation gives the metric; online algorithms are not supported."
+        None, "Algorithm whose evaluation gives the metric. Online algorithms are not supported."
     )
-    dataset_name: str | None = opt(None, "Held-out data: a name on the Hub, a folder, or a file, as for training.")
+    dataset_name: str | None = opt(None, "Held-out dataset: a name on the Hub, a folder, or a file, as for training.")
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
-    dataset_test_split: str = opt("test", "Split to evaluate on; slices such as train[90%:] work.")
-    ref_model: str | None = opt(None, "For algorithms with a reference: the model that training started from.")
-    eval_config: str | None = opt(None, "YAML file with options of the algorithm's config, for the evaluation.")
+    dataset_test_split: str = opt("test", "Split to evaluate on. Slices such as train[90%:] work.")
+    ref_model: str | None = opt(None, "Model that training started from, for algorithms with a reference.")
+    eval_config: str | None = opt(None, "YAML file with options of the algorithm's config that the evaluation uses.")
 
     def __post_init__(self) -> None:
         check_fields(self)

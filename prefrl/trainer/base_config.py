@@ -81,7 +81,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     @classmethod
     def for_processes(cls, number: int | None, **options: Any) -> Self:
-        """A config for a run on this many processes; None: for those that this process is one of."""
+        """A config for a run on this many processes. None means those that this process is one of."""
         config = cls.__new__(cls, **options)
         if number is not None:
             config.__dict__["_num_processes"] = number
@@ -153,7 +153,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
     def check_packages_installed(self) -> None:
         """Refuse trackers and optimizers whose packages are missing.
 
-        Commands and trainers ask for it: a config may be read on another machine.
+        Commands and trainers call this, because a config may be read on another machine.
 
         Raises:
             ConfigError: See above.
@@ -168,7 +168,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     @property
     def rows_in_words(self) -> str:
-        """The rows of an optimizer step, for people."""
+        """The rows of an optimizer step in words, for messages."""
         rows, steps = self.rows_per_micro_batch, int(self.gradient_accumulation_steps)
         processes = int(self.world_size)
         where = f" on each of {processes} processes" if processes > 1 else ""
@@ -176,14 +176,14 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     @property
     def scoring_truncation(self) -> Truncation | None:
-        """What cuts that distribution; None: nothing does."""
+        """What cuts that distribution. None means nothing does."""
         return None
 
     def fit_context(self, limit: PositionLimit | None) -> None:
-        """Set what depends on the model's context; called when the model is loaded.
+        """Set what depends on the model's context. This is called when the model is loaded.
 
         Args:
-            limit: Of the model; None: not known.
+            limit: The model's maximum number of positions. None means that it is not known.
 
         Raises:
             ConfigError: The context is too short, or not known.
@@ -210,7 +210,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
         return int(super().get_warmup_steps(num_training_steps))
 
     def own_scheduler(self, given: Any, optimizer: Optimizer, num_training_steps: int) -> Scheduler | None:
-        """The scheduler that these options ask for; None: HuggingFace's.
+        """The scheduler that these options ask for. None means HuggingFace's.
 
         Args:
             given: The scheduler that there is already, if there is one.
@@ -259,7 +259,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
         return lambda step: scale * factor(min(step, end))
 
     def weight_decay_factor(self, num_training_steps: int) -> Callable[[int], float] | None:
-        """What the weight decays are multiplied by, as a function of the step; None: they stay as they are."""
+        """What the weight decays are multiplied by, as a function of the step. None means they stay as they are."""
         kind = self.weight_decay_schedule
         if kind == "constant":
             return None

@@ -33,12 +33,12 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     regression on prompt embeddings estimates (underlying distribution matching).
 
     Args:
-        model: Name, path or instance; trained in place.
-        ref_model: The reference; None: the model's weights at construction.
-        args: Options; None: the defaults, in `<model name>-BCO`.
+        model: Name, path or instance. An instance is trained in place.
+        ref_model: The reference. By default, it is the model's weights at construction.
+        args: Options. The default options write to `<model name>-BCO`.
         embedding_func: `f(input_ids=..., attention_mask=...)` -> [n, d] embeddings of n prompts.
         embedding_tokenizer: Tokenizes the text of the prompts for `embedding_func`.
-        arguments: See `TrainerArguments`. Datasets: unpaired rows with `prompt`, `completion` and `label`, or
+        arguments: See `TrainerArguments`. Datasets have unpaired rows with `prompt`, `completion` and `label`, or
             preference rows, each of which is split into two unpaired rows.
 
     Source: Jung et al. 2024, arXiv 2404.04656.

@@ -48,11 +48,11 @@ class BEMACallback(StatefulCallback):
     three copies of the trained weights in float32. They are part of checkpoints, so a resumed run goes on with them.
 
     Args:
-        update_freq: phi of the paper: steps from one update to the next.
-        ema_power: kappa; 0: the average is the latest weights.
-        bias_power: eta; 0: the whole difference is added; with a large one, hardly anything.
-        lag: rho, the age of the average when it starts.
-        update_after: tau, the step at which it starts.
+        update_freq: Steps from one update to the next, called phi in the paper.
+        ema_power: kappa in the paper. At 0, the average is the latest weights.
+        bias_power: eta in the paper. At 0, the whole difference is added; the larger it is, the less is added.
+        lag: rho in the paper, the age of the average when it starts.
+        update_after: tau in the paper, the step at which it starts.
         multiplier: gamma.
         min_ema_multiplier: Lowest beta_t.
         device: Where the copies are kept.
@@ -201,17 +201,17 @@ class LogCompletionsCallback(TrainerCallback):
 
     They are printed as a table. With Weights & Biases, Trackio, MLflow or Comet in `report_to`, they are also logged
     there as the table `completions`, together with those of earlier steps. In data for supervised fine-tuning, the
-    prompt is what comes before the first trained token.
+    prompt is everything before the first trained token.
 
     Args:
         trainer: The trainer, to which the callback is then added: `trainer.add_callback(callback)`.
         generation_config: Its `max_new_tokens` (256 unless set), `do_sample` (greedy unless True), `temperature`,
-            `top_p`, `top_k`, `min_p` and `repetition_penalty` are read; None: the model's own.
-        num_prompts: How many prompts, from the start of the dataset; None: all.
-        freq: Sample every this many steps; None: at each evaluation.
+            `top_p`, `top_k`, `min_p` and `repetition_penalty` are read. None means the model's own.
+        num_prompts: Number of prompts, from the start of the dataset. None means all.
+        freq: Number of steps between two samplings. By default, completions are sampled at each evaluation.
 
     Raises:
-        ConfigError: The trainer has not one evaluation dataset, or its model cannot generate.
+        ConfigError: The trainer has no evaluation dataset or several, or its model cannot generate.
     """
 
     def __init__(

@@ -345,7 +345,7 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
     Args:
         params: Options.
         accelerator: The trainer's accelerator.
-        checkpoint: What training resumes from; None: nothing.
+        checkpoint: What training resumes from. None means nothing.
 
     Raises:
         ConfigError: It cannot, it does so anyway, or the checkpoint lacks something.

@@ -166,7 +166,7 @@ class GRPOConfig(GRPOOptions, PolicyGradientConfig):
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> Self:
-        """A config with the options of a paper's algorithm; your own options, and keys of mappings, take precedence.
+        """A config with the options of a paper's algorithm. Your own options, and keys of mappings, take precedence.
 
         Args:
             name: A key of `PRESETS`: "deepseekmath", "dr_grpo", "dapo", "gspo", "cispo", ...

@@ -23,7 +23,7 @@ class CPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
     """Minimizes the mean over pairs of -log sigmoid(beta (log pi(chosen) - log pi(rejected))), plus cpo_alpha * NLL.
 
     `loss_type` chooses another loss of the same log-probs. The NLL of the chosen responses is a mean over tokens.
-    Datasets: preference rows, as for DPO. There is no reference model.
+    Datasets have preference rows, as for DPO. There is no reference model.
 
     Source: Xu et al. 2024, arXiv 2401.08417, eq. 3 and 5; SimPO: Meng et al. 2024, arXiv 2405.14734, eq. 6; AlphaPO:
     Gupta et al. 2025, arXiv 2501.03884.

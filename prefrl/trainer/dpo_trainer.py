@@ -37,11 +37,11 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     `loss_type` chooses other losses of the same log-ratios; several losses are added with their weights.
 
     Args:
-        model: Name, path or instance; trained in place.
-        ref_model: The reference; None: the model's weights at construction.
-        args: Options; None: the defaults, in `<model name>-DPO`.
-        arguments: See `TrainerArguments`. Datasets: preference rows with `prompt`, `chosen` and `rejected`, or with
-            `chosen` and `rejected` that start with the same prompt.
+        model: Name, path or instance. An instance is trained in place.
+        ref_model: The reference. By default, it is the model's weights at construction.
+        args: Options. The default options write to `<model name>-DPO`.
+        arguments: See `TrainerArguments`. Datasets have preference rows with `prompt`, `chosen` and `rejected`, or
+            with `chosen` and `rejected` that start with the same prompt.
 
     Source: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; for other losses see `losses/preference/pairwise.py`.
     """

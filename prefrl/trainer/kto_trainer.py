@@ -33,10 +33,10 @@ class KTOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
     prompt), one number for the whole optimizer step.
 
     Args:
-        model: Name, path or instance; trained in place.
-        ref_model: The reference; None: the model's weights at construction.
-        args: Options; None: the defaults, in `<model name>-KTO`.
-        arguments: See `TrainerArguments`. Datasets: unpaired rows with `prompt`, `completion` and `label`, or
+        model: Name, path or instance. An instance is trained in place.
+        ref_model: The reference. By default, it is the model's weights at construction.
+        args: Options. The default options write to `<model name>-KTO`.
+        arguments: See `TrainerArguments`. Datasets have unpaired rows with `prompt`, `completion` and `label`, or
             preference rows, each of which is split into two unpaired rows.
 
     Source: Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8; apo_zero_unpaired: D'Oosterlinck et al. 2024, arXiv

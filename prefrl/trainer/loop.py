@@ -91,14 +91,15 @@ class Loop(Trainer):
         """Run HuggingFace's training loop.
 
         Args:
-            resume_from_checkpoint: A checkpoint, also by URL; True or "auto" for the last whole one in `output_dir`,
-                else in `upload_to`, with none, training starts at step 0; None or "disable" for a new training.
+            resume_from_checkpoint: A checkpoint, which may be a URL; True or "auto" for the last complete one in
+                `output_dir`, or else in `upload_to`, and if there is none, training starts at step 0; None or
+                "disable" for a new training.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
         Raises:
-            ConfigError: Another process trains in `output_dir`, the checkpoint is not whole or belongs to another run,
-                or these processes cannot read it or cannot train a second time.
+            ConfigError: Another process trains in `output_dir`, the checkpoint is incomplete or belongs to another
+                run, or these processes cannot read it or cannot train a second time.
             CheckpointError: A checkpoint cannot be written.
             NonFiniteError: A loss, a gradient or a weight is NaN or infinite.
         """
@@ -124,7 +125,7 @@ class Loop(Trainer):
         return distributed.accelerator_arguments(super()._build_accelerator_args(**arguments), self._parallelism)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """If the Hub is out of reach, training begins without it.
+        """Training starts without the repository if the Hub cannot be reached.
 
         Raises:
             ConfigError: The Hub refuses to create the repository.
@@ -328,9 +329,10 @@ class Loop(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics on the evaluation dataset, and on the training dataset if that is on; or on raw data given here.
+        """Metrics on the evaluation dataset, or on raw data given here.
 
-        If a moving average of the weights is kept, it is evaluated, too, as `<prefix>_ema_...`.
+        With `evaluate_training_set`, the training dataset is evaluated, too. If a moving average of the weights is
+        kept, it is evaluated as `<prefix>_ema_...`.
         """
         metrics = self.evaluate_policy(eval_dataset, ignore_keys, metric_key_prefix)
         for name, weights in self.parts.other_weights(self):
@@ -339,7 +341,7 @@ class Loop(Trainer):
         return metrics
 
     def evaluate_policy(self, eval_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
-        """The metrics of the policy with the weights that it has."""
+        """The metrics of the policy with its current weights."""
         use_averaged_weights(self.optimizer)
         metrics: dict[str, float] = {}
         for name, dataset in self.evaluation.datasets(eval_dataset).items():
@@ -349,7 +351,7 @@ class Loop(Trainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """What `compute_metrics` gets about raw data, as `predictions` and `label_ids`, and metrics as of `evaluate`.
+        """Predictions and labels for raw data, as `compute_metrics` gets them, with the metrics of `evaluate`.
 
         The metrics are returned and not logged.
 
@@ -411,7 +413,7 @@ class Loop(Trainer):
         the backend's own checkpoint if its settings ask for partitioned checkpoints and `export_weights` is off.
 
         Args:
-            output_dir: The folder; None: `output_dir` of the options.
+            output_dir: The folder. None means `output_dir` of the options.
             overwrite: Whether to replace a model of another run in the folder. This run's own is always replaced.
 
         Raises:
@@ -481,7 +483,7 @@ class Loop(Trainer):
         card; other `kwargs`, of HuggingFace's model card, are ignored.
 
         Raises:
-            HubError: It cannot be uploaded. It is saved.
+            HubError: The model cannot be uploaded. It is saved in the folder.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)

@@ -89,7 +89,7 @@ class PairObjective:
 
 
 class PairLearner:
-    """`Learner` from the best and the worst completion of each prompt. If their totals are equal, there is no pair.
+    """Pairs the best and the worst completion of each prompt. If their totals are equal, there is no pair.
 
     Args:
         args: Options.
@@ -163,14 +163,14 @@ def _rows_by_group(rollouts: Sequence[Rollout], totals: Sequence[float], rows: I
 class OnlineDPOTrainer(OnlineTrainer[ReferencedBatch]):
     """Minimizes -log sigmoid(beta * (log-ratio of the better - log-ratio of the worse completion)).
 
-    Log-ratios are log pi - log pi_ref; the better completion of a prompt is the one with the higher reward. A judge
+    Log-ratios are log pi - log pi_ref. The better completion of a prompt is the one with the higher reward. A judge
     that compares completions can serve as a reward, too: `prefrl.rewards.get_judge_reward`.
 
     Args:
-        model: Name, path or instance; trained in place.
-        ref_model: The reference: name, path or instance; None: the model's weights at construction.
+        model: Name, path or instance. An instance is trained in place.
+        ref_model: The reference: name, path or instance. None means the model's weights at construction.
         reward_funcs: See `OnlineTrainer`.
-        args: Options; None: the defaults, in `<model name>-ONLINE_DPO`.
+        args: Options. The default options write to `<model name>-ONLINE_DPO`.
         data: Further arguments in TRL's order: `data_collator`, which must be None, `train_dataset`, `eval_dataset`,
             `processing_class`, `reward_processing_classes`, `peft_config`, `compute_metrics`, `callbacks`,
             `optimizers`.

@@ -15,7 +15,7 @@ from prefrl.types import LabeledBatch, LossOutput
 class ORPOTrainer(OfflineTrainer[LabeledBatch, LabeledBatch]):
     """Minimizes the token-mean NLL of the chosen responses plus beta * the mean odds-ratio term over pairs.
 
-    Datasets: preference rows, as for DPO. There is no reference model.
+    Datasets have preference rows, as for DPO. There is no reference model.
 
     Source: Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7.
     """

@@ -52,10 +52,10 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     r_s is -beta * (log pi_old - log pi_ref), plus the reward on the last token. The critic learns A_t + V_t.
 
     With `critic="model"`, the critic is the argument `value_model`: name, path or instance of a sequence classifier
-    with one label, such as a reward model; None: a copy of the policy with a new head. A model given by name is loaded
-    with `model_init_kwargs`. `ref_model` is the reference: name, path or instance; None: the model's weights at
-    construction. `reward_model` is TRL's name for a single reward of `reward_funcs`. The trainer creates its optimizer
-    itself, because it also trains the critic. See `OnlineTrainer` for the other arguments.
+    with one label, such as a reward model. None means a copy of the policy with a new head. A model given by name is
+    loaded with `model_init_kwargs`. `ref_model` is the reference: name, path or instance. None means the model's
+    weights at construction. `reward_model` is TRL's name for a single reward of `reward_funcs`. The trainer creates
+    its optimizer itself, because it also trains the critic. See `OnlineTrainer` for the other arguments.
 
     Source: Schulman et al. 2017, arXiv 1707.06347; Schulman et al. 2015 (GAE), arXiv 1506.02438; Ouyang et al. 2022.
     """
@@ -117,7 +117,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
 
     @property
     def policy_learns(self) -> bool:
-        """See `BaseTrainer`; not in the steps of `critic_warmup`."""
+        """See `BaseTrainer`. The policy does not learn in the steps of `critic_warmup`."""
         return not self._is_warmup
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -153,11 +153,11 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         return super().run_step(model, step, num_items)
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
-        """See `BaseTrainer`; during `critic_warmup`, the critic's alone."""
+        """See `BaseTrainer`. During `critic_warmup`, these are only the critic's."""
         return self.critic.parameters() if self._is_warmup else super().penalized(model)
 
     def clip(self, model: nn.Module) -> Any:
-        """See `Loop`; the norms of policy and critic are limited apart."""
+        """See `Loop`. The norms of policy and critic are clipped separately."""
         if distributed.updates_in_backward(self.accelerator):  # it has already clipped the gradients of both together
             return super().clip(model)
         return clip_apart(self.accelerator, model, self.critic, self.args)

@@ -29,10 +29,10 @@ class RewardTrainer(OfflineTrainer[MarginBatch, MarginBatch]):
     or vision-language model given by name gets a classification head.
 
     Args:
-        model: Name, path or instance; trained in place.
-        args: Options; None: the defaults, in `<model name>-Reward`.
-        arguments: See `TrainerArguments`. Datasets: preference rows with `prompt`, `chosen` and `rejected`, or with
-            `chosen` and `rejected` that start with the same prompt; optionally with `margin`.
+        model: Name, path or instance. An instance is trained in place.
+        args: Options. The default options write to `<model name>-Reward`.
+        arguments: See `TrainerArguments`. Datasets have preference rows with `prompt`, `chosen` and `rejected`, or
+            with `chosen` and `rejected` that start with the same prompt. A column `margin` is optional.
 
     Source: Bradley and Terry 1952; margin: Touvron et al. 2023 (Llama 2), arXiv 2307.09288, eq. 2; centering:
     Eisenstein et al. 2023, arXiv 2312.09244, eq. 2.

@@ -31,10 +31,10 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
     """Minimizes the mean of -log pi(token), or of its DFT variant, over all trained tokens.
 
     Args:
-        model: Name, path or instance; trained in place.
-        args: Options; None: the defaults, in `<model name>-SFT`.
+        model: Name, path or instance. An instance is trained in place.
+        args: Options. The default options write to `<model name>-SFT`.
         formatting_func: Turns a dataset row into text.
-        arguments: See `TrainerArguments`. Datasets: rows for language modeling (`text` or `messages`) or
+        arguments: See `TrainerArguments`. Datasets have rows for language modeling (`text` or `messages`),
             prompt-completion rows (`prompt`, `completion`), or rows of token ids (`input_ids`).
 
     Source: dft is Wu et al. 2025, arXiv 2508.05629, eq. 9.

@@ -151,7 +151,7 @@ def test_the_comment_of_the_next_option_stays_in_yaml() -> None:
 
 def test_an_option_that_most_runs_do_not_need_becomes_a_comment() -> None:
     yaml_file = migrate_trl_yaml("max_prompt_length:\n  512\nld_alpha: 0.5\n")
-    reason = "max_prompt_length has no counterpart here: max_length bounds prompt and completion together"
+    reason = "max_prompt_length works differently here: use max_length, which bounds prompt and completion together"
     assert yaml_file.text.startswith(f"# to do: {reason}\n# max_prompt_length:\n#   512\nld_alpha: 0.5\n")
     shell = migrate_commands("cd x\nA=1 \\\n  trl dpo --beta 1 --max_prompt_length 512 \\\n  --seed 1\n")
     assert shell.text == (
@@ -159,7 +159,7 @@ def test_an_option_that_most_runs_do_not_need_becomes_a_comment() -> None:
         f"A=1 \\\n  prefrl dpo \\\n  {SFT} --beta 1 \\\n  --seed 1\n"
     )
     script = migrate_script(f"{IMPORT}x = DPOConfig(beta=1,\n    max_prompt_length=n + 1,  # tokens\n    seed=1)\n")
-    assert "x = DPOConfig(beta=1,\n    # to do: max_prompt_length=n + 1 has no counterpart" in script.text
+    assert "x = DPOConfig(beta=1,\n    # to do: max_prompt_length=n + 1 works differently" in script.text
     assert "\n    seed=1,\n    gradient_checkpointing=True," in script.text
     assert [len(result.open) for result in (yaml_file, shell, script)] == [1, 1, 1]
     compile(script.text, "script", "exec")

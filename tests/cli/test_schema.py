@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import WRITER, seal
 from prefrl.scripts.arguments.command import Given, reward_entries
 from prefrl.scripts.inputs import check_files, read
+from prefrl.scripts.main import OTHERS
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.scripts.schema import SchemaParser, options_of
+from prefrl.scripts.schema import HUGGINGFACE_FILE, SchemaParser, options_of
 from prefrl.trainer.configs import GRPOConfig
 
 REQUIRED = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [numeric_reward]\n"
@@ -53,6 +56,31 @@ def test_a_switch_among_the_choices_is_read_as_in_python(word: str, meant: str, 
             assert SchemaParser("grpo").check(given).scale_rewards == meant
         assert ArgumentParser(GRPOConfig).parse_args_and_config([*words, spelling])[0].scale_rewards == meant
     assert HfArgumentParser(GRPOConfig).parse_args_into_dataclasses([*words, word])[0].scale_rewards == meant
+
+
+# What a reader of a help text would stop at: "None: no limit", "auto: that of the files", "Of the model".
+NO_SENTENCE = re.compile(r"\b(None|True|False|-?\d+(\.\d+)?): |(^|[.;] )'?[a-z_0-9]+'?: |(^|\. )Of ")
+
+
+def test_help_is_written_in_sentences() -> None:
+    others = json.loads(HUGGINGFACE_FILE.read_text(encoding="utf-8"))["options"]
+    foreign = {option["name"] for option in others if "help" in option}
+    helps = {
+        (option["name"], option["help"])
+        for name in REGISTRY
+        for option in options_of(name)
+        if option.get("help") and option["name"] not in foreign
+    }
+    for listed in OTHERS.values():
+        module, _, function = listed.module.partition(":")
+        command = getattr(importlib.import_module(f"prefrl.scripts.{module}"), function or "main")
+        fields = [field for cls in getattr(command, "options", ()) for field in dataclasses.fields(cls)]
+        helps |= {(field.name, field.metadata["help"]) for field in fields if "help" in field.metadata}
+    assert len(helps) > 300
+    for name, text in sorted(helps):
+        assert not NO_SENTENCE.search(text), (name, text)
+        assert text[0] in "'{" or text[0].isupper(), (name, text)
+        assert text.endswith((".", ")")), (name, text)
 
 
 def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_what_a_name_becomes_is_there(library: str) -> None:
         assert row.text == row.text.strip().removesuffix("."), name
 
 
-@pytest.mark.parametrize("library", ["verl", "cosmos-rl", "Ludwig", "axolotl"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_what_has_no_counterpart_names_none(library: str) -> None:
     for name, row in LIBRARIES[library].items():
         if row.kind == "not there":
@@ -137,9 +137,13 @@ ADVICE = [
         "'use_kl_loss', an option of verl, becomes here: beta > 0, and kl_in='loss'.",
     ),
     (GRPOConfig, "kl_beta", "'kl_beta', an option of cosmos-rl, is beta here."),
-    (SFTConfig, "optm_name", "'optm_name', an option of cosmos-rl, becomes here: optim: AdamW is 'adamw_torch_fused'"),
+    (
+        SFTConfig,
+        "optm_name",
+        "'optm_name', an option of cosmos-rl, becomes here: optim, where AdamW is 'adamw",
+    ),
     (SFTConfig, "clipvalue", "'clipvalue' is max_grad_value here."),
-    (SFTConfig, "percentile_clipping", "'percentile_clipping' has no counterpart here: bitsandbytes has removed it"),
+    (SFTConfig, "percentile_clipping", "'percentile_clipping' works differently here: use max_grad_norm"),
     (GRPOConfig, "warmup_ratio", "'warmup_ratio', an option of transformers, is warmup_steps here."),
     (DPOConfig, "group_by_length", "'group_by_length', an option of transformers, is not needed here: nothing"),
     (

@@ -133,11 +133,11 @@ _Rewards = dict[str, list[float | None]]
 class Combined(Grader):
     """One reward of several: a formula over their values, or a weighted sum.
 
-    Rewards are asked in their order. A gate spares the rewards after it: a row whose value is below the gate's
+    Rewards are called in their order. A gate spares the rewards after it: a row whose value is below the gate's
     threshold is not given to them, and they count as 0 there. Async rewards between two gates run concurrently.
 
-    None of a reward makes the value of a formula that uses it None. A weighted sum leaves it out and is None only if
-    all are. A gate whose value is None is open.
+    If a reward is None, so is the value of a formula that uses it. A weighted sum leaves such rewards out, and is None
+    only if all of them are. A gate whose value is None is open.
 
     It logs the mean of each reward as `<name>/<reward>`, and after a gate the share of rows that the reward was asked
     for as `<name>/<reward>/asked_fraction`.

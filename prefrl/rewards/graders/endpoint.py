@@ -51,12 +51,12 @@ class ChatModel:
 
     Args:
         base_url: URL of the API, with its version: `http://localhost:8000/v1`. Requests go to `/chat/completions`.
-        model: Name of the model there.
-        api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
+        model: Name of the model on that server.
+        api_key_env: Environment variable with the key. None means no key is sent. The key itself is not kept.
+        sampling_params: More parameters of the request, such as `temperature`, `top_p`, `max_tokens` and `seed`.
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests of a process at the same time.
+        max_concurrency: Maximum number of requests that a process has in flight at the same time.
     """
 
     base_url: str
@@ -97,7 +97,7 @@ class ChatModel:
         return f"{self.base_url.rstrip('/')}/chat/completions"
 
     def setup(self) -> None:
-        """Check that the key is there.
+        """Check that the key is set.
 
         Raises:
             ConfigError: The environment variable is not set.
@@ -121,8 +121,8 @@ class ChatModel:
         """Ask B questions. Equal ones are asked once, also over several calls.
 
         Args:
-            questions: B conversations; None: no question.
-            read: Reads an answer; None: it cannot be read.
+            questions: B conversations. None means no question.
+            read: Reads an answer. None means it cannot be read.
             expected: What an answer must have, for messages.
         """
         key = self._key()
@@ -270,7 +270,7 @@ class Template:
     Args:
         text: The text. `{{` and `}}` are braces.
         where: The grader and the parameter that it is, for messages.
-        fields: All fields that it may have; None: `prompt`, `completion` and any column.
+        fields: All fields that it may have. None means `prompt`, `completion` and any column.
     Raises:
         ConfigError: A brace is not closed, or a field is not a name that can be filled.
     """

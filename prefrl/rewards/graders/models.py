@@ -104,16 +104,16 @@ class LabelModel(_ModelGrader):
 
     Args:
         base_url: URL of the API, with its version: `http://localhost:8000/v1`. Requests go to `/chat/completions`.
-        model: Name of the model there.
-        input: What it is asked: a template of the user's message, or messages with `role` and `content`. Fields are
+        model: Name of the model on that server.
+        input: The question, as a template of the user's message, or as messages with `role` and `content`. Fields are
             `{prompt}`, `{completion}` and columns of the dataset.
         labels: The labels with their values; or a list, with `passing_labels`.
         passing_labels: The labels of the list with value 1; the others are 0.
-        api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
+        api_key_env: Environment variable with the key. None means no key is sent. The key itself is not kept.
+        sampling_params: More parameters of the request, such as `temperature`, `top_p`, `max_tokens` and `seed`.
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests of a process at the same time.
+        max_concurrency: Maximum number of requests that a process has in flight at the same time.
         name: The grader's name in logs.
     Raises:
         ConfigError: A parameter is not valid, or the environment variable is not set.
@@ -169,16 +169,17 @@ class ScoreModel(_ModelGrader):
 
     Args:
         base_url: URL of the API, with its version: `http://localhost:8000/v1`. Requests go to `/chat/completions`.
-        model: Name of the model there.
-        input: What it is asked: a template of the user's message, or messages with `role` and `content`. Fields are
+        model: Name of the model on that server.
+        input: The question, as a template of the user's message, or as messages with `role` and `content`. Fields are
             `{prompt}`, `{completion}` and columns of the dataset.
         range: Lowest and highest score of the scale.
-        pass_threshold: If given, the value is 1 from this score on, and 0 below; None: the value is the score.
-        api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
+        pass_threshold: If given, the value is 1 if the score is at least this, and 0 otherwise. None means the value
+            is the score.
+        api_key_env: Environment variable with the key. None means no key is sent. The key itself is not kept.
+        sampling_params: More parameters of the request, such as `temperature`, `top_p`, `max_tokens` and `seed`.
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests of a process at the same time.
+        max_concurrency: Maximum number of requests that a process has in flight at the same time.
         name: The grader's name in logs.
     Raises:
         ConfigError: A parameter is not valid, or the environment variable is not set.
@@ -229,15 +230,15 @@ class PairwiseModel(ChatModel):
 
     Args:
         base_url: URL of the API, with its version: `http://localhost:8000/v1`. Requests go to `/chat/completions`.
-        model: Name of the model there.
-        input: What it is asked: a template of the user's message, or messages with `role` and `content`. Fields are
+        model: Name of the model on that server.
+        input: The question, as a template of the user's message, or as messages with `role` and `content`. Fields are
             `{prompt}`, `{first}` and `{second}`.
-        both_orders: Whether to ask in both orders, which takes twice the requests.
-        api_key_env: Environment variable with the key; None: no key is sent. The key itself is not kept.
-        sampling_params: More parameters of the request: `temperature`, `top_p`, `max_tokens`, `seed`, ...
+        both_orders: Whether to ask in both orders, which takes twice as many requests.
+        api_key_env: Environment variable with the key. None means no key is sent. The key itself is not kept.
+        sampling_params: More parameters of the request, such as `temperature`, `top_p`, `max_tokens` and `seed`.
         retries: How often a question is asked again, after an error of the server or an answer that cannot be read.
         timeout: Seconds for one request.
-        max_concurrency: Requests of a process at the same time.
+        max_concurrency: Maximum number of requests that a process has in flight at the same time.
         name: The judge's name in messages.
     Raises:
         ConfigError: A parameter is not valid, or the environment variable is not set.

@@ -61,9 +61,9 @@ class _TextGrader(Grader):
 class StringCheck(_TextGrader):
     r"""1 if a text passes a check against a reference, else 0.
 
-    `eq`: they are equal. `ne`: they are not. `like`: the text contains the reference. `regex`: the reference, a
-    regular expression, is found in the text. `fuzzy`: their similarity reaches the threshold. White space around the
-    texts is not compared, except by `regex`.
+    `eq`: they are equal. `ne`: they differ. `like`: the text contains the reference. `regex`: the reference, a regular
+    expression, is found in the text. `fuzzy`: their similarity reaches the threshold. White space around the texts is
+    not compared, except by `regex`.
 
     Columns are inserted into a regular expression as literal text: `r"answer: {answer}\b"`. A reference that is one
     field, `"{pattern}"`, is a column of regular expressions.
@@ -72,8 +72,8 @@ class StringCheck(_TextGrader):
         reference: Template of the reference. Fields are `{prompt}`, `{completion}` and columns of the dataset.
         operation: The check.
         input: Template of the text that is checked.
-        ignore_case: Whether upper and lower case are equal.
-        threshold: For `fuzzy`: the similarity that suffices, `ratio` of `TextSimilarity`; None: 0.9.
+        ignore_case: Whether to ignore case.
+        threshold: Similarity threshold for `fuzzy`, as `ratio` of `TextSimilarity`. The default is 0.9.
         name: The grader's name in logs.
     Raises:
         ConfigError: A template, the operation, the regular expression or the threshold is not valid.
@@ -154,8 +154,8 @@ class TextSimilarity(_TextGrader):
         reference: Template of the reference. Fields are `{prompt}`, `{completion}` and columns of the dataset.
         evaluation_metric: The metric.
         input: Template of the text that is compared.
-        ignore_case: Whether upper and lower case are equal.
-        pass_threshold: If given, the value is 1 from this similarity on, and 0 below.
+        ignore_case: Whether to ignore case.
+        pass_threshold: If given, the value is 1 if the similarity is at least this, and 0 otherwise.
         name: The grader's name in logs.
     Raises:
         ConfigError: A template, the metric or the threshold is not valid.
@@ -199,11 +199,12 @@ class PythonGrader(Grader):
     A function of whole batches is a reward already and needs no grader.
 
     Args:
-        function: `f(completion, ...)`. It is given by name what its signature names: `prompt` and `completion`, as
-            texts, and columns of the dataset. A parameter with a default is left alone if there is no such column.
-        name: The grader's name in logs; None: the function's.
+        function: `f(completion, ...)`. The function. It is called with the keyword arguments that its signature names:
+            `prompt` and `completion`, as texts, and columns of the dataset. A parameter with a default is left alone
+            if there is no such column.
+        name: The grader's name in logs. None means the function's.
     Raises:
-        ConfigError: The function cannot be called like this.
+        ConfigError: The function cannot be called in this way.
     """
 
     function: Callable[..., float | None]

@@ -35,8 +35,8 @@ class Environment:
     """A world in which a model acts for one episode at a time. All methods may be `async def`.
 
     Public methods that a subclass adds are tools: they need types and a docstring, from which the model learns what
-    they do. What is a method here is not a tool, and may be left as it is. An instance serves many episodes, one after
-    another; calls of one instance that are not async are made on one thread of their own.
+    they do. The methods of this class are not tools, and need not be overridden. An instance serves many episodes, one
+    after another; calls of one instance that are not async are made on one thread of their own.
 
     A class that does not derive from this one can be an environment, too: with `reset`, perhaps `get_reward`, and
     tools.
@@ -52,7 +52,8 @@ class Environment:
         Args:
             **row: The columns of the dataset's row.
         Returns:
-            Text that is added to the last message of the prompt, or messages that follow it; None: nothing.
+            Text that is appended to the last message of the prompt, or a list of messages that is appended to the
+            prompt; or None, which adds nothing.
         """
         return None
 
@@ -62,20 +63,20 @@ class Environment:
         Args:
             message: What the model said: role "assistant", "content", and perhaps "reasoning_content".
         Returns:
-            The text of the next message with role "user", or an `Observation`; None: the episode is over.
+            The text of the next message with role "user", or an `Observation`; or None, which ends the episode.
         """
         return None
 
     def edit(self, messages: list[Message]) -> Any:
-        """What the next turn sees of the conversation: a list of messages, for example without old tool results."""
+        """The conversation that the next turn sees: a list of messages, for example without old tool results."""
         return messages
 
     def get_reward(self) -> Any:
         """The reward of the episode, beside those of its observations; called once, at its end.
 
         Returns:
-            A number; a mapping of names to numbers, which are added and logged by name; None: no reward, unless an
-            observation had one.
+            A number; or a mapping of names to numbers, which are added and logged by name; or None for no reward,
+            unless an observation had one.
         """
         return 0.0
 
@@ -106,7 +107,7 @@ def environment_kinds(
     tools: Sequence[Callable[..., Any]] | None,
     factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
 ) -> dict[str | None, EnvironmentKind]:
-    """The kinds of episodes, by the value of the dataset's column `environment`; None: the only one.
+    """The kinds of episodes, by the value of the dataset's column `environment`. None means the only one.
 
     Each factory is called once, to find out what its instances are; the first episode gets this instance.
 

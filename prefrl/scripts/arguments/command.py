@@ -55,42 +55,47 @@ class ModelConfig:
         ConfigError: A value is not allowed, or an option of adapters or quantization has no effect.
     """
 
-    model_name_or_path: str | None = opt(None, "Model: a name on the Hub or a folder.")
+    model_name_or_path: str | None = opt(None, "Name of a model on the Hub, or a folder.")
     model_revision: str = opt("main", "Branch, tag or commit of the model on the Hub.")
-    dtype: DType = opt("float32", "Type of the weights; auto: that of the files.")
+    dtype: DType = opt("float32", "Data type of the weights. 'auto' takes that of the files.")
     attn_implementation: str | None = opt(
         None,
-        "Attention implementation of transformers, such as sdpa or flash_attention_2; None: transformers chooses.",
+        "Attention implementation of transformers, such as sdpa or flash_attention_2. By default, transformers "
+        "chooses.",
     )
     use_peft: bool = opt(False, "Train LoRA adapters instead of the model's own weights.")
-    lora_r: Annotated[int, Ge(1)] = opt(16, "LoRA: rank.", needs=["use_peft"])
+    lora_r: Annotated[int, Ge(1)] = opt(16, "Rank of the LoRA adapters.", needs=["use_peft"])
     lora_alpha: Annotated[int, Gt(0)] = opt(
-        32, "LoRA: the update is scaled by lora_alpha / lora_r.", needs=["use_peft"]
+        32, "Numerator of the scale lora_alpha / lora_r of a LoRA adapter's update.", needs=["use_peft"]
     )
     lora_dropout: Annotated[float, Ge(0), Le(1)] = opt(
-        0.05, "LoRA: dropout on the adapter's input.", needs=["use_peft"]
+        0.05, "Dropout rate on the input of LoRA adapters.", needs=["use_peft"]
     )
     lora_target_modules: list[str] | None = opt(
         None,
-        "LoRA: names of the layers that get adapters, or all-linear; None: peft's default for the architecture.",
+        "Names of the layers that get LoRA adapters, or all-linear. The default is peft's for the architecture.",
         needs=["use_peft"],
     )
     lora_target_parameters: list[str] | None = opt(
         None,
-        "LoRA: names of parameters that get adapters, for experts that are stored as parameters instead of "
-        "layers. Needs lora_dropout=0.",
+        "Names of parameters that get LoRA adapters, for experts that are stored as parameters instead of layers. "
+        "Needs lora_dropout=0.",
         needs=["use_peft"],
     )
     lora_modules_to_save: list[str] | None = opt(
-        None, "LoRA: names of layers that are trained in full.", needs=["use_peft"]
+        None, "Names of layers that are trained in full beside the LoRA adapters.", needs=["use_peft"]
     )
     lora_task_type: Literal["CAUSAL_LM", "SEQ_CLS"] = opt(
         "CAUSAL_LM",
-        "LoRA: type of the task; SEQ_CLS for reward models. prefrl reward sets it automatically.",
+        "Task type of the LoRA adapters. Reward models need SEQ_CLS, which prefrl reward sets automatically.",
         needs=["use_peft"],
     )
-    use_rslora: bool = opt(False, "LoRA: scale the update by lora_alpha / sqrt(lora_r).", needs=["use_peft"])
-    use_dora: bool = opt(False, "LoRA: also train the magnitude of each weight vector (DoRA).", needs=["use_peft"])
+    use_rslora: bool = opt(
+        False,
+        "Scale the update of LoRA adapters by lora_alpha / sqrt(lora_r) instead (rank-stabilized LoRA).",
+        needs=["use_peft"],
+    )
+    use_dora: bool = opt(False, "Also train the magnitude of each weight vector (DoRA).", needs=["use_peft"])
     load_in_8bit: bool = opt(
         False, "Quantize the model to 8 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
     )
@@ -98,30 +103,32 @@ class ModelConfig:
         False, "Quantize the model to 4 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
     )
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt(
-        "nf4", "load_in_4bit: data type of the weights.", needs=["load_in_4bit"]
+        "nf4", "Data type of the weights with load_in_4bit.", needs=["load_in_4bit"]
     )
     use_bnb_nested_quant: bool = opt(
-        False, "load_in_4bit: also quantize the scales of the weights.", needs=["load_in_4bit"]
+        False, "With load_in_4bit, also quantize the scales of the weights.", needs=["load_in_4bit"]
     )
     bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] | None = opt(
         None,
-        "load_in_4bit: type of the tensors that store the weights; None: the type of the matrix products, which "
-        "FSDP2 needs.",
+        "Data type of the tensors that store the weights with load_in_4bit. The default is the type of the matrix "
+        "products, which FSDP2 needs.",
         needs=["load_in_4bit"],
     )
     lora_rank_pattern: dict[str, int] | str | None = opt(
         None,
-        "LoRA: ranks of individual layers, by regular expressions for their names; JSON on the command line.",
+        "LoRA ranks of some layers, by regular expressions for their names. On the command line, give it as JSON.",
         needs=["use_peft"],
     )
     lora_alpha_pattern: dict[str, int] | str | None = opt(
         None,
-        "LoRA: lora_alpha of individual layers, by regular expressions for their names; JSON on the command line.",
+        "Values of lora_alpha for some layers, by regular expressions for their names. On the command line, give it "
+        "as JSON.",
         needs=["use_peft"],
     )
     lora_init: Literal["gaussian", "pissa", "olora", "orthogonal"] | None = opt(
         None,
-        "LoRA: initialization, see init_lora_weights of peft.LoraConfig. None: as in the LoRA paper.",
+        "Initialization of the LoRA adapters; see init_lora_weights of peft.LoraConfig. The default is that of the "
+        "LoRA paper.",
         needs=["use_peft"],
     )
 
@@ -301,7 +308,7 @@ def check_reward_files(entries: Sequence[str]) -> None:
 class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
     """Model and data of `prefrl <algorithm>`."""
 
-    model_name_or_path: str = field(kw_only=True, metadata={"help": "Model: a name on the Hub or a folder."})
+    model_name_or_path: str = field(kw_only=True, metadata={"help": "Name of a model on the Hub, or a folder."})
 
     def __post_init__(self) -> None:
         check_references({name: getattr(self, name) for name in ("model_name_or_path", "dataset_name")})
@@ -339,12 +346,13 @@ class RewardArguments(CommandArguments):
 
     reward_funcs: list[RewardEntry] | None = opt(
         None,
-        "Rewards, in the order of reward_weights: built-in names, module.function or file.py:function for your own, "
-        "and graders. Parameters follow in parentheses, string_check(reference='{answer}'); a YAML file may use a "
-        "mapping instead, {name: string_check, reference: '{answer}'}.",
+        "Reward functions, in the order of reward_weights. Each is a built-in name, a grader, or your own function as "
+        "module.function or file.py:function. Parameters follow in parentheses, as in "
+        "string_check(reference='{answer}'). A YAML file may use a mapping instead, such as {name: string_check, "
+        "reference: '{answer}'}.",
     )
     reward_model_name_or_path: str | None = opt(
-        None, "A sequence-classification model as an additional reward, after those of reward_funcs."
+        None, "Sequence-classification model that gives one more reward, after those of reward_funcs."
     )
 
     def __post_init__(self) -> None:

@@ -38,13 +38,13 @@ class ColumnArguments:
 
     columns: dict[str, str] | str | None = opt(
         None,
-        "Columns to rename: {prompt: question} makes the dataset's question the prompt. The other columns are kept, "
-        "and rewards can read them. JSON on the command line.",
+        "Columns to rename. {prompt: question} makes the dataset's question the prompt. The other columns are kept, "
+        "and rewards can read them. On the command line, give it as JSON.",
     )
     prompt_template: str | None = opt(
         None,
-        "Text of the prompt, with the dataset's columns in braces: 'Question: {question} Answer:'. Literal braces "
-        "are doubled. In conversations, this is the user's message.",
+        "Text of the prompt, with the dataset's columns in braces, such as 'Question: {question} Answer:'. Literal "
+        "braces are doubled. In conversations, this is the user's message.",
     )
     system_prompt: str | None = opt(
         None,
@@ -66,7 +66,7 @@ class ColumnNames:
 
     Args:
         renamed: Each new name, and the name that the dataset has for it.
-        kept: The new names of the columns to keep; None: all are kept.
+        kept: The new names of the columns to keep. None means all are kept.
     """
 
     renamed: dict[str, str]
@@ -95,7 +95,7 @@ def check_columns(options: Any, where: str = "") -> None:
 
 
 def shape_of(options: Any) -> RowShape | None:
-    """What the options, which `check_columns` has accepted, make of a dataset; None: they leave it as it is."""
+    """What the options, which `check_columns` has accepted, make of a dataset. None means they leave it as it is."""
     columns = _names(options.columns, "columns")
     if not (columns.renamed or options.prompt_template or options.system_prompt or options.conversational):
         return None
@@ -165,10 +165,10 @@ class ScriptArguments(ColumnArguments):
     dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
     dataset_config: str | None = opt(None, "Name of the dataset's configuration, if it has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
-    dataset_train_split: str = opt("train", "Split to train on; slices such as train[:90%] work.")
-    dataset_test_split: str = opt("test", "Split to evaluate on; read only if eval_strategy is not no.")
+    dataset_train_split: str = opt("train", "Split to train on. Slices such as train[:90%] work.")
+    dataset_test_split: str = opt("test", "Split to evaluate on. It is read only if eval_strategy is set.")
     dataset_streaming: bool = opt(False, "Read datasets as streams during training. Needs max_steps.")
-    ignore_bias_buffers: bool = opt(False, "Must stay False: use ddp_broadcast_buffers=False instead.")
+    ignore_bias_buffers: bool = opt(False, "This must stay False. Use ddp_broadcast_buffers=False instead.")
 
     def __post_init__(self) -> None:
         if self.ignore_bias_buffers:
@@ -189,16 +189,16 @@ class DatasetConfig:
         name: Configuration of a dataset that has several.
         data_dir: As in `datasets.load_dataset`.
         data_files: As in `datasets.load_dataset`.
-        split: The split; slices such as train[:90%] work.
+        split: The split. Slices such as train[:90%] work.
         columns: New names of columns, and the dataset's own names: {"prompt": "question"}. A list of names, and of
             such mappings, also says which columns to keep: ["answer", {"prompt": "question"}]. None: all, as they are.
-        fraction: Its share of the mixture's rows, relative to the others: each part gives its first rows, as many as
-            its share allows, and no row occurs twice.
-        weight: How often a row is drawn from it, relative to the others: rows are drawn at random until a part ends.
+        fraction: Its share of the mixture's rows, relative to the others. Each part contributes its first rows, as
+            many as its share allows, and no row occurs twice.
+        weight: How often a row is drawn from it, relative to the others. Rows are drawn at random until a part ends.
         revision: Branch, tag or commit on the Hub.
-        prompt_template: Text of the column prompt, with the dataset's columns in braces: "Q: {question}". Braces that
-            are text are doubled. In conversations it is the user's message.
-        system_prompt: System message of each conversation that does not begin with one. Prompts and answers that are
+        prompt_template: Text of the column prompt, with the dataset's columns in braces: "Q: {question}". Literal
+            braces are doubled. In conversations it is the user's message.
+        system_prompt: System message for each conversation that does not begin with one. Prompts and answers that are
             texts become messages.
         conversational: Make messages of the user and the assistant of prompts and answers that are texts.
     """
@@ -222,19 +222,19 @@ class DatasetMixtureConfig:
     """Options of a mixture of datasets; `get_dataset` loads it.
 
     Raises:
-        ConfigError: An entry cannot be read, or options exclude each other.
+        ConfigError: An entry cannot be read, or options contradict each other.
     """
 
     datasets: list[DatasetConfig] = opt(
         [],
-        "Datasets to mix: a list in the YAML file, JSON on the command line. Each has a path and may have name, "
-        "data_dir, data_files, split, revision, columns (a mapping as for one dataset, or a list of those to keep), "
-        "prompt_template, system_prompt, conversational, and weight or fraction (its share of the rows, relative to "
-        "the others; without them all rows are read).",
+        "Datasets to mix: a list in the YAML file. On the command line, give it as JSON. Each has a path and may have "
+        "name, data_dir, data_files, split, revision, columns (a mapping as for one dataset, or a list of those to "
+        "keep), prompt_template, system_prompt, conversational, and weight or fraction (its share of the rows, "
+        "relative to the others; without them all rows are read).",
     )
     streaming: bool = opt(False, "Read datasets as streams. Needs max_steps.")
     test_split_size: Annotated[float, Gt(0)] | None = opt(
-        None, "Evaluate on this fraction or number of the rows of datasets, and train on the rest."
+        None, "Fraction or number of the rows of datasets to evaluate on. The rest is trained on."
     )
 
     def __post_init__(self) -> None:
@@ -266,13 +266,13 @@ def get_dataset(mixture_config: DatasetMixtureConfig, *, seed: int = 42) -> Data
 
     Args:
         mixture_config: The datasets.
-        seed: Of the draws by `weight`, and of the split by `test_split_size`: all processes get the same rows.
+        seed: Seed for the draws by `weight` and the split by `test_split_size`. All processes get the same rows.
 
     Returns:
-        Split "train", and with `test_split_size` also "test".
+        A split "train", and with `test_split_size` also a split "test".
 
     Raises:
-        ConfigError: There are no datasets.
+        ConfigError: The mixture has no datasets.
         DataError: A dataset cannot be loaded, is empty, or its columns are not those of the others.
     """
     import datasets  # not needed for --help

@@ -35,42 +35,46 @@ class ProcessArguments:
 
     num_processes: Annotated[int, Ge(1), Le(1_000_000)] | None = opt(
         None,
-        "Start this many training processes, on all machines together, through accelerate. None: the command trains "
-        "in its own process; with other launch options, one process per training GPU, or a single one on a CPU.",
+        "Start this many training processes, on all machines together, through accelerate. By default, the command "
+        "trains in its own process; with other launch options, it starts one process per training GPU, or a single "
+        "one on a CPU.",
     )
     accelerate_config: str | None = opt(
         None,
-        "single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2, or your own accelerate config file. None: single "
-        "for one process, ddp for several.",
+        "One of single, ddp, zero1, zero2, zero3, zero3_offload and fsdp2, or your own accelerate config file. The "
+        "default is single for one process, and ddp for several.",
     )
     num_machines: Annotated[int, Ge(1)] | None = opt(
-        None, "Number of machines for training; run the command on each. None: 1."
+        None, "Number of machines to train on. Run the command on each of them. The default is 1."
     )
     machine_rank: Annotated[int, Ge(0)] | None = opt(None, "Number of this machine, starting at 0.")
     main_process_ip: str | None = opt(None, "Address or host name of machine 0 that all machines can reach.")
     main_process_port: Annotated[int, Ge(1), Le(65535)] | None = opt(
-        None, "Port on machine 0 for the rendezvous of processes; None: a free port, or 29500 with several machines."
+        None,
+        "Port on machine 0 for the rendezvous of processes. The default is a free port, or 29500 with several "
+        "machines.",
     )
 
 
 @dataclass
 class LaunchArguments(ProcessArguments):
-    """The same, and a vLLM server: for algorithms that sample completions."""
+    """How many processes train, and the vLLM server of algorithms that sample completions."""
 
     vllm: str | None = opt(
         None,
-        "Start a vLLM server for this run and sample on it. auto: on the last GPU, or on the CPU with use_cpu; 6,7: "
-        "on these GPUs; cpu: with a build of vLLM for CPUs. Training uses the other GPUs.",
+        "Start a vLLM server for this run and sample on it. 'auto' uses the last GPU (or the CPU with use_cpu), '6,7' "
+        "names GPUs, and 'cpu' needs a build of vLLM for CPUs. Training uses the other GPUs.",
         needs=["use_vllm"],
     )
     vllm_python: str | None = opt(
         None,
-        "Python of the environment with vLLM; None: PREFRL_VLLM_PYTHON if set, else the current Python.",
+        "Python of the environment with vLLM. The default is the variable PREFRL_VLLM_PYTHON, or else the current "
+        "Python.",
         needs=["use_vllm", "vllm"],
     )
     vllm_args: str | None = opt(
         None,
-        "More options of prefrl vllm-serve for that server, in quotes: '--max_model_len 4096'.",
+        "More options of prefrl vllm-serve for that server, in quotes, such as '--max_model_len 4096'.",
         needs=["use_vllm", "vllm"],
     )
 

@@ -83,32 +83,40 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class ServeArguments:
     """What to serve, and where. Options that are None are left to vLLM."""
 
-    model: str = dataclasses.field(metadata={"help": "Model: a name on the Hub or a folder."})
+    model: str = dataclasses.field(metadata={"help": "Name of a model on the Hub, or a folder."})
     revision: str | None = opt(None, "Branch, tag or commit of the model on the Hub.")
-    tensor_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "GPUs that share each layer.")
-    data_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "Replicas of the model behind the one address.")
-    host: str = opt("127.0.0.1", f"Address to listen on. Any but a loopback address needs {KEY_VARIABLE}.")
+    tensor_parallel_size: Annotated[int, Ge(1)] | None = opt(None, "Number of GPUs that share each layer.")
+    data_parallel_size: Annotated[int, Ge(1)] | None = opt(
+        None, "Number of replicas of the model behind the same address."
+    )
+    host: str = opt("127.0.0.1", f"Address to listen on. Any address other than a loopback one needs {KEY_VARIABLE}.")
     port: Annotated[int, Ge(1), Le(65535)] = opt(8000, "Port to listen on.")
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = opt(
-        None, "Share of the GPU's memory for weights, activations and the key/value cache."
+        None, "Fraction of the GPU's memory for weights, activations and the key/value cache."
     )
     dtype: str | None = opt(None, "Data type of the weights, such as bfloat16.")
-    max_model_len: Annotated[int, Ge(1)] | None = opt(None, "Limit for the tokens of prompt and completion together.")
-    enable_prefix_caching: bool | None = opt(None, "Whether prompts with a common prefix share its key/value cache.")
-    enforce_eager: bool = opt(False, "Use no CUDA graphs and no compilation: starts faster, generates slower.")
+    max_model_len: Annotated[int, Ge(1)] | None = opt(
+        None, "Maximum number of tokens of prompt and completion together."
+    )
+    enable_prefix_caching: bool | None = opt(None, "Let prompts with a common prefix share its key/value cache.")
+    enforce_eager: bool = opt(
+        False, "Use no CUDA graphs and no compilation. The server then starts faster and generates more slowly."
+    )
     kv_cache_dtype: str | None = opt(None, "Data type of the key/value cache, such as fp8.")
     trust_remote_code: bool = opt(False, "Run code that comes with the model.")
     log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] | None = opt(
         None, "How much the HTTP server logs."
     )
     speculative_config: dict[str, Any] | str | None = opt(
-        None, "Speculative decoding: a mapping in the YAML file, JSON on the command line."
+        None, "Settings of speculative decoding: a mapping in the YAML file. On the command line, give it as JSON."
     )
     max_lora_rank: Annotated[int, Ge(1)] | None = opt(
-        None, "Accept LoRA adapters up to this rank from trainers; None: full weights only."
+        None, "Accept LoRA adapters up to this rank from trainers. By default, only full weights are accepted."
     )
     start_timeout: Annotated[float, Gt(0)] = opt(1800.0, "Seconds within which the server must be ready.")
-    health_timeout: Annotated[float, Gt(0)] = opt(120.0, "Seconds without an answer after which the server is ended.")
+    health_timeout: Annotated[float, Gt(0)] = opt(
+        120.0, "Seconds without an answer after which the server is stopped."
+    )
     dry_run: bool = opt(False, "Print the command and its environment variables without running it.")
 
     def __post_init__(self) -> None:

@@ -37,15 +37,19 @@ class MigrateArguments:
         default=None,
         metadata={
             "aliases": ["--from"],
-            "help": "Library that the files were written for; None: detected from each file.",
+            "help": "Library that the files were written for. By default, it is detected from each file.",
         },
     )
     algorithm: str | None = opt(
-        None, "What YAML files of TRL are for, such as grpo; None: the only algorithm that has their options."
+        None,
+        "Algorithm that YAML files of TRL are for, such as grpo. The default is the only algorithm that has all "
+        "of their options.",
     )
     diff: bool = opt(False, "Only print the changes.")
     in_place: bool = opt(False, "Rewrite the files, and keep the old ones as FILE.orig.")
-    output: str | None = opt(None, "File to write to, if one is migrated; None: FILE with _prefrl before its ending.")
+    output: str | None = opt(
+        None, "File to write to, if only one is migrated. The default is FILE with _prefrl before its ending."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

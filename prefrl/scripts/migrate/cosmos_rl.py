@@ -53,7 +53,8 @@ def _split(value: Any) -> Mapping[str, Any]:
 _POLICY: dict[str, Counterpart] = {
     "type": becomes("the command: prefrl sft or prefrl grpo", lambda value: {}),
     "variant": becomes(
-        "dapo: dynamic_sampling=True; gspo: importance_sampling_level='sequence'", lambda value: _VARIANTS[value]
+        "dynamic_sampling=True for dapo, and importance_sampling_level='sequence' for gspo",
+        lambda value: _VARIANTS[value],
     ),
     "dataset.name": renamed("dataset_name"),
     "dataset.subset": if_set("dataset_config"),
@@ -66,7 +67,7 @@ _POLICY: dict[str, Counterpart] = {
     "conversation_column_name": column("messages", "conversations"),
     "prompt_column_name": column("prompt"),
     "response_column_name": together(
-        "columns: {solution: ...} for accuracy_reward, {answer: ...} for others", "columns"
+        "columns, as {solution: ...} for accuracy_reward and {answer: ...} for others", "columns"
     ),
     "system_prompt": if_set("system_prompt"),
     "dataloader_shuffle": renamed("shuffle_dataset"),
@@ -104,7 +105,7 @@ _POLICY: dict[str, Counterpart] = {
     "max_token_len_per_mini_batch": renamed("max_tokens_per_micro_batch"),
     "entropy_coeff": renamed("entropy_coef"),
     "allowed_outdated_steps": renamed("max_staleness"),
-    "on_policy": together("generation_mode='sync'; 'async' is up to max_staleness steps behind", "generation_mode"),
+    "on_policy": together("generation_mode; with 'async', samples may be max_staleness steps old", "generation_mode"),
     "no_outdated_rollout": not_needed("no rollout is older than max_staleness"),
     "outdated_rollout_fetch_batch_size": not_needed("no rollout is discarded"),
     "min_filter_prefix_tokens": renamed("loss_kwargs", "min_filter_prefix_tokens"),
@@ -144,8 +145,8 @@ _TRAIN: dict[str, Counterpart] = {
         "lr_scheduler_type='wsd' and the key 'decay_type' of lr_scheduler_kwargs, where sqrt is '1-sqrt'",
         "lr_scheduler_kwargs",
     ),
-    "optm_decay_ratio": together("decay_fraction in lr_scheduler_kwargs, with a decay", "lr_scheduler_kwargs"),
-    "optm_min_lr_factor": together("min_lr_ratio in lr_scheduler_kwargs, with a decay", "lr_scheduler_kwargs"),
+    "optm_decay_ratio": together("decay_fraction in lr_scheduler_kwargs, if there is a decay", "lr_scheduler_kwargs"),
+    "optm_min_lr_factor": together("min_lr_ratio in lr_scheduler_kwargs, if there is a decay", "lr_scheduler_kwargs"),
     "max_num_steps": if_true("max_steps", "max_steps, which num_train_epochs does not end earlier"),
     **dict.fromkeys(("compile", "enable_torch_compile"), renamed("torch_compile")),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
@@ -206,7 +207,7 @@ _ROLLOUT: dict[str, Counterpart] = {
     "n_generation": renamed("num_generations"),
     "sampling_config.temperature": renamed("temperature"),
     "sampling_config.top_p": renamed("top_p"),
-    "sampling_config.top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
+    "sampling_config.top_k": becomes("top_k, where 0 means all tokens", lambda value: {"top_k": max(value, 0)}),
     "sampling_config.repetition_penalty": renamed("repetition_penalty"),
     "sampling_config": not_needed("it is an environment variable of vLLM"),
     "backend": becomes(
@@ -217,7 +218,7 @@ _ROLLOUT: dict[str, Counterpart] = {
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
     "quantization": server("--quantization"),
     "parallelism": server("--tensor_parallel_size"),
-    "vllm_use_flashinfer": server("its environment variables are vLLM's"),
+    "vllm_use_flashinfer": server("set the environment variables of vLLM for the server"),
     "batch_size": not_needed("all prompts of a step are requested at once"),
     "n_generation_to_batch": not_needed("the server makes its own batches"),
     "include_stop_str_in_output": not_there("completions end at an end-of-sequence token"),

@@ -127,7 +127,7 @@ LUDWIG_KEYS: dict[str, Counterpart] = {
     "output_features": together("columns, as {completion: ...} or {chosen: ...}", "columns"),
     "prompt.template": together("prompt_template", "prompt_template"),
     "prompt.task": together("prompt_template, in the place of {__task__}", "prompt_template"),
-    "prompt": not_there("prompts are texts with the columns of their row"),
+    "prompt": instead("use prompt_template, a text with the columns of a row in braces"),
     "adapter.type": asked("use_peft", {"lora": True}),
     "adapter.r": renamed("lora_r"),
     "adapter.alpha": renamed("lora_alpha"),
@@ -151,7 +151,7 @@ LUDWIG_KEYS: dict[str, Counterpart] = {
     "backend": instead("set num_processes and accelerate_config; see docs/distributed.md"),
     "model_parameters": instead("set model_init_kwargs"),
     "ludwig_version": not_needed("it is the version of Ludwig"),
-    "hyperopt": not_there("start one run for each choice of options"),
+    "hyperopt": instead("start one run for each choice of options"),
 }
 # What Ludwig does if a key is not given, where that differs here.
 DEFAULTS: dict[str, Any] = {

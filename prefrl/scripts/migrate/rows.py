@@ -39,7 +39,7 @@ class Counterpart:
             "not needed": f"is not needed here: {self.text}",
             "server": f"belongs to prefrl vllm-serve here: {self.text}",
             "not there": f"has no counterpart here: {self.text}",
-            "aside": f"has no counterpart here: {self.text}",
+            "aside": f"works differently here: {self.text}",
         }[self.kind]
 
     @property
@@ -68,7 +68,9 @@ def together(text: str, *options: str) -> Counterpart:
 def asked(option: str, values: Mapping[Any, Any], text: str | None = None) -> Counterpart:
     """An option whose values have other names."""
     listed = ", ".join(f"{theirs} is {ours!r}" for theirs, ours in values.items())
-    return Counterpart("becomes", text or f"{option}: {listed}", (option,), lambda value: {option: values[value]})
+    return Counterpart(
+        "becomes", text or f"{option}, where {listed}", (option,), lambda value: {option: values[value]}
+    )
 
 
 def flag(option: str, value: Any) -> Counterpart:
@@ -224,9 +226,9 @@ OTHERS: dict[str, Counterpart] = {
     **dict.fromkeys(("system", "system_message"), renamed("system_prompt")),
     "gradient_clipping": renamed("max_grad_norm"),
     "scheduler": renamed("lr_scheduler_type"),
-    "dry_run": not_there("max_steps=1 tries out a run; prefrl launch --dry_run prints its commands"),
+    "dry_run": instead("use max_steps=1 to try out a run, or prefrl launch --dry_run to print its commands"),
     "block_wise": not_needed("8-bit optimizers of bitsandbytes always round in blocks"),
-    "percentile_clipping": not_there("bitsandbytes has removed it; max_grad_norm clips gradients"),
+    "percentile_clipping": instead("use max_grad_norm to clip gradients; bitsandbytes has removed it"),
     "early_stop": if_set("early_stopping_patience"),
     "early_stopping_threshold": renamed("early_stopping_kwargs", "threshold"),
     "validation_metric": renamed("metric_for_best_model"),
@@ -246,19 +248,21 @@ OTHERS: dict[str, Counterpart] = {
     "reduce_on_plateau_patience": renamed("reduce_on_plateau_kwargs", "patience"),
     "reduce_on_plateau_rate": renamed("reduce_on_plateau_kwargs", "factor"),
     "reduce_eval_metric": renamed("reduce_on_plateau_kwargs", "metric"),
-    "reduce_eval_split": not_there("a metric of reduce_on_plateau_kwargs of evaluations begins with eval_"),
+    "reduce_eval_split": instead(
+        "set the key metric of reduce_on_plateau_kwargs; metrics of evaluations begin with eval_"
+    ),
     "skip_all_evaluation": not_needed("eval_strategy is 'no' unless it is set"),
     "steps_per_checkpoint": renamed("save_steps"),
-    "checkpoints_per_epoch": not_there("save_strategy='epoch' and save_epochs, the epochs between two checkpoints"),
-    "tp_size": not_there("a server takes --tensor_parallel_size; for training see docs/distributed.md"),
+    "checkpoints_per_epoch": instead("set save_strategy='epoch' and save_epochs, the epochs between two checkpoints"),
+    "tp_size": instead("give a server --tensor_parallel_size; for training, see docs/distributed.md"),
     "model_resume_path": renamed("resume_from_checkpoint"),
-    "skip_save_progress": not_there("set save_strategy='no'"),
+    "skip_save_progress": instead("set save_strategy='no'"),
 }
 
 
 _NO_PADDING = "batches are laid out without padding"
 _LOCAL = "completions are sampled by prefrl's own loop or on a server"
-_SERVER = "a server runs in its own process, so give it --{} there"
+_SERVER = "start the server with --{}"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -298,44 +302,44 @@ TRL: dict[str, Counterpart] = {
     "vllm_gpu_memory_utilization": server(_SERVER.format("gpu_memory_utilization")),
     "vllm_tensor_parallel_size": server(_SERVER.format("tensor_parallel_size")),
     "vllm_max_model_length": server(_SERVER.format("max_model_len")),
-    "vllm_enable_sleep_mode": server("it has its own GPUs and never sleeps"),
+    "vllm_enable_sleep_mode": server("a server has its own GPUs and never sleeps"),
     "vllm_group_port": not_needed("the trainer chooses a free port"),
     "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_clip_max"),
-    "log_completions_hub_repo": not_there(
-        "the folder completions in output_dir has all rollouts as Parquet files; upload it with "
+    "log_completions_hub_repo": instead(
+        "upload the folder completions in output_dir, which has all rollouts as Parquet files, with "
         "huggingface_hub.upload_folder"
     ),
     "log_multimodal": not_needed("the journal keeps the images"),
     "max_new_tokens": renamed("max_completion_length"),
     "response_length": renamed("max_completion_length"),
-    "reward_model_path": not_there(
+    "reward_model_path": instead(
         "give the reward model to the trainer as reward_funcs, or on the command line as --reward_model_name_or_path"
     ),
-    "sft_model_path": not_there("the model given to the trainer is the policy, and its weights are the reference"),
+    "sft_model_path": instead("give this model to the trainer as the policy; its weights are also the reference"),
     "is_encoder_decoder": not_there("models with an encoder are not supported; use a decoder-only model"),
-    "max_completion_length": aside("max_length bounds prompt and completion together"),
-    "max_prompt_length": aside("max_length bounds prompt and completion together"),
+    "max_completion_length": aside("use max_length, which bounds prompt and completion together"),
+    "max_prompt_length": aside("use max_length, which bounds prompt and completion together"),
     "max_seq_length": renamed("max_length"),
-    "max_length": aside("max_prompt_length and max_completion_length bound prompts and completions"),
+    "max_length": aside("use max_prompt_length and max_completion_length"),
     "num_of_sequences": not_needed("packing needs no estimate"),
     "chars_per_token": not_needed("packing needs no estimate"),
-    "ref_model_init_kwargs": not_there("give ref_model as an instance that you loaded"),
+    "ref_model_init_kwargs": instead("load the reference model yourself, and give the instance as ref_model"),
     "force_use_ref_model": not_needed("a reference beside an adapter is used if it is given"),
-    "model_adapter_name": not_there("the active adapter is the policy; call model.set_adapter first"),
-    "ref_adapter_name": not_there("the reference is the model without its adapter, or ref_model"),
-    "reference_free": not_there("use CPOTrainer, whose losses have no reference"),
+    "model_adapter_name": instead("call model.set_adapter first; the active adapter is the policy"),
+    "ref_adapter_name": instead("give ref_model; without it, the reference is the model without its adapter"),
+    "reference_free": instead("use CPOTrainer, whose losses have no reference"),
     "num_ppo_epochs": renamed("num_iterations"),
-    "num_mini_batches": not_there(
-        "steps_per_generation / gradient_accumulation_steps is the number of optimizer steps for each generation"
+    "num_mini_batches": instead(
+        "set steps_per_generation to gradient_accumulation_steps times the number of optimizer steps per generation"
     ),
     "cliprange": renamed("epsilon"),
     "kl_coef": renamed("beta"),
     "whiten_rewards": renamed("reward_shaping_kwargs", "normalize"),
-    "total_episodes": not_there("set max_steps = total_episodes / completions of an optimizer step"),
+    "total_episodes": instead("set max_steps = total_episodes / completions of an optimizer step"),
     "local_rollout_forward_batch_size": not_needed("passes without gradients choose their own size"),
     "num_sample_generations": not_needed("log_completions prints what was sampled"),
     "stop_token": not_needed("completions end at the end-of-sequence tokens of model and tokenizer"),
-    "response_template": not_there("set completion_only_loss or assistant_only_loss; they need no template"),
+    "response_template": instead("set completion_only_loss or assistant_only_loss, which need no template"),
     "token_budget": renamed("max_tokens_per_micro_batch"),
     "request_timeout": renamed("vllm_kwargs", "request_timeout"),
     "weight_sync_steps": not_needed("weights are sent before every generation, and never later than max_staleness"),
@@ -353,8 +357,8 @@ NAMES: dict[str, str] = {
     "AsyncGRPOTrainer": "GRPOTrainer, whose config has generation_mode='async'",
     "DistillationConfig": "distillation is not supported",
     "DistillationTrainer": "distillation is not supported",
-    "GKDConfig": "distillation is not there",
-    "GKDTrainer": "distillation is not there",
+    "GKDConfig": "distillation is not supported",
+    "GKDTrainer": "distillation is not supported",
     "HfPairwiseJudge": "prefrl.rewards.get_judge_reward turns any judge into a reward",
     "PairRMJudge": "prefrl.rewards.get_judge_reward turns any judge into a reward",
     "OpenAIPairwiseJudge": "prefrl.rewards.PairwiseModel asks a model behind an OpenAI-compatible server",
@@ -432,5 +436,5 @@ TRANSFORMERS: dict[str, Counterpart] = {
     "fp16_backend": not_needed(_PRECISION),
     "half_precision_backend": not_needed(_PRECISION),
     "fp16_opt_level": not_needed(_PRECISION),
-    "logging_dir": not_there("set the variable TENSORBOARD_LOGGING_DIR, for example in env"),
+    "logging_dir": instead("set the variable TENSORBOARD_LOGGING_DIR, for example in env"),
 }

@@ -120,8 +120,8 @@ _DATA: dict[str, Counterpart] = {
     "video_key": not_there("videos are not supported"),
     "reward_fn_key": not_needed("rewards get every column of the dataset by its name"),
     "train_batch_size": together(
-        "steps_per_generation: it counts prompts, per_device_train_batch_size * processes * steps_per_generation "
-        "counts completions",
+        "steps_per_generation; verl counts prompts, but per_device_train_batch_size * processes * "
+        "steps_per_generation counts completions",
         "steps_per_generation",
     ),
     "val_batch_size": not_needed("per_device_eval_batch_size decides the memory of evaluation"),
@@ -163,12 +163,10 @@ _MODEL: dict[str, Counterpart] = {
 _ACTOR: dict[str, Counterpart] = {
     "strategy": together("accelerate_config='fsdp2' on several processes"),
     "fsdp_config": instead(LAUNCH),
-    "megatron": not_there(
-        "Megatron-LM has models of its own; DeepSpeed ZeRO and FSDP2 shard weights: see docs/distributed.md"
-    ),
+    "megatron": instead("use DeepSpeed ZeRO or FSDP2, which shard weights; see docs/distributed.md"),
     "ulysses_sequence_parallel_size": instead("see sequence parallelism in docs/distributed.md"),
     "ppo_mini_batch_size": together(
-        "gradient_accumulation_steps: it counts prompts, per_device_train_batch_size * processes * "
+        "gradient_accumulation_steps; verl counts prompts, but per_device_train_batch_size * processes * "
         "gradient_accumulation_steps counts completions",
         "gradient_accumulation_steps",
     ),
@@ -183,7 +181,7 @@ _ACTOR: dict[str, Counterpart] = {
     "loss_agg_mode": asked("loss_type", _REDUCTIONS),
     "loss_scale_factor": not_needed("loss_type='dr_grpo' divides by max_completion_length"),
     "policy_loss.loss_mode": becomes(
-        "loss_type, for gspo with importance_sampling_level='sequence_token'",
+        "loss_type; gspo also needs importance_sampling_level='sequence_token'",
         lambda value: LOSSES[value],
         "loss_type",
     ),
@@ -209,7 +207,9 @@ _ACTOR: dict[str, Counterpart] = {
     "entropy_checkpointing": not_needed("the logits of all tokens are never in memory"),
     "optim.lr": renamed("learning_rate"),
     "optim.lr_warmup_steps": if_set("warmup_steps"),
-    "optim.lr_warmup_steps_ratio": if_true("warmup_steps", "warmup_steps, a share of all steps if it is below 1"),
+    "optim.lr_warmup_steps_ratio": if_true(
+        "warmup_steps", "warmup_steps, which is a fraction of all steps if it is below 1"
+    ),
     "optim.weight_decay": renamed("weight_decay"),
     "optim.betas": betas(),
     "optim.warmup_style": asked("lr_scheduler_type", {"constant": "constant_with_warmup", "cosine": "cosine"}),
@@ -243,14 +243,14 @@ _ACTOR: dict[str, Counterpart] = {
     "optim.override_optimizer_config": instead("use optim_args and adam_epsilon; see docs/optimizers.md"),
     "optim": instead("see the options of transformers.TrainingArguments"),
     "checkpoint.save_contents": becomes(
-        "checkpoint_kwargs={'save_optimizer': False} without optimizer, save_only_model=True for the model only; "
-        "hf_model is always there, under ZeRO-3 and FSDP2 with the key 'export_weights'",
+        "checkpoint_kwargs={'save_optimizer': False} if optimizer is missing, and save_only_model=True for the model "
+        "only; hf_model is always saved, under ZeRO-3 and FSDP2 with the key 'export_weights'",
         _saved,
         "checkpoint_kwargs",
     ),
     "checkpoint.load_contents": becomes(
-        "checkpoint_kwargs={'load_optimizer': False} without optimizer; to load only the model, give its folder as "
-        "the model of a new training",
+        "checkpoint_kwargs={'load_optimizer': False} if optimizer is missing; to load only the model, give its folder "
+        "as the model of a new training",
         _loaded,
         "checkpoint_kwargs",
     ),
@@ -267,12 +267,12 @@ _ACTOR: dict[str, Counterpart] = {
 }
 _ROLLOUT: dict[str, Counterpart] = {
     "name": becomes(
-        "use_vllm, False for hf; SGLang is not supported",
+        "use_vllm, which is False for hf; SGLang is not supported",
         lambda value: {"use_vllm": {"vllm": True, "hf": False}[value]},
         "use_vllm",
     ),
     "mode": not_needed("requests to servers are asynchronous"),
-    "top_k": becomes("top_k, 0 for all tokens", lambda value: {"top_k": max(value, 0)}),
+    "top_k": becomes("top_k, where 0 means all tokens", lambda value: {"top_k": max(value, 0)}),
     "n": renamed("num_generations"),
     "prompt_length": not_needed("it is max_prompt_length"),
     "response_length": not_needed("it is max_completion_length"),
@@ -288,8 +288,8 @@ _ROLLOUT: dict[str, Counterpart] = {
     "max_num_seqs": server("--max-num-seqs"),
     "enable_chunked_prefill": server("--enable-chunked-prefill"),
     "engine_kwargs.sglang": instead("use a vLLM server, with use_vllm=True; SGLang is not supported"),
-    "engine_kwargs": server("unknown options are passed on to vLLM"),
-    "cudagraph_capture_sizes": server("unknown options are passed on to vLLM"),
+    "engine_kwargs": server("give options of vLLM to prefrl vllm-serve itself, which passes them on"),
+    "cudagraph_capture_sizes": server("give options of vLLM to prefrl vllm-serve itself, which passes them on"),
     "disable_log_stats": server("--disable-log-stats"),
     "over_sample_rate": instead(
         "use dynamic_sampling=True, which replaces prompts whose completions all have one reward"
@@ -334,7 +334,7 @@ _CRITIC: dict[str, Counterpart] = {
     "optim": instead("set critic_learning_rate and critic_optim_kwargs; the schedule is that of the policy"),
     "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
-    "model.path": together("critic='model'; in Python, value_model is another model than the policy's", "critic"),
+    "model.path": together("critic='model'; in Python, give another model than the policy's as value_model", "critic"),
     "model": not_needed("a critic is loaded and partitioned like the policy"),
 }
 _REWARD: dict[str, Counterpart] = {
@@ -357,7 +357,8 @@ _REWARD: dict[str, Counterpart] = {
 }
 _ALGORITHM: dict[str, Counterpart] = {
     "adv_estimator": becomes(
-        "the command: ppo for gae, grpo, rloo, reinforce_plus_plus; others are advantage_estimator",
+        "the command: prefrl ppo for gae, and grpo, rloo or reinforce_plus_plus under the same name; the others are "
+        "values of advantage_estimator",
         lambda value: _ESTIMATORS[value],
     ),
     "norm_adv_by_std_in_grpo": becomes(
@@ -371,7 +372,7 @@ _ALGORITHM: dict[str, Counterpart] = {
     "kl_ctrl.type": together("kl_kwargs; the weight adapts if it has the key 'target'", "kl_kwargs"),
     "kl_ctrl.target_kl": renamed("kl_kwargs", "target"),
     "kl_ctrl.horizon": renamed("kl_kwargs", "horizon"),
-    "use_pf_ppo": together("rollout_selection: 'pow', 'max_min' or 'max_random'", "rollout_selection"),
+    "use_pf_ppo": together("rollout_selection, as 'pow', 'max_min' or 'max_random'", "rollout_selection"),
     "pf_ppo.reweight_method": renamed("rollout_selection"),
     "pf_ppo.weight_pow": renamed("selection_kwargs", "power"),
 }
@@ -400,7 +401,8 @@ _TRAINER: dict[str, Counterpart] = {
     "remove_previous_ckpt_in_save": flag("save_total_limit", 1),
     "del_local_ckpt_after_load": instead("set save_total_limit"),
     "resume_mode": becomes(
-        "resume_from_checkpoint: 'auto' resumes if there is a checkpoint, 'disable' never does; else it is the path",
+        "resume_from_checkpoint, where 'auto' resumes if there is a checkpoint; leave it out for disable, and give "
+        "the path for resume_path",
         lambda value: {"auto": {"resume_from_checkpoint": "auto"}, "disable": {}, "resume_path": {}}[value],
         "resume_from_checkpoint",
     ),
@@ -437,7 +439,7 @@ VERL: dict[str, Counterpart] = {
     "critic": not_needed("the critic is trained with the batches of the policy"),
     "reward_model": not_needed("a reward model scores on every process"),
     "custom_reward_function.path": becomes(
-        "reward_funcs: [folder/file.py:compute_score]; verl's arguments are known, see docs/rewards.md",
+        "reward_funcs: [folder/file.py:compute_score]; prefrl knows verl's arguments, see docs/rewards.md",
         _reward,
         "reward_funcs",
     ),

@@ -48,31 +48,35 @@ class VerifyArguments:
     """The function, and what it claims."""
 
     function: str = dataclasses.field(
-        metadata={"help": "Function to verify, as module:function; may also be given as the first argument."}
+        metadata={"help": "Function to verify, as module:function. It may also be given as the first argument."}
     )
     kind: Literal["policy", "advantage", "kl"] = opt(
         "policy",
-        "policy: takes PolicyTokens and returns a TokenLoss. advantage: takes ScoredRows or ScoredTokens and returns "
-        "Advantages. kl: takes the log-probs of policy and reference, and returns [N].",
+        "What the function is. A 'policy' loss takes PolicyTokens and returns a TokenLoss. An 'advantage' takes "
+        "ScoredRows or ScoredTokens and returns Advantages. A 'kl' takes the log-probs of policy and reference, and "
+        "returns [N].",
     )
     claim: Literal["unbiased", "on_policy_unbiased", "none"] = opt(
         "none",
-        "What must hold for exit code 0, besides the checks that every function has to pass. on_policy_unbiased: the "
-        "expected gradient is right for samples of the policy itself. unbiased: also for samples of other policies.",
+        "What must hold for exit code 0, besides the checks that every function has to pass. With "
+        "'on_policy_unbiased', the expected gradient must be right for samples of the policy itself; with 'unbiased', "
+        "for samples of other policies, too.",
     )
     hyperparameters: list[str] | None = opt(
         None, "Keyword arguments of the function, or fields of the dataclass that it takes last, as NAME=VALUE."
     )
     level: Literal["token", "sequence", "sequence_token", "sequence_sum"] = opt(
-        "token", "policy: the level of log_ratio."
+        "token", "Level of log_ratio, for a policy loss."
     )
     reduction: Literal["token", "sequence_mean", "sequence_sum"] = opt(
-        "sequence_sum", "policy, kl: how the losses of tokens are reduced to one number."
+        "sequence_sum", "How the losses of tokens are reduced to one number, for a policy loss or a KL estimate."
     )
-    scored: Literal["row", "token"] = opt("row", "advantage: whether it takes ScoredRows or ScoredTokens.")
-    group_size: Literal[2, 3] = opt(2, "advantage: completions of a prompt.")
+    scored: Literal["row", "token"] = opt(
+        "row", "Whether an advantage takes ScoredRows ('row') or ScoredTokens ('token')."
+    )
+    group_size: Literal[2, 3] = opt(2, "Completions of a prompt, for an advantage.")
     placement: Literal["loss", "reward"] = opt(
-        "loss", "kl: whether it is added to the loss or subtracted from the reward."
+        "loss", "Whether a KL estimate is added to the loss or subtracted from the reward."
     )
 
     def __post_init__(self) -> None:

@@ -46,8 +46,9 @@ class ArgumentParser(OptionParser, HfArgumentParser):
     The mapping `env` of the file sets environment variables. A mistake on the command line is a ConfigError, too.
 
     Args:
-        dataclass_types: Their fields are the options; one class or several.
-        takes_config: False: there is no option `--config`; giving it is an error like any other unknown option.
+        dataclass_types: One or several dataclasses, whose fields are the options.
+        takes_config: Whether there is an option `--config`. If not, giving it is an error like any other unknown
+            option.
         kwargs: For `argparse.ArgumentParser`.
 
     Raises:
@@ -96,12 +97,13 @@ class ArgumentParser(OptionParser, HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """One instance of each dataclass; and a namespace of the options that `add_argument` added, if there are any.
+        """Return an instance of each dataclass, and a namespace of the options that `add_argument` added, if any.
 
         Args:
-            args: The command line without the program's name; None: the one of this process.
-            return_remaining_strings: Unknown options are no error: their words are returned, behind all else.
-            fail_with_unknown_args: False: unknown options in the file are ignored.
+            args: The command line without the program's name. The default is that of this process.
+            return_remaining_strings: Whether to return the words of unknown options at the end instead of raising an
+                error.
+            fail_with_unknown_args: Whether unknown options in the file are an error. If not, they are ignored.
             separate_remaining_strings: Return the words of the file and those of the command line as two lists.
 
         Raises:

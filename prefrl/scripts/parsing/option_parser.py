@@ -48,7 +48,8 @@ class OptionParser(argparse.ArgumentParser):
     switches off takes its other options in the file with it. The first word may be the file, without `--config`.
 
     Args:
-        takes_config: False: there is no option `--config`; giving it is an error like any other unknown option.
+        takes_config: Whether there is an option `--config`. If not, giving it is an error like any other unknown
+            option.
         kwargs: For `argparse.ArgumentParser`.
     """
 
@@ -82,8 +83,8 @@ class OptionParser(argparse.ArgumentParser):
         """Add an option as `option_of` describes it.
 
         Args:
-            option: Its name, kind, default and so on. What is false may be left out.
-            aliases: Other spellings of it.
+            option: Its name, kind, default and so on. Values that are false may be left out.
+            aliases: Other spellings of the option.
         """
         name = option["name"]
         about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
@@ -116,8 +117,8 @@ class OptionParser(argparse.ArgumentParser):
 
         Args:
             argv: The command line without the program's name.
-            keeps_entries: Unknown options of the file are no error.
-            keeps_words: Unknown options of the command line are no error.
+            keeps_entries: Whether unknown options of the file are allowed.
+            keeps_words: Whether unknown options of the command line are allowed.
 
         Raises:
             ConfigError: An unknown or missing option, or a value of the wrong type.

@@ -80,8 +80,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     reference, it calls `set_up_reference` in its constructor.
 
     Args:
-        model: Name, path or instance; trained in place.
-        args: Options; None: the defaults, in `<model name>-<algorithm>`. `TrainingArguments` are converted, see
+        model: Name, path or instance. An instance is trained in place.
+        args: Options. The default options write to `<model name>-<algorithm>`. `TrainingArguments` are converted, see
             `own_config`.
         data: Further positional arguments, in TRL's order. Those that have no counterpart here must be None.
         arguments: See `TrainerArguments`.
@@ -135,7 +135,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         """Create the reference that the options ask for, or score the datasets with it; for leaves that need one.
 
         Args:
-            given: The reference model; None: the policy as it is now.
+            given: The reference model. None means the policy as it is now.
         """
         options = self.args
         assert isinstance(options, OfflineReferenceOptions)

@@ -77,15 +77,15 @@ class OnlineTrainer(BaseTrainer[Ready]):
     the algorithm.
 
     Args:
-        model: Name, path or instance; trained in place.
+        model: Name, path or instance. An instance is trained in place.
         reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
-            instance of a sequence-classification model. None: only environments give rewards.
-        args: Options; None: the defaults, in `<model name>-<algorithm>`.
+            instance of a sequence-classification model. None means only environments give rewards.
+        args: Options. The default options write to `<model name>-<algorithm>`.
         train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read; a stream is read
             in its order and needs `max_steps`.
         eval_dataset: One dataset, or several by name.
-        processing_class: Tokenizer, or processor of a model that reads images; None: the model's.
-        reward_processing_classes: Tokenizers or processors of reward models; None: their own.
+        processing_class: Tokenizer, or processor of a model that reads images. None means the model's.
+        reward_processing_classes: Tokenizers or processors of reward models. None means their own.
         callbacks: HuggingFace callbacks.
         optimizers: Optimizer and scheduler to use instead of those that `args` describes.
         quantization_config: Load the model, given by name, quantized; needs an adapter.
@@ -398,7 +398,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
                 self.generator.invalidate()
 
     def evaluation_step(self, model: nn.Module, item: list[dict[str, Any]]) -> dict[str, Metric]:
-        """Rewards and lengths of completions of some prompts."""
+        """Rewards and lengths of the completions of some prompts."""
         return self._evaluation.sample(item)
 
     def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
@@ -447,7 +447,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)
 
     def decisive(self) -> dict[str, Any]:
-        """See `BaseTrainer`; the updates also depend on the rewards and on how many prompts a generation has."""
+        """See `BaseTrainer`. The updates also depend on the rewards and on the number of prompts in a generation."""
         return {
             **super().decisive(),
             "prompts_per_generation": self.prompts.num_prompts,

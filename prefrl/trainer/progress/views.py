@@ -121,12 +121,12 @@ _CHARACTERS, _LINES = 300, 4  # of a completion or the end of a prompt
 
 
 class RichProgressCallback(ProgressCallback):
-    """Shows progress and time left, metrics with their course, where the time goes, and two completions, in place.
+    """Shows progress, time left, metrics, where the time goes, and two completions, all updated in place.
 
     Trainers use it by themselves on a terminal. Passed in `callbacks`, it is used wherever the output goes.
 
     Args:
-        console: Where to write; None: standard output.
+        console: Where to write. The default is standard output.
     """
 
     def __init__(self, console: Console | None = None) -> None:
