@@ -229,6 +229,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("conversational", "chat_template_path", "eos_token", "max_length"),
     ),
     "Rewards": ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
+    "Agents": ("environment", "tools", "max_turns", "turn_credit"),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
