@@ -100,7 +100,7 @@ def options_of(
 
 def _script(given: Given) -> CommandArguments:
     """Model, data and rewards; with rewards for the algorithms that have the option."""
-    cls = RewardArguments if given.takes_rewards else CommandArguments
+    cls = given.script or (RewardArguments if given.takes_rewards else CommandArguments)
     names = {field.name for field in dataclasses.fields(cls)}
     try:
         return cls(**{name: value for name, value in given.values.items() if name in names})
@@ -110,7 +110,8 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
     config_class: Any = algorithm.load_config()
-    of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
+    others = (given.script or RewardArguments, LaunchArguments)
+    of_script = {field.name for cls in others for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:

@@ -218,11 +218,13 @@ class Given:
         values: The options that the command line or the file sets.
         places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
         takes_rewards: Whether the algorithm learns from rewards.
+        script: Class of the options that are not the trainer's; None: that of the algorithm.
     """
 
     values: Mapping[str, Any]
     places: Mapping[str, str]
     takes_rewards: bool
+    script: type[CommandArguments] | None = None
 
     def located(self, error: _E) -> _E:
         """The error with the line of the option that its message begins with, if the file sets it."""
