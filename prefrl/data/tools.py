@@ -10,11 +10,10 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any, get_type_hints
-
-from transformers.utils import get_json_schema
 
 from prefrl.errors import ConfigError, reason_of
 from prefrl.options.names import nearest
@@ -69,18 +68,41 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
         raise ConfigError(
             f"tools: {tool!r} is neither a function nor a method. Pass one with type hints and a docstring"
         )
-    name = tool.__name__
-    for parameter in inspect.signature(tool).parameters.values():
-        _check_parameter(name, parameter)
-    docstring = (inspect.getdoc(tool) or "").strip()
-    if not docstring or docstring.startswith(("Args:", "Returns:", "Raises:")):
-        lacks = "does not start with" if docstring else "is missing, from which the model learns"
-        raise ConfigError(f"tool {name!r}: the docstring {lacks} what the tool does. Write for example {_EXAMPLE}")
+    check_signature(tool.__name__, inspect.signature(tool).parameters.values(), inspect.getdoc(tool))
+    from transformers.utils import get_json_schema  # takes a second, which early checks of signatures do not need
+
     try:
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:  # of transformers, or of evaluating the types, which are the user's
-        raise ConfigError(_schema_message(name, tool, error)) from error
+        raise ConfigError(_schema_message(tool, error)) from error
     return schema
+
+
+def check_signature(name: str, parameters: Iterable[Parameter], docstring: str | None) -> None:
+    """Check a tool as far as its signature and its docstring say what the model has to know.
+
+    Args:
+        name: Of the tool.
+        parameters: Of the function; `self` and `cls` need no type.
+        docstring: None: there is none.
+
+    Raises:
+        ConfigError: As `tool_schema`, except for types that have no JSON schema.
+    """
+    arguments = [parameter for parameter in parameters if parameter.name not in ("self", "cls")]
+    for parameter in arguments:
+        _check_parameter(name, parameter)
+    docstring = (docstring or "").strip()
+    if not docstring or docstring.startswith(("Args:", "Returns:", "Raises:")):
+        lacks = "does not start with" if docstring else "is missing, from which the model learns"
+        raise ConfigError(f"tool {name!r}: the docstring {lacks} what the tool does. Write for example {_EXAMPLE}")
+    described = {match[1] for match in re.finditer(r"^\s*(\w+):", docstring, re.MULTILINE)}
+    for parameter in arguments:
+        if parameter.name not in described:
+            raise ConfigError(
+                f"tool {name!r}: the docstring does not describe the argument {parameter.name!r}. Add a line "
+                f"'{parameter.name}: ...' under 'Args:', as in {_EXAMPLE}"
+            )
 
 
 def call_problem(name: str, arguments: Mapping[str, Any], schemas: Mapping[str, Schema]) -> str | None:
@@ -111,26 +133,32 @@ def call_problem(name: str, arguments: Mapping[str, Any], schemas: Mapping[str, 
     return None
 
 
+def signature_of(schema: Schema) -> str:
+    """A tool and its arguments in one line: `search(query: string, limit: integer = ...)`."""
+    function = schema["function"]
+    parameters = function.get("parameters") or {}
+    required = parameters.get("required") or ()
+    words = []
+    for name, one in (parameters.get("properties") or {}).items():
+        kind = " or ".join(_types_of(one)) or "value"
+        words.append(f"{name}: {kind}" if name in required else f"{name}: {kind} = ...")
+    return f"{function['name']}({', '.join(words)})"
+
+
 def _check_parameter(name: str, parameter: Parameter) -> None:
     if parameter.kind not in _BY_KEYWORD:
         raise ConfigError(
             f"tool {name!r}: argument {str(parameter).partition(':')[0]!r} cannot be given by name, as the model "
             "does. List each argument, without * before it and without / behind it"
         )
-    if parameter.annotation is Parameter.empty and parameter.name not in ("self", "cls"):
+    if parameter.annotation is Parameter.empty:
         raise ConfigError(
             f"tool {name!r}: argument {parameter.name!r} has no type. Write for example '{parameter.name}: int'"
         )
 
 
-def _schema_message(name: str, tool: Callable[..., Any], error: Exception) -> str:
-    documented = _documented(tool)
-    for parameter in inspect.signature(tool).parameters.values():
-        if parameter.name not in documented and parameter.name not in ("self", "cls"):
-            return (
-                f"tool {name!r}: the docstring does not describe the argument {parameter.name!r}. Add a line "
-                f"'{parameter.name}: ...' under 'Args:', as in {_EXAMPLE}"
-            )
+def _schema_message(tool: Callable[..., Any], error: Exception) -> str:
+    name = tool.__name__
     try:
         hints = get_type_hints(tool)
     except Exception:  # a type that does not exist: the first error says which
@@ -144,14 +172,9 @@ def _schema_message(name: str, tool: Callable[..., Any], error: Exception) -> st
     return f"tool {name!r} has no JSON schema: {reason_of(error)}. Change its types or its docstring"
 
 
-def _documented(tool: Callable[..., Any]) -> set[str]:
-    """Arguments that have a line of their own in the docstring."""
-    lines = (inspect.getdoc(tool) or "").splitlines()
-    return {line.partition(":")[0].strip() for line in lines if ":" in line}
-
-
 def _has_schema(argument: str, hint: Any) -> bool:
     """Whether a type alone has a schema: asked about a function that has only this argument."""
+    from transformers.utils import get_json_schema  # see tool_schema
 
     def stub() -> None: ...
 

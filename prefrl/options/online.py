@@ -297,7 +297,7 @@ class OnlineOptions(RolloutOptions):
                 value=getattr(self, field.name),
                 unset=default_of(field),
                 because="there are no episodes",
-                remedy="Give the trainer tools or environment_factory, or leave it out.",
+                remedy="Set environment or tools (in Python, environment_factory or tools), or leave it out.",
             )
 
     def _of_episodes(self) -> list[dataclasses.Field[Any]]:

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import datasets
 
 from prefrl.errors import ConfigError, RewardError, require
+from prefrl.options.code import imported
 from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, RewardFunction, completion_text
 from prefrl.rewards.format import (
@@ -115,32 +111,11 @@ def _imported(name: str) -> Any:
     if not place or name.endswith(".py"):
         remedy = nearest(name, {*REWARD_FUNCTIONS, *GRADERS})
         raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor {_WAYS}. {remedy}")
-    sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
-    try:
-        module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, AttributeError, ValueError, OSError, TypeError) as error:
-        raise ConfigError(f"reward_funcs={name!r}: cannot be imported: {error}. Write {_WAYS}") from error
-    finally:
-        sys.path.remove("")
+    module = imported(place, f"reward_funcs={name!r}", remedy=f"Write {_WAYS}")
     if not hasattr(module, function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"reward_funcs={name!r}: {place} has no {function!r}. {nearest(function, known)}")
     return getattr(module, function)
-
-
-def _file(path: Path) -> ModuleType:
-    """The module in a file, imported once."""
-    name = f"prefrl_rewards_of_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path.resolve()):
-        return known
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look for it there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _from_call(text: str) -> RewardFunction:

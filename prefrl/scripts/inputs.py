@@ -43,7 +43,9 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
     parser = SchemaParser(algorithm.name)
     given = parser.parse(argv)
     is_launched = is_launched or launch_options(given, os.environ) is not None
-    _check_run(_script(given), parser.check(given, knows_processes=not is_launched))
+    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
+    with given.locating():
+        _check_run(script, config)
     return given
 
 
@@ -64,6 +66,7 @@ def check_files(given: Given) -> None:
             source_of(part, f"datasets[{number}].path={part.path!r}")
         if isinstance(script, RewardArguments):
             check_reward_files(script.reward_funcs or ())
+            script.check_code()
         checkpoint = given.values.get("resume_from_checkpoint")
         # Machines with disks of their own hold parts of it: the first process looks, as in training.
         is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
@@ -97,7 +100,7 @@ def options_of(
 
 def _script(given: Given) -> CommandArguments:
     """Model, data and rewards; with rewards for the algorithms that have the option."""
-    cls = RewardArguments if given.takes_rewards else CommandArguments
+    cls = given.script or (RewardArguments if given.takes_rewards else CommandArguments)
     names = {field.name for field in dataclasses.fields(cls)}
     try:
         return cls(**{name: value for name, value in given.values.items() if name in names})
@@ -107,7 +110,8 @@ def _script(given: Given) -> CommandArguments:
 
 def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
     config_class: Any = algorithm.load_config()
-    of_script = {field.name for cls in (RewardArguments, LaunchArguments) for field in dataclasses.fields(cls)}
+    others = (given.script or RewardArguments, LaunchArguments)
+    of_script = {field.name for cls in others for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
     try:
@@ -125,6 +129,8 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
+    if isinstance(script, RewardArguments):
+        _check_episodes(script, config)
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:
         name = "dataset_streaming" if script.dataset_streaming else "streaming"
         raise ConfigError(
@@ -137,6 +143,22 @@ def _check_run(script: CommandArguments, config: Any) -> None:
     )
     if config.eval_strategy == "no":
         check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
+
+
+def _check_episodes(script: RewardArguments, config: Any) -> None:
+    config.validate_episodes(has_episodes=script.has_episodes)
+    if script.dataset_name is not None or script.datasets:
+        return
+    if config.max_steps <= 0:
+        raise ConfigError(
+            f"max_steps={config.max_steps} without dataset_name: the environment's reset gives the prompts, so the "
+            "number of steps must be given. Set max_steps."
+        )
+    if config.eval_strategy != "no":
+        raise ConfigError(
+            f"eval_strategy={str(config.eval_strategy)!r} without dataset_name: there is nothing to evaluate on. Set "
+            "dataset_name, or eval_strategy to 'no'."
+        )
 
 
 def _add_model_options(script: CommandArguments, config: Any) -> None:
@@ -177,8 +199,13 @@ def lora_of(script: CommandArguments) -> Any:
 
 
 def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
-    """The datasets to train on and to evaluate on; for a mixture of several, the test split of each part by name."""
+    """The datasets to train on and to evaluate on; for a mixture of several, the test split of each part by name.
+
+    Both are None if an environment brings the prompts.
+    """
     evaluates = config.eval_strategy != "no"
+    if script.dataset_name is None and not script.datasets:
+        return None, None
     if script.dataset_name is not None:
         train_dataset = _load_single(script, "dataset_train_split")
         return train_dataset, _load_single(script, "dataset_test_split") if evaluates else None

@@ -50,6 +50,7 @@ OTHERS = {
     "watch": Listed("report:watch", "show a run in the browser while it trains"),
     "report": Listed("report:report", "write one HTML file about a run, or about two"),
     "look": Listed("report:look", "show the best and the worst completions of a run"),
+    "play": Listed("play", "play an episode of an environment, by hand or with a model, turn by turn"),
     "chat": Listed("sampling:chat", "talk to a model in the terminal"),
     "generate": Listed("sampling:generate", "sample completions of a prompt or of a dataset"),
     "eval": Listed(

@@ -86,11 +86,16 @@ _LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
 
 
 @cache
-def options_of(algorithm: str) -> list[dict[str, Any]]:
-    """The options of an algorithm, in the order of their declaration; see `option_of`."""
+def options_of(algorithm: str, script: Any = None) -> list[dict[str, Any]]:
+    """The options of an algorithm, in the order of their declaration; see `option_of`.
+
+    Args:
+        algorithm: Its name in the registry.
+        script: Class of those that are not the trainer's; None: that of the algorithm.
+    """
     early = early_class(algorithm)
     names = {field.name for field in dataclasses.fields(early)}
-    script_class = RewardArguments if "reward_weights" in names else CommandArguments
+    script_class = script or (RewardArguments if "reward_weights" in names else CommandArguments)
     launch_class = LaunchArguments if "use_vllm" in names else ProcessArguments
     hints, declared = hints_of(early), early.__dataclass_fields__
     # The help does not show the keywords that fill places in options.
@@ -118,11 +123,13 @@ class SchemaParser(OptionParser):
 
     Args:
         algorithm: Its name in the registry.
+        script: See `options_of`.
     """
 
-    def __init__(self, algorithm: str) -> None:
+    def __init__(self, algorithm: str, script: Any = None) -> None:
         super().__init__(prog=f"prefrl {algorithm}", description=f"Dataset: {REGISTRY[algorithm].dataset}.")
-        self._algorithm, self._options = algorithm, {option["name"]: option for option in options_of(algorithm)}
+        self._algorithm, self._script = algorithm, script
+        self._options = {option["name"]: option for option in options_of(algorithm, script)}
         for option in self._options.values():
             self.add_option(option)
 
@@ -143,7 +150,7 @@ class SchemaParser(OptionParser):
         options = {name: values[name] for name in names if name not in self._own}
         if options.get("vllm") is not None and "use_vllm" not in options:
             options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
-        given = Given(options, places, takes_rewards="reward_funcs" in self._options)
+        given = Given(options, places, takes_rewards="reward_funcs" in self._options, script=self._script)
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
@@ -229,6 +236,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("conversational", "chat_template_path", "eos_token", "max_length"),
     ),
     "Rewards": ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
+    "Agents": ("environment", "tools", "max_turns", "turn_credit"),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),

@@ -46,9 +46,11 @@ def main(algorithm: Algorithm, given: Given) -> int:
         trainer_class = algorithm.load_trainer()
     with given.locating():
         script, config = options_of(algorithm, given)
-        extra: dict[str, Any] = {"reward_funcs": _rewards(script)} if isinstance(script, RewardArguments) else {}
+        extra: dict[str, Any] = {}
+        if isinstance(script, RewardArguments):
+            extra = {"reward_funcs": _rewards(script), **script.loaded()}
         train_dataset, eval_dataset = datasets_of(script, config)
-        check_before(algorithm, script, config, train_dataset, eval_dataset, extra.get("reward_funcs", ()))
+        check_before(algorithm, script, config, train_dataset, eval_dataset, extra)
     if ONLY_CHECK in os.environ:
         return 0
     trainer = trainer_class(

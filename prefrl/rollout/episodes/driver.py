@@ -105,9 +105,10 @@ class EpisodeSampler:
                 seats.append(self._in_use.pop(id(rollout.episode.environment)))
                 rollout.episode.environment = None
         if seats:
-            self._loop.submit(self._give_back(seats))
+            self._loop.submit(self.give_back(seats))
 
-    async def _give_back(self, seats: Sequence[Seat]) -> None:
+    async def give_back(self, seats: Sequence[Seat]) -> None:
+        """Make the places of episodes that are over free for others."""
         for seat in seats:
             self._seats.give_back(seat)
 
@@ -117,23 +118,12 @@ class EpisodeSampler:
             # Longer only if an async function blocks the loop: then its thread is left alone.
             self._loop.submit(self._seats.close()).result(self.limits.tool_timeout + 1)
 
-    async def played(self, row: Mapping[str, Any], group: int, seed: int, sample: _Sample) -> Rollout:
+    async def played(self, row: Mapping[str, Any], group: int, seed: int, sample: Sample) -> Rollout:
         """The rollout of one episode, begun again if its environment fails and the options say so."""
-        own = of_environment(row, self._kinds)
         num_tries = _MAX_TRIES if self.limits.environment_error == "retry" else 1
-        template = self._encoder.template(row)
-        task = Task(
-            row,
-            template,
-            own.reader,
-            seeds=lambda turn: _seed(seed, turn + 1),
-            environment_seed=_seed(seed, 0),
-            sample=sample,
-            context_limit=self._generator().context_limit,
-        )
         for _ in range(num_tries):
-            seat = self._seats.take(own.kind)
-            player = Player(task, seat, self.limits)
+            player = self.player(row, seed, sample)
+            seat = player.seat
             try:
                 episode = await player.play()
             except BaseException as error:  # also if the episode is canceled
@@ -148,7 +138,21 @@ class EpisodeSampler:
                 self._in_use[id(seat.environment)] = seat
             played = player.played
             return Rollout(played.turns, row, group, prompt=played.prompt, text=played.said, episode=episode)
-        return _failed(own.kind.name, player.played, row, group)
+        return _failed(player.seat.kind.name, player.played, row, group)
+
+    def player(self, row: Mapping[str, Any], seed: int, sample: Sample) -> Player:
+        """Who plays an episode, and where: called on the loop. Nobody else plays there until it is over."""
+        own = of_environment(row, self._kinds)
+        task = Task(
+            row,
+            self._encoder.template(row),
+            own.reader,
+            seeds=lambda turn: seed_of(seed, turn + 1),
+            environment_seed=seed_of(seed, 0),
+            sample=sample,
+            context_limit=self._generator().context_limit,
+        )
+        return Player(task, self._seats.take(own.kind), self.limits)
 
     def _note_failure(self, error: EnvironmentFailure) -> None:
         if self.limits.environment_error == "raise":
@@ -166,7 +170,7 @@ class EpisodeSampler:
             )
 
 
-_Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
+Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
 
 
 class EpisodesPending:
@@ -197,7 +201,7 @@ class EpisodesPending:
         self._is_canceled = False
         self._error: Exception | None = None
         self._work: list[Future[Any]] = [
-            episodes.submit(self._play(number, sample, row, group, _seed(seed, sample)))
+            episodes.submit(self._play(number, sample, row, group, seed_of(seed, sample)))
             for number, (row, group, seed) in enumerate(zip(rows, groups, seeds, strict=True))
             for sample in range(num_samples)
         ]
@@ -331,6 +335,6 @@ def _untrained(completion: Completion) -> Completion:
     )
 
 
-def _seed(*entropy: int) -> int:
+def seed_of(*entropy: int) -> int:
     """A seed below 2^62, as a function of some numbers."""
     return int(np.random.SeedSequence(list(entropy)).generate_state(1, np.uint64)[0] >> np.uint64(2))

@@ -106,10 +106,17 @@ class EnvironmentKind:
 def environment_kinds(
     tools: Sequence[Callable[..., Any]] | None,
     factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+    *,
+    option: str = "environment_factory",
 ) -> dict[str | None, EnvironmentKind]:
     """The kinds of episodes, by the value of the dataset's column `environment`. None means the only one.
 
     Each factory is called once, to find out what its instances are; the first episode gets this instance.
+
+    Args:
+        tools: Functions that the model may call.
+        factory: A class of environments, or several by the value of the dataset's column `environment`.
+        option: The name of `factory` where the user has set it, for messages.
 
     Raises:
         ConfigError: A tool has no schema, an environment has no `reset`, or two tools have one name.
@@ -120,8 +127,9 @@ def environment_kinds(
         return {None: EnvironmentKind("tools", None, functions, frozenset(), schemas)}
     factories: Mapping[Any, Callable[[], Any]] = factory if isinstance(factory, Mapping) else {None: factory}
     if not factories:
-        raise ConfigError("environment_factory={}: needs at least one environment")
-    return {name: _kind(name, make, functions) for name, make in factories.items()}
+        raise ConfigError(f"{option}={{}}: needs at least one environment")
+    wheres = {name: option if name is None else f"{option}[{name!r}]" for name in factories}
+    return {name: _kind(name, make, functions, wheres[name]) for name, make in factories.items()}
 
 
 def _named(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Callable[..., Any]]:
@@ -130,8 +138,9 @@ def _named(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Callable[...
     return dict(zip(tool_schemas(tools or ()), tools or (), strict=True))
 
 
-def _kind(name: str | None, make: Callable[[], Any], functions: Mapping[str, Callable[..., Any]]) -> EnvironmentKind:
-    where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
+def _kind(
+    name: str | None, make: Callable[[], Any], functions: Mapping[str, Callable[..., Any]], where: str
+) -> EnvironmentKind:
     if not callable(make):
         raise ConfigError(f"{where}={make!r}: must be a class, or a function that returns a new environment")
     worker = Worker()

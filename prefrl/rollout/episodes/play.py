@@ -85,7 +85,7 @@ class Player:
 
     def __init__(self, task: Task, seat: Seat, limits: EpisodeLimits) -> None:
         self._task = task
-        self._seat = seat
+        self.seat = seat
         self._limits = limits
         self._kind: EnvironmentKind = seat.kind
         self.played = Played()
@@ -120,7 +120,7 @@ class Player:
             num_failed_calls=played.num_failed_calls,
             reward=reward,
             rewards=parts,
-            environment=self._seat.environment,
+            environment=self.seat.environment,
         )
 
     async def _turns(self) -> StopReason:
@@ -151,9 +151,9 @@ class Player:
         messages = list(read_messages(row, "prompt", allow_empty=True))
         opening = None
         if self._kind.make is not None:
-            await self._guarded("set-up", self._seat.set_up(self._limits.tool_timeout))
+            await self._guarded("set-up", self.seat.set_up(self._limits.tool_timeout))
             if self._kind.is_full:
-                self._seat.environment.seed = self._task.environment_seed
+                self.seat.environment.seed = self._task.environment_seed
             # The environment may change what it is given; the row is that of other episodes, too.
             opening = await self._of_environment("reset", **copy.deepcopy(_columns(row, self._kind)))
         self.played.prompt = self._seen = _opened(messages, opening, self._kind.name)
@@ -271,10 +271,10 @@ class Player:
         problem = call.problem
         failure: Exception | None = None
         if problem is None:
-            where = self._seat.environment if call.name in self._kind.methods else None
+            where = self.seat.environment if call.name in self._kind.methods else None
             tool = getattr(where, call.name) if where is not None else self._kind.tools[call.name]
             try:
-                result = await self._seat.call(tool, timeout=self._limits.tool_timeout, **call.arguments)
+                result = await self.seat.call(tool, timeout=self._limits.tool_timeout, **call.arguments)
             except CallTimeout as error:
                 problem, failure = f"No result within {self._limits.tool_timeout:g} seconds", error
             except Exception as error:
@@ -337,8 +337,8 @@ class Player:
         return _number(value, name) + of_turns, {}
 
     async def _of_environment(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        call = self._seat.call(
-            getattr(self._seat.environment, method), *args, timeout=self._limits.tool_timeout, **kwargs
+        call = self.seat.call(
+            getattr(self.seat.environment, method), *args, timeout=self._limits.tool_timeout, **kwargs
         )
         return await self._guarded(method, call)
 

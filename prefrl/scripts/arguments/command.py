@@ -16,6 +16,7 @@ from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_fields, check_unset, opt, parse_json
 from prefrl.options.names import check_references
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.arguments.episodes import EpisodeArguments
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -224,11 +225,13 @@ class Given:
         values: The options that the command line or the file sets.
         places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
         takes_rewards: Whether the algorithm learns from rewards.
+        script: Class of the options that are not the trainer's; None: that of the algorithm.
     """
 
     values: Mapping[str, Any]
     places: Mapping[str, str]
     takes_rewards: bool
+    script: type[CommandArguments] | None = None
 
     def located(self, error: _E) -> _E:
         """The error with the line of the option that its message begins with, if the file sets it."""
@@ -326,14 +329,25 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
         self._check_data()
         self.streaming = self.streaming or (bool(self.datasets) and self.dataset_streaming)
 
+    @property
+    def needs_dataset(self) -> bool:
+        """Whether nothing else brings prompts."""
+        return True
+
     def _check_data(self) -> None:
-        if bool(self.datasets) == (self.dataset_name is not None):
-            given = "both are given" if self.datasets else "not given"
+        is_missing = not self.datasets and self.dataset_name is None
+        if (self.datasets and self.dataset_name is not None) or (is_missing and self.needs_dataset):
+            given = "not given" if is_missing else "both are given"
             raise ConfigError(f"dataset_name, datasets: {given}. Set one of them.")
         if self.datasets:
             names = ("dataset_config", "dataset_train_split", "dataset_revision", *SHAPING)
             remedy = "Set it for each dataset of datasets, by the names name, split, revision, columns and so on."
             check_unset(self, *names, because="datasets is set", remedy=remedy)
+            return
+        if is_missing:
+            splits = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_revision")
+            streams = ("dataset_streaming", "streaming", "test_split_size")
+            check_unset(self, *splits, *streams, *SHAPING, because="there is no dataset", remedy="Set dataset_name.")
             return
         check_unset(self, "streaming", because="dataset_name is set", remedy="Set dataset_streaming.")
         remedy = "Set dataset_test_split; slices such as train[90%:] work."
@@ -341,7 +355,7 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
 
 
 @dataclass
-class RewardArguments(CommandArguments):
+class RewardArguments(CommandArguments, EpisodeArguments):
     """Rewards, for the online algorithms."""
 
     reward_funcs: list[RewardEntry] | None = opt(
@@ -356,11 +370,22 @@ class RewardArguments(CommandArguments):
     )
 
     def __post_init__(self) -> None:
+        self.check_names()
         super().__post_init__()
         check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
-        if not self.reward_funcs and self.reward_model_name_or_path is None:
+        if not self.reward_funcs and self.reward_model_name_or_path is None and self.needs_reward:
             raise ConfigError(
                 "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-                "module:function, or set reward_model_name_or_path."
+                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
             )
+
+    @property
+    def needs_dataset(self) -> bool:
+        """See `CommandArguments`."""
+        return not isinstance(self.environment, str)  # of several, the dataset has the name of each row's
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether nothing else gives rewards."""
+        return not self.has_environment

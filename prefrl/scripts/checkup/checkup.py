@@ -6,21 +6,22 @@ vLLM servers are asked whether they are there and serve its model.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import datasets
 
 from prefrl.data.formats import column_names
+from prefrl.data.tools import signature_of
 from prefrl.distributed import partitions_weights
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
 from prefrl.registry import Algorithm
-from prefrl.rewards.runner import RewardRunner
-from prefrl.scripts.arguments.command import CommandArguments, Given
+from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.checkup.dataset import (
     UNLIMITED,
@@ -35,6 +36,8 @@ from prefrl.scripts.checkup.parallel import check_parallelism
 from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.subject import Checkup, Section, Subject, logged_into, plan_of
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
+from prefrl.trainer.online.prompts import prompts_per_generation
+from prefrl.trainer.online.sampling import Episodes
 
 
 def check_servers(section: Section, subject: Subject) -> None:
@@ -73,7 +76,7 @@ def check_before(
     config: Any,
     dataset: Any,
     eval_dataset: Any,
-    rewards: Sequence[Any],
+    given: Mapping[str, Any],
 ) -> None:
     """Find mistakes in tokenizer, columns, first rows, memory and servers before the model is loaded.
 
@@ -83,7 +86,7 @@ def check_before(
         config: Options of the trainer.
         dataset: To train on.
         eval_dataset: To evaluate on; of several, the first is read.
-        rewards: Functions, and names of models, which are not loaded.
+        given: What else the trainer is given: rewards, of which models are not loaded, tools and environments.
 
     Raises:
         ConfigError: An option does not fit the model or the data, or the memory cannot suffice.
@@ -93,9 +96,14 @@ def check_before(
     if Path(script.model_name_or_path, "adapter_config.json").is_file():
         return  # the trainer says what to do with an adapter
     subject = Subject(algorithm, script, config, partitions_weights(config, os.environ))
-    if functions := [reward for reward in rewards if callable(reward)]:
+    if "tools" in given:
+        with closing(subject.play(given["tools"], given["environment_factory"])) as episodes:
+            episodes.readers(subject.processing_class)
+            dataset = episodes.training_prompts(dataset, num_rows=_FEW_ROWS)
+            eval_dataset = episodes.with_prompts(eval_dataset)
+    if functions := [reward for reward in given.get("reward_funcs", ()) if callable(reward)]:
         with subject.naming_dataset(ConfigError):
-            RewardRunner(functions).check_columns(column_names(dataset))
+            subject.rewards(functions).check_columns(column_names(dataset))
     for number, part in enumerate((dataset, eval_dataset)):
         rows = rows_in_memory(part, _FEW_ROWS)
         if rows is None or not len(rows):
@@ -132,13 +140,19 @@ def checkup_of(
     raw = rows = None
     with checkup.section("Data"):
         raw, evaluated = datasets_of(script, config)
-        check_dataset_columns(checkup.sections[-1], raw)
+        if raw is not None:
+            check_dataset_columns(checkup.sections[-1], raw)
     with checkup.section("Model and tokenizer") as section:
         count = sum(parameter.numel() for parameter in subject.model.parameters())
         section.ok(f"{type(subject.model).__name__} with {count:,} weights")
         section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
         if (adapter := lora_of(script)) is not None:
             section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
+    if isinstance(script, RewardArguments) and script.has_episodes and not checkup.count("problem"):
+        with checkup.section("Tools and environments") as section, closing(subject.play(**script.loaded())) as played:
+            raw = played.training_prompts(raw, num_rows=prompts_per_generation(config))
+            evaluated = played.with_prompts(evaluated)
+            check_episodes(section, subject, played)
     if raw is None or checkup.count("problem"):
         return checkup
     with checkup.section("Rows") as section:
@@ -155,6 +169,25 @@ def checkup_of(
                     check_servers(section, subject)
     _check_sizes(checkup, subject, launch, raw, rows, evaluated)
     return checkup
+
+
+def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> None:
+    """Say what the model can call, and how its calls are read.
+
+    Raises:
+        ConfigError: No format of tool calls fits the tokenizer's chat template.
+    """
+    for name, reader in episodes.readers(subject.processing_class).items():
+        kind = episodes.kinds[name]
+        which = kind.name if name is None else f"{kind.name} (environment={name!r})"
+        calls = [signature_of(schema) for schema in kind.schemas.values()]
+        section.ok(
+            f"{which}: the model can call {', '.join(calls)}" if calls else f"{which}: there is nothing to call"
+        )
+        if reader is not None:
+            section.ok(f"calls are read in the format {reader.name}")
+        if kind.make is not None and not kind.has_reward:
+            section.note(f"{which} has no get_reward")
 
 
 def _check_sizes(

@@ -216,7 +216,10 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
         return
     weights = config.reward_weights if model is None else None
     rewards: list[Any] = [reward_by_name(name) for name in subject.reward_names]
-    runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout)
+    runner = subject.rewards(rewards, weights=weights, timeout=config.reward_timeout)
+    if "environments" in runner.required:
+        section.note("a reward reads environments after their episodes, so the rewards were not tried")
+        return
     rows = list(rows_in_memory(dataset, _ROWS) or ())
     column = next((name for name in _ANSWERS if rows and isinstance(rows[0].get(name), str)), None)
     own = [str(row[column]) if column else _text(row.get("prompt")) for row in rows]

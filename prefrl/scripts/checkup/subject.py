@@ -28,6 +28,7 @@ from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
 from prefrl.registry import Algorithm
+from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
@@ -35,6 +36,7 @@ from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.trainer.configs import BCOConfig, KTOConfig, OnlineConfig, RewardConfig, SFTConfig
 from prefrl.trainer.offline.preference import prepare_pairs, prepare_unpaired
 from prefrl.trainer.online.prompts import tokenized_prompts
+from prefrl.trainer.online.sampling import Episodes
 from prefrl.trainer.reward_trainer import tokenized_pairs
 from prefrl.trainer.sft_trainer import tokenized_texts
 
@@ -241,6 +243,21 @@ class Subject:
     config: Any
     is_partitioned: bool = False
     plan: LaunchPlan | None = None
+    episodes: Episodes | None = field(default=None, init=False)
+
+    def play(self, tools: Any, environment_factory: Any) -> Episodes:
+        """From now on, the model acts. The result has to be closed.
+
+        Raises:
+            ConfigError: A tool or an environment cannot be used.
+        """
+        self.episodes = Episodes(self.config, tools, environment_factory, option="environment")
+        return self.episodes
+
+    def rewards(self, functions: list[Any], **options: Any) -> RewardRunner:
+        """What calls reward functions. For the options see `RewardRunner`."""
+        environments = None if self.episodes is None else self.episodes.rewards
+        return RewardRunner(functions, environments=environments, **options)
 
     @property
     def is_online(self) -> bool:
@@ -312,7 +329,8 @@ class Subject:
         config, processing_class = _changed(self.config, changes), self.processing_class
         dataset = with_named_images(dataset, config.image_key)
         if isinstance(config, OnlineConfig):
-            return tokenized_prompts(dataset, processing_class, config)
+            schemas = None if self.episodes is None else self.episodes.schemas
+            return tokenized_prompts(dataset, processing_class, config, tools=schemas)
         if isinstance(config, SFTConfig):
             return tokenized_texts(dataset, processing_class, config)
         if isinstance(config, RewardConfig):
@@ -328,6 +346,8 @@ class Subject:
             yield
         except kinds as error:
             name = self.script.dataset_name
+            if name is None and not self.script.datasets:
+                raise
             raise type(error)(f"{'datasets' if name is None else f'dataset_name={name!r}'}: {error}") from error
 
 

@@ -346,7 +346,7 @@ def or_auto(convert: Any) -> Callable[[str], Any]:
 
 def default_in_words(default: Any) -> str:
     """What the help says of the default of an option; nothing if it is off."""
-    return "" if default is None or default is False or default == [] else f" (default: {default})"
+    return "" if default is None or default is False or default in ([], "") else f" (default: {default})"
 
 
 class _HelpFormatter(argparse.HelpFormatter):

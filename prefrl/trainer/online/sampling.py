@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 import datasets
 
 from prefrl import distributed
-from prefrl.data.encode import row_encoder
+from prefrl.data.encode import RowEncoder, row_encoder
 from prefrl.data.formats import Format, column_names
 from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
@@ -31,8 +32,9 @@ from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.runner import reward_fingerprint
 from prefrl.rollout.collect import CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.driver import EpisodeSampler
-from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, environment_kinds
+from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Seats, environment_kinds
 from prefrl.rollout.episodes.play import EpisodeLimits
+from prefrl.rollout.episodes.threads import MainThread
 from prefrl.rollout.summary import staleness
 from prefrl.trainer.base_trainer import Optimizers
 from prefrl.trainer.configs import PolicyGradientConfig
@@ -60,13 +62,19 @@ class Episodes:
         args: Options.
         tools: Functions that the model may call.
         environment_factory: A class of environments, or several by the value of the dataset's column `environment`.
+        option: The name of the latter where the user has set it, for messages.
 
     Raises:
         ConfigError: A tool or an environment cannot be used, or options do not fit.
     """
 
     def __init__(
-        self, args: OnlineConfig, tools: Tools | None, environment_factory: EnvironmentFactory | None
+        self,
+        args: OnlineConfig,
+        tools: Tools | None,
+        environment_factory: EnvironmentFactory | None,
+        *,
+        option: str = "environment_factory",
     ) -> None:
         self._args = args
         self.exist = bool(tools) or environment_factory is not None
@@ -74,7 +82,7 @@ class Episodes:
         self.kinds: dict[str | None, EnvironmentKind] = {}
         self.has_environments = environment_factory is not None
         if self.exist:
-            self.kinds = environment_kinds(tools, environment_factory)
+            self.kinds = environment_kinds(tools, environment_factory, option=option)
             self._check(args)
 
     def _check(self, args: OnlineConfig) -> None:
@@ -108,7 +116,11 @@ class Episodes:
         tools = {name: tool for kind in self.kinds.values() for name, tool in kind.tools.items()}
         code: dict[str, Callable[..., Any]] = {**tools}
         code |= {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
-        return {name: reward_fingerprint(one) for name, one in code.items()}
+        hashes = {name: reward_fingerprint(one) for name, one in code.items()}
+        for kind in self.kinds.values():  # what a class is always made with
+            if isinstance(kind.make, partial) and kind.make.keywords:
+                hashes[kind.name] += f" {kind.make.keywords!r}"
+        return hashes
 
     def training_prompts(self, dataset: Any, *, num_rows: int) -> Any:
         """The training dataset, see `with_prompts`; without one, empty prompts, which the environment fills.
@@ -149,11 +161,24 @@ class Episodes:
         tokenizer = tokenizer_of(processing_class)
         if not self.exist:
             return CompletionSampler(generator, tokenizer, image_reader(processing_class))
-        kwargs = cast("dict[str, Any] | None", self._args.chat_template_kwargs)
-        encoder = row_encoder(
-            Format("prompt_only", ("prompt",), "conversational"), processing_class, kwargs, self.schemas
+        encoder = self._encoder(processing_class)
+        return EpisodeSampler(
+            self.kinds,
+            self.readers(processing_class),
+            encoder=encoder,
+            generator=generator,
+            limits=_limits(self._args, tokenizer),
         )
-        readers: dict[str | None, ToolCallReader | None] = {
+
+    def readers(self, processing_class: ProcessingClass) -> dict[str | None, ToolCallReader | None]:
+        """What reads the calls of each kind; None: it has no tools.
+
+        Raises:
+            ConfigError: No format of tool calls fits the tokenizer's chat template.
+            DataError: There is no chat template.
+        """
+        encoder = self._encoder(processing_class)
+        return {
             name: tool_call_reader(
                 encoder.template({"environment": name}), kind.schemas, tool_parser=self._args.tool_parser
             )
@@ -161,9 +186,24 @@ class Episodes:
             else None
             for name, kind in self.kinds.items()
         }
-        return EpisodeSampler(
-            self.kinds, readers, encoder=encoder, generator=generator, limits=_limits(self._args, tokenizer)
+
+    def _encoder(self, processing_class: ProcessingClass) -> RowEncoder:
+        kwargs = cast("dict[str, Any] | None", self._args.chat_template_kwargs)
+        return row_encoder(
+            Format("prompt_only", ("prompt",), "conversational"), processing_class, kwargs, self.schemas
         )
+
+    def close(self) -> None:
+        """Close what was made to find out what the environments are, if no episode has had it."""
+
+        async def closed() -> None:
+            seats = Seats(MainThread(), self._args.tool_timeout)
+            for kind in self.kinds.values():
+                while kind.unused:
+                    seats.take(kind)
+            await seats.close()
+
+        asyncio.run(closed())
 
 
 def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLimits:
