@@ -51,6 +51,10 @@ class GenerationError(PrefrlError, RuntimeError):
     """No completions could be generated."""
 
 
+class AbsentServerError(GenerationError, ConnectionError):
+    """A vLLM server does not answer within `vllm_server_timeout`."""
+
+
 class EpisodeError(PrefrlError, RuntimeError):
     """A tool or an environment failed, or returned something that cannot be shown to the model."""
 

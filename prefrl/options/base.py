@@ -139,7 +139,7 @@ class BaseOptions(TrainingOptions):
     logging_steps: float = opt(
         10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.", decides=False
     )
-    logging_first_step: bool = opt(True, "Log the first optimizer step, too.", decides=False)
+    logging_first_step: bool = opt(False, "Log the first optimizer step, too.", decides=False)
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.", decides=False)
     remove_unused_columns: bool = opt(
         False, "Must stay False: rewards may read any column of the dataset.", decides=False

@@ -30,7 +30,7 @@ from prefrl.trainer import checkpointing
 from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
 from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows
 from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
-from prefrl.trainer.features import MovingReference, count_flops, parts_of_models
+from prefrl.trainer.features import MovingReference, RouterLoss, count_flops, parts_of_models
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.optimizers import averages_weights, group_parameters, use_averaged_weights
 from prefrl.trainer.parts import Parts
@@ -204,6 +204,11 @@ class BaseTrainer(Loop, Generic[Ready]):
     def ref_model(self) -> PreTrainedModel | None:
         """TRL's name for the reference; None if it is the policy without its adapter, or if there is none."""
         return None if self.reference is None else self.reference.own_model
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """TRL's name for whether the loss has the balancing loss of a mixture of experts."""
+        return self.parts.get(RouterLoss) is not None
 
     # What a subclass implements.
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer
@@ -61,6 +62,7 @@ class Loop(Trainer):
     step_loss: Tensor  # this process's share of its loss
     keeps_steps = True  # whether the first step that is not applied is written to `output_dir`
     _averages_weights = False  # whether the optimizer has two sets of weights
+    _last_metrics: Mapping[str, float] = MappingProxyType({})  # of the last log of steps
     _lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
     _parallelism: Any  # how processes share the work
     dataset_name: str | None = None  # for the model card
@@ -316,12 +318,16 @@ class Loop(Trainer):
             raise self.failure
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics since the last log, under TRL's names; at the end, too."""
+        """Adds the metrics since the last log, under TRL's names; the last entry of the history repeats them."""
         is_rest = "train_runtime" in logs and self._globalstep_last_logged < self.state.global_step
         if "loss" in logs or is_rest:
             merge(self.metrics["train"], self.account.drain(self.phases))
-            logs |= drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+            found = drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+            self._last_metrics = found
+            logs |= found
         super().log(logs, start_time)
+        if "train_runtime" in logs:  # only the history: trackers have had them
+            self.state.log_history[-1] |= self._last_metrics
 
     # ... in an evaluation, ...
 

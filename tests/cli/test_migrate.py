@@ -45,7 +45,7 @@ def test_a_script_is_migrated_keeps_its_looks_and_runs(workspace: Path, model_fo
 
 
 IMPORT = "from trl import CPOConfig, GRPOConfig, KTOConfig, RewardTrainer, SFTConfig, SFTTrainer\n"
-LOGS = "logging_first_step=False, logging_nan_inf_filter=True"
+LOGS = "logging_nan_inf_filter=True"
 EVERY = f"gradient_checkpointing=True, bf16=True, {LOGS}"
 CALLS = [
     pytest.param("SFTConfig()", f"SFTConfig({EVERY})", id="nothing given"),

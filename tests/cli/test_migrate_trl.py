@@ -25,7 +25,7 @@ from prefrl.scripts.schema import SchemaParser, options_of
 from tests.parsers import parser_of
 from tests.trl_defaults import NOT_COMPARED, defaults_of
 
-SFT = "--gradient_checkpointing true --bf16 true --logging_first_step false --logging_nan_inf_filter true"
+SFT = "--gradient_checkpointing true --bf16 true --logging_nan_inf_filter true"
 GRPO = f"--beta 0.0 --max_completion_length 512 --temperature 1.0 --max_prompt_length null {SFT}"
 IMPORT = "from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer\n"
 

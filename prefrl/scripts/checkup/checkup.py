@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 
-from prefrl.data.formats import column_names
+from prefrl.data.formats import get_dataset_column_names
 from prefrl.distributed import partitions_weights
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
@@ -95,7 +95,7 @@ def check_before(
     subject = Subject(algorithm, script, config, partitions_weights(config, os.environ))
     if functions := [reward for reward in rewards if callable(reward)]:
         with subject.naming_dataset(ConfigError):
-            RewardRunner(functions).check_columns(column_names(dataset))
+            RewardRunner(functions).check_columns(get_dataset_column_names(dataset))
     for number, part in enumerate((dataset, eval_dataset)):
         rows = rows_in_memory(part, _FEW_ROWS)
         if rows is None or not len(rows):
