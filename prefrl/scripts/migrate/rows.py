@@ -403,6 +403,11 @@ NAMES: dict[str, str] = {
         "the trainer prepares its models itself",
     ),
 }
+# Classes of TRL that are another class with these options here.
+SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}),
+    "GMPOTrainer": ("GRPOTrainer", {}),
+}
 # The functions of trl.rewards, which prefrl.rewards has, too.
 REWARDS = (
     *("accuracy_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
@@ -437,6 +442,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"learning_rate": 3e-6, "max_completion_length": 53, "max_prompt_length": None, "temperature": 0.7, **_EVERY}
     },
 }
+# TRL trains without what it cannot use, where an error is the default here.
+LENIENT = {"invalid_rows": "drop"}
 
 
 _PRECISION = "mixed precision is that of torch"
