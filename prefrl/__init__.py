@@ -49,6 +49,10 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.models.reference import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
+    from prefrl.rollout.episodes.harbor import HarborBashEnv as HarborBashEnv
+    from prefrl.rollout.episodes.harbor import HarborEnv as HarborEnv
+    from prefrl.rollout.episodes.harbor import HarborSpec as HarborSpec
+    from prefrl.rollout.episodes.openreward import OpenRewardSpec as OpenRewardSpec
     from prefrl.scripts.arguments.command import ModelConfig as ModelConfig
     from prefrl.scripts.arguments.command import get_kbit_device_map as get_kbit_device_map
     from prefrl.scripts.arguments.command import get_peft_config as get_peft_config
@@ -63,6 +67,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.callbacks import BEMACallback as BEMACallback
     from prefrl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from prefrl.trainer.callbacks import WeaveCallback as WeaveCallback
     from prefrl.trainer.configs import BCOConfig as BCOConfig
     from prefrl.trainer.configs import CPOConfig as CPOConfig
     from prefrl.trainer.configs import DPOConfig as DPOConfig
@@ -94,11 +99,16 @@ _PATHS |= {
     "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
+    "HarborBashEnv": "prefrl.rollout.episodes.harbor:HarborBashEnv",
+    "HarborEnv": "prefrl.rollout.episodes.harbor:HarborEnv",
+    "HarborSpec": "prefrl.rollout.episodes.harbor:HarborSpec",
+    "OpenRewardSpec": "prefrl.rollout.episodes.openreward:OpenRewardSpec",
     "ModelConfig": "prefrl.scripts.arguments.command:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
     "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
     "LogCompletionsCallback": "prefrl.trainer.callbacks:LogCompletionsCallback",
+    "WeaveCallback": "prefrl.trainer.callbacks:WeaveCallback",
     "RichProgressCallback": "prefrl.trainer.progress.views:RichProgressCallback",
     "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",

@@ -265,7 +265,9 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     def _add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Create the reference that the options ask for, and move it during training if they say so."""
-        reference = kept_reference(self, options, self.model, given)
+        movers = [callback for callback in checkpointing.stateful(self) if callback.moves_reference]
+        moves = options.sync_ref_model or bool(movers)
+        reference = kept_reference(self, options, self.model, given, moves=moves)
         self.scorer.reference = reference
         if reference is None:
             return
@@ -273,9 +275,11 @@ class BaseTrainer(Loop, Generic[Ready]):
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
             self.scorer.of_reference(self._idle_batch())  # runs the self-check now, as for the policy
-        if options.sync_ref_model:
-            alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
-            self.parts.add(MovingReference(reference, alpha=alpha, steps=steps))
+        for callback in movers:
+            callback.take_reference(reference, options)
+        if moves:
+            every = options.ref_model_sync_steps if options.sync_ref_model else None
+            self.parts.add(MovingReference(reference, alpha=options.ref_model_mixup_alpha, steps=every))
             self._reference_moves = True
 
     def _begin_training(self) -> None:

@@ -75,13 +75,14 @@ def test_a_name_of_trl_that_is_not_there_says_what_to_do(name: str, told: str) -
     assert not hasattr(prefrl, name)
 
 
-def test_every_algorithm_has_a_script_that_launchers_can_run() -> None:
+def test_every_algorithm_has_a_script_that_launchers_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefrl.scripts.main.main", lambda words: words)
     for name in REGISTRY:
         script = Path(prefrl.__file__).parent / "scripts" / f"{name}.py"
-        with pytest.raises(SystemExit) as left, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", [str(script), "--seed", "1"])
-            patch.setattr("prefrl.scripts.main.main", lambda words: words)
-            exec(compile(script.read_text(encoding="utf-8"), script, "exec"), {"__name__": "__main__"})
+        code = compile(script.read_text(encoding="utf-8"), script, "exec")
+        monkeypatch.setattr(sys, "argv", [str(script), "--seed", "1"])
+        with pytest.raises(SystemExit) as left:
+            exec(code, {"__name__": "__main__"})
         assert left.value.code == [name, "--seed", "1"]
 
 
