@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -28,8 +29,25 @@ _METADATA = {
 }
 
 
-def _harbor(module: str) -> Any:
-    return require(f"harbor.{module}", extra=None, feature="HarborSpec")
+_FEATURE = "HarborSpec"
+
+
+def _harbor() -> Any:
+    """The classes of the package that are used."""
+    factory: Any = require("harbor.environments.factory", extra=None, feature=_FEATURE)
+    tasks: Any = require("harbor.models.task.task", extra=None, feature=_FEATURE)
+    configs: Any = require("harbor.models.trial.config", extra=None, feature=_FEATURE)
+    paths: Any = require("harbor.models.trial.paths", extra=None, feature=_FEATURE)
+    verifiers: Any = require("harbor.verifier.factory", extra=None, feature=_FEATURE)
+    return SimpleNamespace(
+        EnvironmentFactory=factory.EnvironmentFactory,
+        Task=tasks.Task,
+        EnvironmentConfig=configs.EnvironmentConfig,
+        VerifierConfig=configs.VerifierConfig,
+        TrialPaths=paths.TrialPaths,
+        EnvironmentPaths=paths.EnvironmentPaths,
+        VerifierFactory=verifiers.VerifierFactory,
+    )
 
 
 class _Sandbox:
@@ -112,15 +130,12 @@ class HarborEnv:
         return self._sandbox.environment
 
     async def _start(self, task_dir: str) -> str:
+        harbor = _harbor()
         await self._sandbox.stop()
-        self._task = _harbor("models.task.task").Task(task_dir=Path(task_dir))
-        self._paths = _harbor("models.trial.paths").TrialPaths(
-            trial_dir=Path(tempfile.mkdtemp(prefix="prefrl_harbor"))
-        )
-        config = _harbor("models.trial.config").EnvironmentConfig(type=self._environment_type)
-        factory = _harbor("environments.factory").EnvironmentFactory
-        environment = self._sandbox.environment = factory.create_environment_from_config(
-            config=config,
+        self._task = harbor.Task(task_dir=Path(task_dir))
+        self._paths = harbor.TrialPaths(trial_dir=Path(tempfile.mkdtemp(prefix="prefrl_harbor_")))
+        environment = self._sandbox.environment = harbor.EnvironmentFactory.create_environment_from_config(
+            config=harbor.EnvironmentConfig(type=self._environment_type),
             environment_dir=self._task.paths.environment_dir,
             environment_name=self._task.short_name,
             session_id=uuid.uuid4().hex,
@@ -151,10 +166,10 @@ class HarborEnv:
                 await self._env.exec(f"mkdir -p $(dirname {place}) && mv {uploaded} {place}", user="root")
 
     async def _verify(self) -> float:
-        folder = _harbor("models.trial.paths").EnvironmentPaths.for_os(self._env.os).verifier_dir
-        await self._env.empty_dirs([folder], chmod=True)
-        verifier = _harbor("verifier.factory").VerifierFactory.create_verifier_from_config(
-            _harbor("models.trial.config").VerifierConfig(),
+        harbor = _harbor()
+        await self._env.empty_dirs([harbor.EnvironmentPaths.for_os(self._env.os).verifier_dir], chmod=True)
+        verifier = harbor.VerifierFactory.create_verifier_from_config(
+            harbor.VerifierConfig(),
             task=self._task,
             trial_paths=self._paths,
             environment=self._env,
