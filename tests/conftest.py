@@ -102,6 +102,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "vllm"
             return nodeid.partition("::")[0] if nodeid.startswith(_SHARING) else nodeid
 
+        def remove_node(self, node: Any) -> str | None:
+            """A test that ended its worker has failed. xdist would run it again, which ends the next worker."""
+            units = self.assigned_work[node]
+            ended = next((test for tests in units.values() for test, is_over in tests.items() if not is_over), None)
+            if ended is None:
+                return super().remove_node(node)
+            del self.assigned_work[node]
+            for scope, tests in units.items():
+                left = tests | {ended: True} if ended in tests else tests
+                if not all(left.values()):
+                    self.workqueue[scope] = left
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return ended
+
+        def _reschedule(self, node: Any) -> None:
+            """A worker begins a test when it knows the next one, or that there is none: so it gets two, or the end."""
+            super()._reschedule(node)
+            if self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
+
     return OneWorkerForWhatIsShared(config, log)
 
 

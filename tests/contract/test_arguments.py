@@ -37,6 +37,7 @@ from prefrl import (
 )
 from prefrl.options.names import ARGUMENTS
 from prefrl.registry import REGISTRY
+from prefrl.rewards import confinement
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, model_of, ragged_reward
 from tests.patience import PATIENCE
@@ -367,7 +368,8 @@ REWARD_CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("reward", "message"), REWARD_CASES)
-def test_bad_reward_stops_the_run(reward: Any, message: str, tmp_path: Path) -> None:
+def test_bad_reward_stops_the_run(reward: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "_GRACE_S", 10 * PATIENCE)  # a late one must not end the process that tests
     is_late = reward in (_sleeps, _sleeps_async)
     trainer = grpo(tmp_path, reward=reward, reward_timeout=0.2 if is_late else PATIENCE)
     with pytest.raises(RewardError, match=f"(?s){message}"):

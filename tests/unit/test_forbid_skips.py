@@ -1,4 +1,7 @@
-"""Continuous integration runs with --forbid-skips, so that a skipped test is not mistaken for one that passed."""
+"""Continuous integration runs with --forbid-skips, so that a skipped test is not mistaken for one that passed.
+
+A test that ends the process that runs it is a failure, and no reason to wait forever.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 PASSES = "def test_a():\n    pass\n"
 CASES = {
@@ -18,10 +23,11 @@ CASES = {
 }
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *options: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-p", "tests.conftest"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([*command, str(folder), *options], capture_output=True, text=True, env=environment)
+    command += [str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=["one process", "xdist"])
@@ -38,3 +44,13 @@ def test_every_kind_of_skip_is_a_failure_if_skips_are_forbidden(workers: list[st
 def test_a_skip_is_a_skip_otherwise(tmp_path: Path) -> None:
     (tmp_path / "test_mark.py").write_text(CASES["mark"], encoding="utf-8")
     assert "1 skipped" in run(tmp_path).stdout
+
+
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_a_test_that_ends_its_worker_fails_once_and_the_others_are_run(name: str, tmp_path: Path) -> None:
+    for other in ("a", "b", "c"):
+        (tmp_path / f"test_{other}.py").write_text(PASSES, encoding="utf-8")
+    folder = "a" if name == "first" else "z"
+    ends = "import os\ndef test_it():\n    os._exit(1)\n"
+    (tmp_path / f"test_{folder}_ends.py").write_text(ends, encoding="utf-8")
+    assert "1 failed, 3 passed" in run(tmp_path, "-n", "1", timeout=PATIENCE).stdout

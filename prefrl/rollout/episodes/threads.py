@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,13 +24,17 @@ from prefrl.rewards.call import EventLoopThread
 _OF_USER_CODE = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
 class Worker:
     """A thread that calls functions one after another. It does not keep the process from ending."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        run = distributed.on_own_gpu(self._run)
-        threading.Thread(target=run, name="prefrl-environment", daemon=True).start()
+        self._calls: _Calls = queue.SimpleQueue()
+        run = distributed.on_own_gpu(_make_calls)
+        threading.Thread(target=run, args=(self._calls,), name="prefrl-environment", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)  # the thread, which knows the queue alone, ends with the worker
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         """Call a function on the thread."""
@@ -41,12 +46,13 @@ class Worker:
         """End the thread after the call that it is in."""
         self._calls.put(None)
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            result, function = call
-            if not result.set_running_or_notify_cancel():
-                continue
+
+def _make_calls(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        result, function = call
+        if result.set_running_or_notify_cancel():
             _settle(result, function)
+        del call, result, function  # while it waits, the thread keeps nothing
 
 
 def _settle(result: Future[Any], function: Callable[[], Any]) -> None:

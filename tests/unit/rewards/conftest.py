@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefrl.rewards import maths
+from prefrl.rewards import confinement, maths
 from prefrl.rewards.math_checker import MathChecker
 from tests.patience import PATIENCE
 
@@ -18,3 +18,9 @@ def patient_checker() -> Iterator[None]:
     yield
     maths._checker.close()
     maths._checker = before
+
+
+@pytest.fixture(autouse=True)
+def patient_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late rewards end processes of their own in these tests, see `hostile_worker`, and never the one that tests."""
+    monkeypatch.setattr(confinement, "_GRACE_S", 10 * PATIENCE)

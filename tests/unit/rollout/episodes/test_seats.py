@@ -16,7 +16,7 @@ import pytest
 from prefrl import Environment
 from prefrl.rewards.call import EventLoopThread
 from prefrl.rollout.episodes.environment import CallTimeout, Seat, Seats, environment_kinds
-from prefrl.rollout.episodes.threads import MainThread
+from prefrl.rollout.episodes.threads import MainThread, Worker
 from tests.launch import run_module
 from tests.patience import PATIENCE
 
@@ -41,6 +41,15 @@ def run(scenario: Callable[[Seat], Coroutine[Any, Any, None]], kind: type = Worl
 
     asyncio.run(main())
     return EVENTS
+
+
+def test_the_thread_of_an_instance_ends_with_it() -> None:
+    worker = Worker()
+    thread = worker.submit(threading.current_thread).result(PATIENCE)
+    assert thread.is_alive()
+    del worker
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 def test_calls_of_an_instance_are_made_on_one_thread_which_is_not_the_loops() -> None:
