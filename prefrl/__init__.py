@@ -5,22 +5,30 @@ Public names are imported on first use, so that `import prefrl` is quick.
 
 from __future__ import annotations
 
+import inspect
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from prefrl import errors
 from prefrl.registry import REGISTRY, load
 
 if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: type checkers and editors
+    from prefrl.data.chat import common_prefix_length as common_prefix_length
     from prefrl.data.chat_templates import add_response_schema as add_response_schema
     from prefrl.data.chat_templates import apply_chat_template as apply_chat_template
     from prefrl.data.chat_templates import clone_chat_template as clone_chat_template
     from prefrl.data.chat_templates import get_training_chat_template as get_training_chat_template
+    from prefrl.data.chat_templates import has_generation_markers as has_generation_markers
+    from prefrl.data.chat_templates import is_chat_template_prefix_preserving as is_chat_template_prefix_preserving
+    from prefrl.data.chat_templates import is_chat_template_stop_token_trained as is_chat_template_stop_token_trained
     from prefrl.data.chat_templates import is_conversational as is_conversational
     from prefrl.data.chat_templates import is_conversational_from_value as is_conversational_from_value
     from prefrl.data.chat_templates import maybe_apply_chat_template as maybe_apply_chat_template
     from prefrl.data.chat_templates import maybe_convert_to_chatml as maybe_convert_to_chatml
+    from prefrl.data.chat_templates import parse_response as parse_response
     from prefrl.data.chat_templates import prepare_multimodal_messages as prepare_multimodal_messages
     from prefrl.data.chat_templates import supports_tool_calling as supports_tool_calling
+    from prefrl.data.formats import get_dataset_column_names as get_dataset_column_names
     from prefrl.data.packing import pack_dataset as pack_dataset
     from prefrl.data.sources import extract_prompt as extract_prompt
     from prefrl.data.sources import maybe_extract_prompt as maybe_extract_prompt
@@ -41,6 +49,10 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.models.reference import create_reference_model as create_reference_model
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
+    from prefrl.rollout.episodes.harbor import HarborBashEnv as HarborBashEnv
+    from prefrl.rollout.episodes.harbor import HarborEnv as HarborEnv
+    from prefrl.rollout.episodes.harbor import HarborSpec as HarborSpec
+    from prefrl.rollout.episodes.openreward import OpenRewardSpec as OpenRewardSpec
     from prefrl.scripts.arguments.command import ModelConfig as ModelConfig
     from prefrl.scripts.arguments.command import get_kbit_device_map as get_kbit_device_map
     from prefrl.scripts.arguments.command import get_peft_config as get_peft_config
@@ -55,6 +67,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.callbacks import BEMACallback as BEMACallback
     from prefrl.trainer.callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from prefrl.trainer.callbacks import WeaveCallback as WeaveCallback
     from prefrl.trainer.configs import BCOConfig as BCOConfig
     from prefrl.trainer.configs import CPOConfig as CPOConfig
     from prefrl.trainer.configs import DPOConfig as DPOConfig
@@ -86,11 +99,16 @@ _PATHS |= {
     "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",
+    "HarborBashEnv": "prefrl.rollout.episodes.harbor:HarborBashEnv",
+    "HarborEnv": "prefrl.rollout.episodes.harbor:HarborEnv",
+    "HarborSpec": "prefrl.rollout.episodes.harbor:HarborSpec",
+    "OpenRewardSpec": "prefrl.rollout.episodes.openreward:OpenRewardSpec",
     "ModelConfig": "prefrl.scripts.arguments.command:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
     "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
     "LogCompletionsCallback": "prefrl.trainer.callbacks:LogCompletionsCallback",
+    "WeaveCallback": "prefrl.trainer.callbacks:WeaveCallback",
     "RichProgressCallback": "prefrl.trainer.progress.views:RichProgressCallback",
     "TrlParser": "prefrl.scripts.parsing.argument_parser:TrlParser",
     "add_response_schema": "prefrl.data.chat_templates:add_response_schema",
@@ -114,6 +132,12 @@ _PATHS |= {
     "pack_dataset": "prefrl.data.packing:pack_dataset",
     "prepare_multimodal_messages": "prefrl.data.chat_templates:prepare_multimodal_messages",
     "supports_tool_calling": "prefrl.data.chat_templates:supports_tool_calling",
+    "common_prefix_length": "prefrl.data.chat:common_prefix_length",
+    "get_dataset_column_names": "prefrl.data.formats:get_dataset_column_names",
+    "has_generation_markers": "prefrl.data.chat_templates:has_generation_markers",
+    "is_chat_template_prefix_preserving": "prefrl.data.chat_templates:is_chat_template_prefix_preserving",
+    "is_chat_template_stop_token_trained": "prefrl.data.chat_templates:is_chat_template_stop_token_trained",
+    "parse_response": "prefrl.data.chat_templates:parse_response",
     "unpair_preference_dataset": "prefrl.data.sources:unpair_preference_dataset",
 }
 _PATHS |= {name: f"prefrl.errors:{name}" for name in errors.__all__}
@@ -124,9 +148,19 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:  # it would make every name a right one
 
     def __getattr__(name: str) -> Any:
-        if name not in _PATHS:
-            raise AttributeError(f"module 'prefrl' has no attribute {name!r}")
-        return load(_PATHS[name])
+        if name in _PATHS:
+            return load(_PATHS[name])
+        missing = f"module 'prefrl' has no attribute {name!r}"
+        if name.startswith("_") or find_spec(f"prefrl.{name}"):  # a module that is not imported yet
+            raise AttributeError(missing)
+        from prefrl.options.names import nearest
+        from prefrl.scripts.migrate.rows import NAMES
+
+        remedy = f"prefrl has no {name}: {NAMES[name]}" if name in NAMES else None
+        text = remedy or f"{missing}. {nearest(name, __all__, otherwise='See dir(prefrl).')}"
+        # Python replaces the text of an AttributeError in `from prefrl import ...`.
+        is_import = inspect.currentframe().f_back.f_globals.get("__name__") == "importlib._bootstrap"
+        raise ImportError(text, name="prefrl") if is_import else AttributeError(text)
 
 
 def __dir__() -> list[str]:

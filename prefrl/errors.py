@@ -51,6 +51,10 @@ class GenerationError(PrefrlError, RuntimeError):
     """No completions could be generated."""
 
 
+class AbsentServerError(GenerationError, ConnectionError):
+    """A vLLM server does not answer within `vllm_server_timeout`."""
+
+
 class EpisodeError(PrefrlError, RuntimeError):
     """A tool or an environment failed, or returned something that cannot be shown to the model."""
 
@@ -84,12 +88,12 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def require(package: str, *, extra: str, feature: str) -> ModuleType:
-    """Import an optional package, or raise an error that names the extra to install.
+def require(package: str, *, extra: str | None, feature: str) -> ModuleType:
+    """Import an optional package, or raise an error that says what to install.
 
     Args:
         package: Import name; dotted for a submodule.
-        extra: The extra of prefrl that installs it.
+        extra: The extra of prefrl that installs it; None: there is none, the package is installed by its own name.
         feature: What the user asked for; the error message starts with it, as in `GRPO with generation="vllm"`.
     Raises:
         MissingPackageError: The package is not installed.
@@ -97,7 +101,8 @@ def require(package: str, *, extra: str, feature: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingPackageError(f"{feature} needs {package}: pip install 'prefrl[{extra}]'") from error
+        name = f"'prefrl[{extra}]'" if extra else package.partition(".")[0]
+        raise MissingPackageError(f"{feature} needs {package}: pip install {name}") from error
 
 
 MASK = "***"

@@ -271,7 +271,7 @@ def _turn_stop(template: ChatTemplate, conversation: Sequence[Message], turn: in
         alone = _render_marked(template, conversation[: turn + 1], turn).rpartition(MARKER)[2]
         # What follows the content whether or not the conversation goes on. It may include characters that the next
         # header happens to share with an end-of-text token, such as `<|` of `<|user|>` and `<|endoftext|>`.
-        ending = after[: common_length(after, alone)]
+        ending = after[: common_prefix_length(after, alone)]
         end = last_special(ending, template.special_tokens)
         return len(text) - len(after) + (end.stop if end else len(ending))
     start = _turn_start(template, conversation, turn, text)
@@ -311,10 +311,10 @@ def _not_found_message(template: ChatTemplate, conversation: Sequence[Message], 
 def _token_at(character: int, text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """The number of leading tokens that the text up to a character has in common with the whole text."""
     head = tokenizer(text[:character], add_special_tokens=False, verbose=False)["input_ids"]
-    return common_length(head, token_ids)
+    return common_prefix_length(head, token_ids)
 
 
-def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
     """The number of leading items that two sequences have in common."""
     shortest = min(len(a), len(b))
     return next((i for i in range(shortest) if a[i] != b[i]), shortest)

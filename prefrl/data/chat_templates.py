@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jinja2 import TemplateError
 from transformers import AddedToken, AutoTokenizer
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from prefrl.data.chat import ChatTemplate, common_length, last_special, prompt_text, special_tokens
+from prefrl.data.chat import ChatTemplate, common_prefix_length, last_special, prompt_text, special_tokens
 from prefrl.data.formats import convert_message
+from prefrl.data.images import tokenizer_of
 from prefrl.data.tool_calls import tool_call_reader
 from prefrl.data.tools import CALLS, TEXT, known_formats
 from prefrl.errors import ConfigError, DataError
@@ -97,7 +99,7 @@ def apply_chat_template(
         opening = prompt_text(template, prompt)
         # Some templates end a prompt with a tag that the whole conversation does not have.
         for text in sides.values():
-            opening = opening[: common_length(opening, text)]
+            opening = opening[: common_prefix_length(opening, text)]
         texts["prompt"] = opening
         sides = {name: text[len(opening) :] for name, text in sides.items()}
     label = {"label": example["label"]} if "label" in columns else {}
@@ -229,6 +231,96 @@ def get_training_chat_template(processing_class: ProcessingClass) -> None:
     _check_has_template(processing_class)
 
 
+def has_generation_markers(chat_template: str | Mapping[str, str]) -> bool:
+    """Whether a chat template marks what the assistant writes by `{% generation %}`.
+
+    Args:
+        chat_template: The template; of several by name, the one named `default` is looked at.
+    """
+    text = chat_template if isinstance(chat_template, str) else chat_template["default"]
+    return re.search(r"{%[-+]?\s*generation\s*[-+]?%}", text) is not None
+
+
+def is_chat_template_prefix_preserving(processing_class: ProcessingClass) -> bool:
+    """Whether a turn with a tool call has the same tokens when the tool's result and a new turn follow.
+
+    Training with tools does not need such a template. False also if the template renders no tool calls.
+
+    Raises:
+        ConfigError: There is no chat template.
+    """
+    _check_has_template(processing_class)
+    template, tokenizer = ChatTemplate(processing_class, ()), tokenizer_of(processing_class)
+    for turns in _tool_turns(template):
+        texts = template.try_render(turns[:2]), template.try_render(turns, add_generation_prompt=True)
+        if None not in texts:
+            called, answered = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+            return common_prefix_length(called, answered) == len(called)
+    return False
+
+
+def is_chat_template_stop_token_trained(processing_class: ProcessingClass, chat_template: str | None = None) -> bool:
+    """Whether the `{% generation %}` markers of a template include the token that ends an assistant's turn.
+
+    prefrl's trainers do not need them; see `get_training_chat_template`. False also if there are no markers.
+
+    Args:
+        processing_class: The tokenizer or processor.
+        chat_template: The template; None: the one of the tokenizer.
+    """
+    tokenizer: Any = tokenizer_of(processing_class)
+    if chat_template is None:
+        chat_template = processing_class.get_chat_template() if processing_class.chat_template else ""
+    if not has_generation_markers(chat_template):
+        return False
+    # Some templates end a turn only where the next one begins.
+    turns = [*_said_turns(ChatTemplate(processing_class, ())), {"role": "user", "content": _ASKED}]
+    try:
+        found = tokenizer.apply_chat_template(
+            turns, chat_template=chat_template, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except (TemplateError, TypeError, ValueError):
+        return False
+    marked = [token for token, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
+    visible = [token for token in marked if tokenizer.decode([token]).strip()]
+    return bool(visible) and visible[-1] in tokenizer.get_added_vocab().values()
+
+
+def parse_response(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[int],
+    prefix: list[int] | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+) -> Message:
+    """The message that a completion is, read by the tokenizer's `response_template`; see `add_response_schema`.
+
+    Args:
+        tokenizer: Has a response template.
+        ids: The tokens of the completion.
+        prefix: The tokens of the prompt.
+        tools: Functions or JSON schemas, whose types the arguments of a call get.
+
+    Returns:
+        The message, with `content`, and `tool_calls` if there are some. If it cannot be read, as when a tool call is
+        malformed or has no name: the whole text as the content.
+    """
+    reader: Any = tokenizer
+    try:
+        given = {} if prefix is None else {"prefix": prefix, "tools": tools}
+        message: Message = dict(reader.parse_response(ids, **given) or {})
+        for call in message.get(CALLS) or []:
+            called = call.get("function", call)
+            if not isinstance(called["name"], str):
+                raise ValueError("a tool call without a name")
+            called["arguments"] = called.get("arguments") or {}
+        if not message:
+            raise ValueError("nothing was read")
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return {"role": "assistant", TEXT: tokenizer.decode(ids, skip_special_tokens=True)}
+    content = message.get(TEXT) or ""
+    return {**message, TEXT: content.removesuffix(str(tokenizer.eos_token)) if isinstance(content, str) else content}
+
+
 def supports_tool_calling(processing_class: ProcessingClass) -> bool:
     """Whether the chat template renders tool calls and results: name, arguments, and the text of the result."""
     if processing_class.chat_template is None:
@@ -274,7 +366,7 @@ def _with_borders(response_template: Any, template: ChatTemplate) -> dict[str, A
     """A response template that starts behind the header of a turn and stops at the token that ends one."""
     ask, said = _said_turns(template)
     prompt = template.render([ask], add_generation_prompt=True)
-    header = prompt[common_length(prompt, template.render([ask])) :]
+    header = prompt[common_prefix_length(prompt, template.render([ask])) :]
     fields = load_response_template(response_template).fields.values()
     opens = [match.start() for field in fields if field.open_re for match in field.open_re.finditer(header)]
     tail = template.render([ask, said]).rpartition(_SAID)[2]
@@ -297,7 +389,7 @@ def _is_read_back(tokenizer: Any, template: ChatTemplate) -> bool:
 
     def read(turns: list[Message]) -> Message:
         prompt, rendered = template.render(turns[:1], add_generation_prompt=True), template.try_render(turns) or ""
-        start = common_length(prompt, rendered)
+        start = common_prefix_length(prompt, rendered)
         try:
             return dict(tokenizer.parse_response(rendered[start:], prefix=prompt[:start]))
         except Exception:  # the parser and the transforms of a format may raise anything

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefrl.data.chat import common_length
+from prefrl.data.chat import common_prefix_length
 from prefrl.errors import DataError
 from prefrl.types import Images, LabeledBatch, MarginBatch, ReferencedBatch, TokenBatch
 
@@ -292,7 +292,7 @@ def reward_batch(rows: Sequence[Row], *, padding_id: int) -> MarginBatch:
         pair = [
             _without_padding(_token_ids(row, index, column), padding_id) for column in ("chosen_ids", "rejected_ids")
         ]
-        shared = max(1, common_length(*pair))
+        shared = max(1, common_prefix_length(*pair))
         prompts += [token_ids[:shared] for token_ids in pair]
         responses += [[*token_ids[shared:], padding_id] for token_ids in pair]
         groups += [index, index]

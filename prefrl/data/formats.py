@@ -130,7 +130,7 @@ def detect_format(dataset: AnyDataset, kinds: Sequence[DatasetKind], *, text_fie
     return _format_of_row(first, 0, layout)
 
 
-def column_names(dataset: AnyDataset) -> list[str]:
+def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
     """The columns of a dataset, or of its first row if it is a stream that does not know its columns."""
     names: list[str] = dataset.column_names or list(next(iter(dataset), {}))
     return names
@@ -143,7 +143,7 @@ def has_columns(dataset: AnyDataset, columns: Sequence[str]) -> bool:
         DataError: Not a dataset, or it has the columns and no rows.
     """
     _check_dataset(dataset)
-    if not set(columns) <= set(column_names(dataset)):
+    if not set(columns) <= set(get_dataset_column_names(dataset)):
         return False
     if next(iter(dataset), None) is None:
         raise DataError(_NO_ROWS)
@@ -156,7 +156,7 @@ def check_not_reserved(dataset: AnyDataset, reserved: Sequence[str]) -> None:
     Raises:
         DataError: A reserved column is present.
     """
-    names = column_names(dataset)
+    names = get_dataset_column_names(dataset)
     taken = [name for name in reserved if name in names]
     if taken:
         raise DataError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from prefrl.data.chat import MARKER, ChatTemplate, Span, common_length, encode, last_special
+from prefrl.data.chat import MARKER, ChatTemplate, Span, common_prefix_length, encode, last_special
 from prefrl.data.formats import REASONING_FIELDS
 from prefrl.errors import DataError
 from prefrl.options.types import ReasoningInHistory
@@ -100,7 +100,7 @@ def next_context(
             "message must not be 'assistant'"
         )
     last = answers[-1]
-    known = common_length(messages, seen)
+    known = common_prefix_length(messages, seen)
     is_edited = known < len(seen)
     sampled = _sampled(messages, answers)
     if reasoning == "strip":
@@ -223,7 +223,7 @@ def _seam(template: ChatTemplate, messages: Sequence[Message], number: int, turn
         probed = _after_marker(template, [*earlier, marked, *probes])
         if after is None or probed is None or _first_missing(probed, range(new)) is not None:
             continue
-        between = after[: common_length(after, probed)]
+        between = after[: common_prefix_length(after, probed)]
         stop = _stop(template, turn)
         if stop is not None and stop in between:
             end = Span(between.index(stop), between.index(stop) + len(stop))
@@ -248,7 +248,7 @@ def _other_end(template: ChatTemplate, after: str, closing: str, stop: str | Non
     """
     if stop is None and not has_calls:
         return Span(0, 0)
-    shared = after[: common_length(after, closing)]
+    shared = after[: common_prefix_length(after, closing)]
     end = last_special(shared, template.special_tokens)
     if end is not None:
         return end if stop is not None else Span(end.start, end.start)

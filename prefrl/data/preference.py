@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 
-from prefrl.data.chat import EncodedText, common_length, join_prompt
+from prefrl.data.chat import EncodedText, common_prefix_length, join_prompt
 from prefrl.data.checks import num_ids_of, read_ids, with_lists
 from prefrl.data.encode import (
     EncodedPair,
@@ -28,9 +28,9 @@ from prefrl.data.formats import (
     AnyDataset,
     check_answered,
     check_not_reserved,
-    column_names,
     convert_from_value,
     detect_format,
+    get_dataset_column_names,
     has_columns,
     read_text,
 )
@@ -143,7 +143,7 @@ def prepare_reward_dataset(
         DataError: A row cannot be used, or no row is left.
     """
     check_limit(max_length)
-    has_margin = "margin" in column_names(dataset)
+    has_margin = "margin" in get_dataset_column_names(dataset)
     encode_row: EncodeRow
     images: Mapping[str, Any] = {}
     if has_columns(dataset, tuple(_OLD_REWARD)) and not has_columns(dataset, tuple(_REWARD)):
@@ -251,7 +251,7 @@ class _PreferenceRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = self._sides(row)
-        start = min(common_length(chosen.token_ids, rejected.token_ids), chosen.start, rejected.start)
+        start = min(common_prefix_length(chosen.token_ids, rejected.token_ids), chosen.start, rejected.start)
         _check_images(chosen, rejected, start)
         prompt, *completions = _fit(
             chosen.token_ids[:start],
@@ -275,7 +275,7 @@ class _PreferenceRow:
             prompt = read_text(row, "prompt")
             return self.encoder.text_pair(prompt, chosen), self.encoder.text_pair(prompt, rejected)
         sides = [self.encoder.document(text).token_ids for text in (chosen, rejected)]
-        start = common_length(*sides)
+        start = common_prefix_length(*sides)
         if start <= len(self.encoder.prefix(chosen)):
             raise DataError(
                 "columns 'chosen' and 'rejected' start with different tokens: without a column 'prompt', their common "
@@ -306,7 +306,7 @@ class _RewardRow:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         chosen, rejected = (self._sequence(row, side) for side in ("chosen", "rejected"))
         sides = [chosen.token_ids, rejected.token_ids]
-        _check_images(chosen, rejected, common_length(*sides))
+        _check_images(chosen, rejected, common_prefix_length(*sides))
         return _whole_sides(sides, self.max_length) | _margin_column(row, self.has_margin)
 
     def chosen_ids(self, row: Mapping[str, Any]) -> list[int]:
@@ -400,7 +400,7 @@ class _UnpairedRow:
 
 def _unpaired(dataset: AnyDataset, invalid_rows: InvalidRows, num_proc: int | None) -> AnyDataset:
     """Turn each usable pair into two labeled rows."""
-    features = dataset.features or dict.fromkeys(column_names(dataset))
+    features = dataset.features or dict.fromkeys(get_dataset_column_names(dataset))
     pairs = map_rows(
         dataset,
         extract_prompt,

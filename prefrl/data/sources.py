@@ -14,14 +14,14 @@ from typing import Any, Literal, TypeAlias
 
 import datasets
 
-from prefrl.data.chat import common_length
+from prefrl.data.chat import common_prefix_length
 from prefrl.data.formats import (
     AnyDataset,
     Message,
-    column_names,
     convert_from_value,
     convert_message,
     detect_format,
+    get_dataset_column_names,
     read_messages,
     read_text,
 )
@@ -63,7 +63,7 @@ class RowShape:
         Raises:
             DataError: A column is missing, or a value cannot become text or messages.
         """
-        names, makes_prompt = column_names(dataset), self.prompt_template is not None
+        names, makes_prompt = get_dataset_column_names(dataset), self.prompt_template is not None
         for new, old in self.renamed.items():
             if not (makes_prompt and new == old == _PROMPT):
                 _check_known(f"{within}columns", old, names)
@@ -230,7 +230,7 @@ def _check_same_columns(first: str, expected: AnyDataset, name: str, found: AnyD
             f"dataset {first!r} is a {type(expected).__name__}, but {name!r} is a {type(found).__name__}: load all "
             "of them with streaming=True, or none"
         )
-    expected_names, found_names = column_names(expected), column_names(found)
+    expected_names, found_names = get_dataset_column_names(expected), get_dataset_column_names(found)
     missing = [column for column in expected_names if column not in found_names]
     extra = [column for column in found_names if column not in expected_names]
     if missing or extra:
@@ -326,7 +326,7 @@ def unpair_preference_dataset(dataset: AnyData, num_proc: int | None = None, **m
         splits = {name: unpair_preference_dataset(d, num_proc, **map_kwargs) for name, d in dataset.items()}
         return type(dataset)(splits)
     dataset = extract_prompt(dataset, num_proc)
-    names = column_names(dataset)
+    names = get_dataset_column_names(dataset)
     taken = [name for name in _UNPAIRED if name in names]
     if taken:
         raise DataError(
@@ -348,7 +348,7 @@ def maybe_unpair_preference_dataset(dataset: AnyData, num_proc: int | None = Non
         desc: Description of the progress bar. Streams have none.
     """
     one = next(iter(dataset.values())) if isinstance(dataset, _Splits) else dataset
-    if not {"chosen", "rejected"} <= set(column_names(one)):
+    if not {"chosen", "rejected"} <= set(get_dataset_column_names(one)):
         return dataset
     return unpair_preference_dataset(dataset, num_proc, **({} if desc is None else {"desc": desc}))
 
@@ -359,7 +359,7 @@ def common_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) -> lis
     Raises:
         DataError: There is none, or a side does not go on with an assistant's message.
     """
-    stop = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    stop = min(common_prefix_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     while stop and chosen[stop - 1]["role"] == "assistant":
         stop -= 1
     if stop == 0:
@@ -393,7 +393,7 @@ def _with_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prompt_length(chosen: str, rejected: str) -> int:
     """The number of characters of the common prompt of two texts."""
-    differ = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    differ = min(common_prefix_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     stop = differ
     while stop and any(_is_inside_word(side, stop) for side in (chosen, rejected)):
         stop -= 1
@@ -443,7 +443,7 @@ _WINDOW = 1000  # rows within which a row looks for the completion of another pr
 
 def with_mismatched_completions(rows: AnyDataset, max_length: int | None) -> AnyDataset:
     """The prepared rows with the column `MISMATCHED`; see `prefrl.data.preference.prepare_unpaired_dataset`."""
-    arguments = {"max_length": max_length, "have_images": "images" in column_names(rows)}
+    arguments = {"max_length": max_length, "have_images": "images" in get_dataset_column_names(rows)}
     options = {"batched": True, "batch_size": _WINDOW, "fn_kwargs": arguments}
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(_mismatch, **options)

@@ -32,9 +32,9 @@ from prefrl.data.formats import (
     Message,
     check_answered,
     check_not_reserved,
-    column_names,
     convert_from_value,
     detect_format,
+    get_dataset_column_names,
     has_columns,
     read_text,
 )
@@ -227,8 +227,9 @@ def prepare_sft_dataset(  # noqa: PLR0913 - one argument for each option of SFTC
     images: Mapping[str, Any] = {}
     if has_columns(dataset, ("input_ids",)):
         check_not_reserved(dataset, ("trainable", "seq_lengths"))
-        masks = _masks(column_names(dataset), completion_only_loss, assistant_only_loss)
-        num_ids, has_padding = num_ids_of(tokenizer_of(processing_class)), "attention_mask" in column_names(dataset)
+        names = get_dataset_column_names(dataset)
+        masks = _masks(names, completion_only_loss, assistant_only_loss)
+        num_ids, has_padding = num_ids_of(tokenizer_of(processing_class)), "attention_mask" in names
         encode_row = _TokenizedSFTRow(num_ids, masks, has_padding, max_length, truncation)
         dataset = with_lists(dataset)
     else:
@@ -327,12 +328,13 @@ def prepare_prompt_dataset(
         if encoder.reader is not None:  # for servers that expand placeholders themselves
             check_not_reserved(dataset, ("unexpanded_ids",))
             images = {**images, "unexpanded_ids": datasets.List(datasets.Value("int32"))}
-    ids = datasets.List(datasets.Value("int32"))
-    text = {} if "prompt" in column_names(dataset) else {"prompt": datasets.Value("string")}
+    names = get_dataset_column_names(dataset)
+    text = {} if "prompt" in names else {"prompt": datasets.Value("string")}
+    ids = {"prompt_ids": datasets.List(datasets.Value("int32"))}
     rows = map_rows(
         dataset,
         encode_row,
-        {**(dataset.features or dict.fromkeys(column_names(dataset))), **text, **images, "prompt_ids": ids},
+        {**(dataset.features or dict.fromkeys(names)), **text, **images, **ids},
         invalid_rows="error",
         num_proc=num_proc,
         desc="Tokenizing prompts",
@@ -371,7 +373,7 @@ def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
             f"column {column!r} holds images, which tools and environments do not take yet. Remove the column: "
             f"dataset.remove_columns({column!r})"
         )
-    if "tools" in column_names(dataset):
+    if "tools" in get_dataset_column_names(dataset):
         raise DataError(
             "column 'tools': the trainer's arguments tools and environment_factory define the tools. Remove the column"
         )

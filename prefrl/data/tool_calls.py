@@ -17,7 +17,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from prefrl.data.chat import ChatTemplate, common_length
+from prefrl.data.chat import ChatTemplate, common_prefix_length
 from prefrl.data.formats import REASONING_FIELDS, Message
 from prefrl.data.tools import CALLS, TEXT, Schema, call_problem, known_formats
 from prefrl.errors import ConfigError, printable, reason_of
@@ -312,7 +312,7 @@ def _proof_turn(
         answer[CALLS].append({"type": "function", "id": f"prefrl{number:03}", "function": function})
     prompt = template.try_render(ask, add_generation_prompt=True) or ""
     whole = template.try_render([*ask, answer]) or ""
-    shared = whole[: common_length(prompt, whole)]
+    shared = whole[: common_prefix_length(prompt, whole)]
     if shared != prompt:  # the response starts within the prompt's end, but not within a tag
         shared = _OPEN_TAG.sub("", shared)
     response = whole[len(shared) :]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import TypeVar
@@ -129,6 +129,13 @@ class Reference(ABC):
         """
         self._fingerprint = None
         _mix(self.state_dict(), policy, alpha)
+
+    def assign(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Set some weights, by their names in the policy. All ranks must call it with the same values."""
+        self._fingerprint = None
+        weights = self.state_dict()
+        for name, value in values:
+            distributed.load_whole(weights[name], value)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of `state_dict`."""

@@ -105,6 +105,8 @@ def _named_in(files: Sequence[str]) -> str:
 
 _RESUME = ["--resume_from_checkpoint", "true"]
 _MODULE = "prefrl.scripts.main"
+# The command, or the script of an algorithm, as a module or as a file.
+_STARTED = re.compile(r"prefrl|(?:.*/)?prefrl[./]scripts[./](?P<script>\w+?)(?:\.py)?")
 
 
 @dataclass
@@ -169,8 +171,10 @@ def command_to_resume(folder: Path) -> list[str]:
 
 def _words(command: Sequence[str]) -> list[str] | None:
     """The algorithm and its options in a recorded command; None: it is another command."""
-    start = next((i for i, word in enumerate(command) if word in ("prefrl", _MODULE)), len(command))
-    words = [word for i, word in enumerate(command) if i > start and not (i == start + 1 and word == "--debug")]
+    places = ((i, _STARTED.fullmatch(word)) for i, word in enumerate(command))
+    start, found = next(((i, match) for i, match in places if match), (len(command), None))
+    script = [] if found is None or found["script"] in (None, "main") else [found["script"]]
+    words = [*script, *(word for i, word in enumerate(command) if i > start and (i, word) != (start + 1, "--debug"))]
     return words if words and words[0] in REGISTRY else None
 
 

@@ -99,7 +99,7 @@ def _report(command: str, error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     words = printable(f"prefrl {command}: {type(error).__name__}: {error}")
-    if isinstance(error, OSError):
+    if not isinstance(error, PrefrlError):
         _leave_stdout()
         if not isinstance(error, BrokenPipeError):  # head and the like have read enough
             print(f"{words}. prefrl --debug {command} shows where", file=sys.stderr)

@@ -300,10 +300,10 @@ def loaded_reference(
 
 
 def kept_reference(
-    run: Run, options: ReferenceOptions, model: PreTrainedModel, given: PreTrainedModel | None
+    run: Run, options: ReferenceOptions, model: PreTrainedModel, given: PreTrainedModel | None, *, moves: bool
 ) -> Reference | None:
     """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
-    reference = make_reference(model, beta=options.beta, moves=options.sync_ref_model, given=given)
+    reference = make_reference(model, beta=options.beta, moves=moves, given=given)
     if reference is not None and reference.own_model is not None:
         run.parts.tell("made", run, reference.own_model, "reference")
         distributed.prepare_frozen(run.accelerator, reference.own_model)

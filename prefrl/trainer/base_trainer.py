@@ -30,7 +30,7 @@ from prefrl.trainer import checkpointing
 from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
 from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows
 from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
-from prefrl.trainer.features import MovingReference, count_flops, parts_of_models
+from prefrl.trainer.features import MovingReference, RouterLoss, count_flops, parts_of_models
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.optimizers import averages_weights, group_parameters, use_averaged_weights
 from prefrl.trainer.parts import Parts
@@ -205,6 +205,11 @@ class BaseTrainer(Loop, Generic[Ready]):
         """TRL's name for the reference; None if it is the policy without its adapter, or if there is none."""
         return None if self.reference is None else self.reference.own_model
 
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """TRL's name for whether the loss has the balancing loss of a mixture of experts."""
+        return self.parts.get(RouterLoss) is not None
+
     # What a subclass implements.
 
     @abstractmethod
@@ -260,7 +265,9 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     def _add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
         """Create the reference that the options ask for, and move it during training if they say so."""
-        reference = kept_reference(self, options, self.model, given)
+        movers = [callback for callback in checkpointing.stateful(self) if callback.moves_reference]
+        moves = options.sync_ref_model or bool(movers)
+        reference = kept_reference(self, options, self.model, given, moves=moves)
         self.scorer.reference = reference
         if reference is None:
             return
@@ -268,9 +275,11 @@ class BaseTrainer(Loop, Generic[Ready]):
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
             self.account.flops.reference = cost
             self.scorer.of_reference(self._idle_batch())  # runs the self-check now, as for the policy
-        if options.sync_ref_model:
-            alpha, steps = options.ref_model_mixup_alpha, options.ref_model_sync_steps
-            self.parts.add(MovingReference(reference, alpha=alpha, steps=steps))
+        for callback in movers:
+            callback.take_reference(reference, options)
+        if moves:
+            every = options.ref_model_sync_steps if options.sync_ref_model else None
+            self.parts.add(MovingReference(reference, alpha=options.ref_model_mixup_alpha, steps=every))
             self._reference_moves = True
 
     def _begin_training(self) -> None:

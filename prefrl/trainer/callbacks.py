@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, printable, reason_of
+from prefrl.errors import ConfigError, printable, reason_of, require
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.export import whole_state
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import GenerationConfig, PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
+    from prefrl.models.reference import Reference
+    from prefrl.options.preference import ReferenceOptions
     from prefrl.trainer.base_trainer import BaseTrainer
 
 _log = logging.getLogger(__name__)
@@ -56,14 +59,17 @@ class BEMACallback(StatefulCallback):
         multiplier: gamma.
         min_ema_multiplier: Lowest beta_t.
         device: Where the copies are kept.
+        update_ref_model: Whether the trainer's reference model gets the averaged weights.
+        ref_model_update_freq: Steps from one such update to the next.
+        ref_model_update_after: The step of the first one, if it is above 0.
 
     Raises:
-        ConfigError: A number is out of bounds.
+        ConfigError: A number is out of bounds, or the trainer has no reference model that can be updated.
 
     Source: Block and Zhang 2025, arXiv 2508.00180, algorithm 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         update_freq: int = 400,
         ema_power: float = 0.5,
@@ -73,6 +79,9 @@ class BEMACallback(StatefulCallback):
         multiplier: float = 1.0,
         min_ema_multiplier: float = 0.0,
         device: str = "cpu",
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
     ) -> None:
         for name, value, lowest in (
             ("update_freq", update_freq, 1),
@@ -82,6 +91,8 @@ class BEMACallback(StatefulCallback):
             ("update_after", update_after, 0),
             ("multiplier", multiplier, 0),
             ("min_ema_multiplier", min_ema_multiplier, 0),
+            ("ref_model_update_freq", ref_model_update_freq, 1),
+            ("ref_model_update_after", ref_model_update_after, 0),
         ):
             if value < lowest:
                 raise ConfigError(f"BEMACallback({name}={value}): must be at least {lowest}")
@@ -93,12 +104,21 @@ class BEMACallback(StatefulCallback):
         self.multiplier = multiplier
         self.min_ema_multiplier = min_ema_multiplier
         self.device = torch.device(device)
+        self.moves_reference = update_ref_model
+        self.ref_model_update_freq = ref_model_update_freq
+        self.ref_model_update_after = ref_model_update_after
+        self._reference: Reference | None = None
         self._copies: dict[str, dict[str, Tensor]] = {}  # of which weights -> name -> float32
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Starts the average, if it is to start with the first step."""
+        if self.moves_reference and self._reference is None:
+            raise ConfigError(
+                "BEMACallback(update_ref_model=True): the trainer keeps no reference model, or got the callback after "
+                "its construction. Use beta > 0 without precompute_ref_log_probs, and give the callback in callbacks."
+            )
         if state.global_step == 0:
             self._copies = {}
         if state.global_step == self.update_after:
@@ -113,6 +133,10 @@ class BEMACallback(StatefulCallback):
             self._start(kwargs["model"])
         elif since > 0 and since % self.update_freq == 0:
             self._update(kwargs["model"], state.global_step)
+        since_first = state.global_step - self.ref_model_update_after
+        is_due = since_first >= 0 and since_first % self.ref_model_update_freq == 0
+        if self._reference is not None and since >= 0 and is_due:
+            self._reference.assign(self._corrected(kwargs["model"]))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -144,6 +168,28 @@ class BEMACallback(StatefulCallback):
             start, average = self._copies[_START][name], self._copies[_AVERAGE][name]
             average.lerp_(weight, beta)
             self._copies[_CORRECTED][name] = average + alpha * (weight - start)
+
+    def take_reference(self, reference: Reference, options: ReferenceOptions) -> None:
+        """See `StatefulCallback`.
+
+        Raises:
+            ConfigError: `sync_ref_model` moves the reference, too, or what it computed is kept.
+        """
+        refused = (("sync_ref_model", True), ("precompute_ref_log_probs", True), ("kl_estimator", "full"))
+        for name, value in refused:
+            if vars(options).get(name) == value:
+                raise ConfigError(
+                    f"BEMACallback(update_ref_model=True) with {name}={value!r}: the reference cannot be moved by "
+                    f"both, or after what it computed is kept. Leave {name} out, or update_ref_model."
+                )
+        self._reference = reference
+
+    def _corrected(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The averaged weights one by one, on all processes."""
+        for name, parameter in distributed.unwrap(model).named_parameters():
+            if parameter.requires_grad:
+                weight: Any = self._copies[_CORRECTED][name] if distributed.is_main() else None
+                yield name, distributed.from_main(weight)
 
     def _trained(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The trained weights one by one, in float32, on the main process; others only help to gather them."""
@@ -287,6 +333,95 @@ class LogCompletionsCallback(TrainerCallback):
     def _track(self, _: Sequence[tuple[int, str, str]]) -> None:
         step = self.trainer.state.global_step
         self._tables.send("completions", _COLUMNS, self.table, step=step)
+
+
+class WeaveCallback(LogCompletionsCallback):
+    """Logs completions of prompts of `trainer.eval_dataset` to W&B Weave at each evaluation, with scores.
+
+    Args:
+        trainer: The trainer, to which the callback is then added: `trainer.add_callback(callback)`.
+        project_name: The project of Weave, unless the script has called `weave.init`; None: that of the run of
+            Weights & Biases that is active when training begins.
+        scorers: By name, functions of a prompt and a completion, both texts, that return a number. What they return is
+            logged for each completion, and its mean as `avg_<name>`. None: completions are logged alone.
+        generation_config: See `LogCompletionsCallback`.
+        num_prompts: How many prompts, from the start of the dataset; None: all.
+        dataset_name: What Weave calls the dataset.
+        model_name: What Weave calls the model; None: its name or path.
+
+    Raises:
+        ConfigError: See `LogCompletionsCallback`; or weave is not installed, or there is no project.
+    """
+
+    def __init__(
+        self,
+        trainer: BaseTrainer[Any],
+        project_name: str | None = None,
+        scorers: Mapping[str, Callable[[str, str], float]] | None = None,
+        generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None,
+        dataset_name: str = "eval_dataset",
+        model_name: str | None = None,
+    ) -> None:
+        self._weave: Any = require("weave", extra=None, feature="WeaveCallback")
+        super().__init__(trainer, generation_config, num_prompts)
+        self.project_name = project_name
+        self.scorers = scorers or {}
+        self.dataset_name = dataset_name
+        self.model_name = model_name or str(trainer.policy.config.name_or_path or "model")
+        self._last_step: int | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Connects to Weave."""
+        if state.is_world_process_zero:
+            self._connect()
+
+    def _connect(self) -> None:
+        context: Any = require("weave.trace.context.weave_client_context", extra=None, feature="WeaveCallback")
+        if context.get_weave_client() is not None:
+            return
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        project = self.project_name or (None if run is None else f"{run.entity}/{run.project}")
+        if project is None:
+            raise ConfigError(
+                "WeaveCallback(project_name=None): there is neither a client of Weave nor a run of Weights & Biases. "
+                "Give project_name, or call weave.init(...) before."
+            )
+        self._weave.init(project)
+
+    def _log(self, step: int) -> None:
+        if step == self._last_step:
+            return
+        self._last_step = step
+        rows = self._sampled()
+        if distributed.is_main():
+            try:
+                self._connect()
+                self._send(rows, step)
+            except Exception as error:  # it must not end the training
+                _log.warning("The completions of step %d could not be logged to Weave: %s", step, reason_of(error))
+
+    def _send(self, rows: Sequence[tuple[str, str]], step: int) -> None:
+        sampling = None if self.generation_config is None else self.generation_config.to_dict()
+        attributes = {"training_step": step, "model_name": self.model_name, "generation_config": sampling}
+        logger = self._weave.EvaluationLogger(
+            model=self.model_name, dataset=self.dataset_name, eval_attributes=attributes
+        )
+        found: dict[str, list[float]] = {}
+        for prompt, completion in rows:
+            prediction = logger.log_prediction(inputs={"prompt": prompt}, output=completion)
+            for name, scorer in self.scorers.items():
+                score = scorer(prompt, completion)
+                prediction.log_score(scorer=name, score=score)
+                found.setdefault(name, []).append(score)
+            prediction.finish()
+        if not found:
+            logger.finish()
+            return
+        means = {f"avg_{name}": sum(scores) / len(scores) for name, scores in found.items()}
+        logger.log_summary({"total_predictions": len(rows), "successful_predictions": len(rows), **means})
 
 
 def _prompt_ids(row: Mapping[str, Any]) -> list[int]:

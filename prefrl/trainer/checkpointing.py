@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers.trainer_utils import TrainOutput
 
+    from prefrl.models.reference import Reference
+    from prefrl.options.preference import ReferenceOptions
     from prefrl.options.run import CheckpointParams
     from prefrl.trainer.parts import Run
     from prefrl.trainer.run_folder import StartingPoint
@@ -234,7 +236,7 @@ def write_update_state(run: Run, folder: Path) -> None:
     """Write who wrote the checkpoint, and the state of callbacks."""
     if run.args.should_save:
         distributed.sign_checkpoint(run.accelerator, folder)
-        for callback in _stateful(run):
+        for callback in stateful(run):
             callback.save_state(folder)
 
 
@@ -256,11 +258,12 @@ def read_optimizer(run: Run, checkpoint: str | None, load: Callable[[], None]) -
 
 def read_update_state(run: Run, folder: Path) -> None:
     """Read the state of callbacks."""
-    for callback in _stateful(run):
+    for callback in stateful(run):
         callback.load_state(folder)
 
 
-def _stateful(run: Run) -> list[StatefulCallback]:
+def stateful(run: Run) -> list[StatefulCallback]:
+    """The callbacks of a training that have a state."""
     return [callback for callback in run.callback_handler.callbacks if isinstance(callback, StatefulCallback)]
 
 
@@ -273,7 +276,15 @@ def kept_elsewhere(model: nn.Module) -> set[str]:
 
 
 class StatefulCallback(TrainerCallback, ABC):
-    """A callback whose state is written into checkpoints, and read when training resumes."""
+    """A callback whose state is written into checkpoints, and read when training resumes.
+
+    One that `moves_reference` gets the reference model by `take_reference`; what it makes of it is saved, too.
+    """
+
+    moves_reference = False
+
+    def take_reference(self, reference: Reference, options: ReferenceOptions) -> None:
+        """Called in the trainer's constructor, if `moves_reference`."""
 
     @abstractmethod
     def save_state(self, folder: Path) -> None:

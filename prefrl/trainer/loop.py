@@ -1,8 +1,7 @@
 """HuggingFace's loop with our hooks in it: what `transformers.Trainer` calls in a training and an evaluation.
 
-The methods stand in the order in which HuggingFace calls them. Each hands its call to the parts of the training, see
-`parts`, to what stands beside this module, or to a method of `BaseTrainer` that a trainer may change. No other class
-of prefrl overrides a hook of HuggingFace.
+The methods stand in the order in which HuggingFace calls them. Each hands its call to `parts`, to what stands beside
+this module, or to a method of `BaseTrainer` that a trainer may change. No other class overrides a hook of HuggingFace.
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ class Loop(Trainer):
     step_loss: Tensor  # this process's share of its loss
     keeps_steps = True  # whether the first step that is not applied is written to `output_dir`
     _averages_weights = False  # whether the optimizer has two sets of weights
+    _logged: Mapping[str, float] = {}  # the metrics of the last log of steps
     _lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
     _parallelism: Any  # how processes share the work
     dataset_name: str | None = None  # for the model card
@@ -317,12 +317,15 @@ class Loop(Trainer):
             raise self.failure
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics since the last log, under TRL's names; at the end, too."""
+        """Adds the metrics since the last log, under TRL's names; the last entry of the history repeats them."""
         is_rest = "train_runtime" in logs and self._globalstep_last_logged < self.state.global_step
         if "loss" in logs or is_rest:
             merge(self.metrics["train"], self.account.drain(self.phases))
-            logs |= drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+            self._logged = drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
+            logs |= self._logged
         super().log(logs, start_time)
+        if "train_runtime" in logs:  # only the history: trackers have had them
+            self.state.log_history[-1] |= self._logged
 
     # ... in an evaluation, ...
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.data.collate import sft_batch
-from prefrl.data.formats import column_names, has_columns
+from prefrl.data.formats import get_dataset_column_names, has_columns
 from prefrl.data.images import ProcessingClass
 from prefrl.data.packing import pack_prepared
 from prefrl.data.tokenize import prepare_sft_dataset
@@ -70,7 +70,9 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         if self.formatting_func is not None:
             format_row = self.formatting_func
             field = self.args.dataset_text_field
-            dataset = dataset.map(lambda row: {field: format_row(row)}, remove_columns=column_names(dataset))
+            dataset = dataset.map(
+                lambda row: {field: format_row(row)}, remove_columns=get_dataset_column_names(dataset)
+            )
         dataset = tokenized_texts(dataset, processing_class, self.args)
         is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
         if is_packed:
@@ -101,7 +103,7 @@ def tokenized_texts(dataset: Any, processing_class: ProcessingClass, args: SFTCo
     if args.skips_preparation and not has_columns(dataset, ("input_ids",)):
         raise DataError(
             'dataset_kwargs={"skip_prepare_dataset": True}: rows must be token ids, but the dataset has no column '
-            f"'input_ids', only {column_names(dataset)}. Leave the option out, and text is tokenized."
+            f"'input_ids', only {get_dataset_column_names(dataset)}. Leave the option out, and text is tokenized."
         )
     return prepare_sft_dataset(
         dataset,

@@ -45,7 +45,8 @@ def test_a_script_is_migrated_keeps_its_looks_and_runs(workspace: Path, model_fo
 
 
 IMPORT = "from trl import CPOConfig, GRPOConfig, KTOConfig, RewardTrainer, SFTConfig, SFTTrainer\n"
-LOGS = "logging_first_step=False, logging_nan_inf_filter=True"
+ONLINE = "gradient_checkpointing=True, bf16=True, logging_nan_inf_filter=True"
+LOGS = 'logging_nan_inf_filter=True, invalid_rows="drop"'
 EVERY = f"gradient_checkpointing=True, bf16=True, {LOGS}"
 CALLS = [
     pytest.param("SFTConfig()", f"SFTConfig({EVERY})", id="nothing given"),
@@ -65,7 +66,7 @@ CALLS = [
     pytest.param(
         'GRPOConfig(loss_type="cispo", epsilon_high=5.0, beta=0.1, temperature=1, max_prompt_length=9)',
         'GRPOConfig(loss_type="cispo", epsilon=1.0, epsilon_high=4.0, beta=0.1, temperature=1, max_prompt_length=9, '
-        f"max_completion_length=512, {EVERY}, use_bias_correction_kl=True)",
+        f"max_completion_length=512, {ONLINE}, use_bias_correction_kl=True)",
         id="cispo",
     ),
     pytest.param(
@@ -82,6 +83,25 @@ CALLS = [
 def test_calls(call: str, expected: str) -> None:
     result = migrate_script(f"{IMPORT}x = {call}\n")
     assert result.text == f"{IMPORT.replace('trl', 'prefrl')}x = {expected}\n"
+    assert not result.open
+    ast.parse(result.text)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            "GMPOTrainer(m, f, GMPOConfig(seed=1))",
+            'GRPOTrainer(m, f, GRPOConfig(seed=1, loss_type="gmpo", epsilon=0.4, ',
+        ),
+        ("GMPOConfig(epsilon=0.3)", 'GRPOConfig(epsilon=0.3, loss_type="gmpo", beta=0.0, '),
+        ("TrlParser(GMPOConfig)", 'TrlParser(GRPOConfig)\nx.set_defaults(\n    loss_type="gmpo",\n    epsilon=0.4,\n'),
+    ],
+)
+def test_gmpo_is_grpo_with_its_loss_and_bounds(call: str, expected: str) -> None:
+    names = "GMPOConfig, GMPOTrainer, TrlParser"
+    result = migrate_script(f"from trl.experimental.gmpo import {names}\nx = {call}\n")
+    assert result.text.startswith(f"from prefrl import {names.replace('GMPO', 'GRPO')}\nx = {expected}")
     assert not result.open
     ast.parse(result.text)
 

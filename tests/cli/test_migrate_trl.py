@@ -25,8 +25,9 @@ from prefrl.scripts.schema import SchemaParser, options_of
 from tests.parsers import parser_of
 from tests.trl_defaults import NOT_COMPARED, defaults_of
 
-SFT = "--gradient_checkpointing true --bf16 true --logging_first_step false --logging_nan_inf_filter true"
-GRPO = f"--beta 0.0 --max_completion_length 512 --temperature 1.0 --max_prompt_length null {SFT}"
+ONLINE = "--gradient_checkpointing true --bf16 true --logging_nan_inf_filter true"
+SFT = f"{ONLINE} --invalid_rows drop"
+GRPO = f"--beta 0.0 --max_completion_length 512 --temperature 1.0 --max_prompt_length null {ONLINE}"
 IMPORT = "from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer\n"
 
 # Defaults that differ are written out.
@@ -208,7 +209,7 @@ def test_comments_stay_where_they_are() -> None:
     lines = ["x = SFTConfig(", "    seed=1,  # the seed", "    bf16=False  # as before", ")  # the end", ""]
     text = migrate_script(IMPORT + "\n".join(lines)).text
     assert "    bf16=False,  # as before\n    gradient_checkpointing=True,\n" in text
-    assert text.endswith("    logging_nan_inf_filter=True,\n)  # the end\n")
+    assert text.endswith('    invalid_rows="drop",\n)  # the end\n')
 
 
 # Commands.

@@ -21,7 +21,14 @@ from transformers import (
     TrainerCallback,
 )
 
-from prefrl import BEMACallback, ConfigError, LogCompletionsCallback, RewardError, RichProgressCallback
+from prefrl import (
+    BEMACallback,
+    ConfigError,
+    LogCompletionsCallback,
+    RewardError,
+    RichProgressCallback,
+    WeaveCallback,
+)
 from prefrl.run.folder import read_metrics
 from tests.assets import tiny_model
 from tests.contract.cases import dataset_of, make_trainer
@@ -116,6 +123,98 @@ def test_bema_without_an_update_saves_nothing_and_says_so(tmp_path: Path, caplog
     assert "training ended after step 1, before the first update" in caplog.text
 
 
+def test_the_reference_gets_the_corrected_average_also_after_a_resume(tmp_path: Path) -> None:
+    def train(folder: Path, steps: int, **options: Any) -> tuple[list[torch.Tensor], Any]:
+        bema = BEMACallback(update_ref_model=True, ref_model_update_freq=3, ref_model_update_after=1, **BEMA)
+        weights = Weights()
+        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
+        trainer = make_trainer("dpo", folder, max_steps=steps, callbacks=[weights, bema], **saving)
+        trainer.train(**options)
+        return weights.seen, trainer.reference.state_dict()[NAME].detach()
+
+    seen, whole = train(tmp_path / "whole", 6)
+    torch.testing.assert_close(whole, expected(seen[:5]))  # after step 4, the last of 1, 4, 7, ...
+    assert (whole - seen[0]).abs().max() > 1e-3
+    train(tmp_path / "cut", 5)
+    assert torch.equal(train(tmp_path / "cut", 6, resume_from_checkpoint=True)[1], whole)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "told"),
+    [
+        ("sft", {}, "the trainer keeps no reference model"),
+        ("dpo", {"sync_ref_model": True}, "with sync_ref_model=True: the reference cannot be moved by both"),
+        ("grpo", {"beta": 0.1, "kl_estimator": "full"}, "with kl_estimator='full'"),
+    ],
+)
+def test_bema_refuses_a_reference_that_cannot_follow(
+    algorithm: str, options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make_trainer(algorithm, tmp_path, callbacks=[BEMACallback(update_ref_model=True)], **options).train()
+
+
+class Weave(ModuleType):
+    """W&B Weave, as far as an evaluation needs it."""
+
+    def __init__(self) -> None:
+        super().__init__("weave")
+        self.projects: list[str] = []
+        self.logged: list[Any] = []
+
+    def init(self, project: str) -> None:
+        self.projects.append(project)
+
+    def get_weave_client(self) -> Any:
+        return self if self.projects else None
+
+    def EvaluationLogger(self, **about: Any) -> Any:
+        self.logged.append(about)
+        return self
+
+    def log_prediction(self, *, inputs: dict[str, str], output: str) -> Any:
+        self.logged.append((inputs["prompt"], output))
+        return self
+
+    def log_score(self, *, scorer: str, score: float) -> None:
+        self.logged.append((scorer, score))
+
+    def finish(self) -> None:
+        self.logged.append("finish")
+
+    def log_summary(self, summary: dict[str, float]) -> None:
+        self.logged.append(summary)
+
+
+def test_completions_and_their_scores_go_to_weave_at_each_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer("dpo", tmp_path, eval_dataset=dataset_of("dpo", 3))
+    with pytest.raises(ConfigError, match=r"WeaveCallback needs weave: pip install weave"):
+        WeaveCallback(trainer)
+    weave = Weave()
+    for name in ("weave", "weave.trace", "weave.trace.context", "weave.trace.context.weave_client_context"):
+        monkeypatch.setitem(sys.modules, name, weave)
+    with pytest.raises(ConfigError, match="neither a client of Weave nor a run"):
+        WeaveCallback(trainer).on_train_begin(trainer.args, trainer.state, trainer.control)
+    scorers = {"length": lambda prompt, completion: float(len(completion))}
+    callback = WeaveCallback(trainer, "team/project", scorers, num_prompts=2, model_name="tiny")
+    trainer.add_callback(callback)
+    trainer.evaluate()
+    trainer.evaluate()  # at the same step
+    assert weave.projects == ["team/project"]
+    about, first, score, ended, second, *_, summary = weave.logged
+    assert (about["model"], about["dataset"]) == ("tiny", "eval_dataset")
+    assert about["eval_attributes"]["training_step"] == 0
+    assert (score, ended) == (("length", len(first[1])), "finish")
+    mean = (len(first[1]) + len(second[1])) / 2
+    assert summary == {"total_predictions": 2, "successful_predictions": 2, "avg_length": mean}
+    callback.scorers = {"fails": lambda prompt, completion: 1 / 0}
+    trainer.state.global_step = 1
+    trainer.evaluate()
+    assert "The completions of step 1 could not be logged to Weave: ZeroDivisionError" in caplog.text
+
+
 def test_progress_is_shown_with_the_latest_metrics(tmp_path: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
@@ -155,11 +254,12 @@ def test_without_a_terminal_a_run_prints_its_facts_and_a_line_for_each_log(
     assert "shared_prefix where rows share a prompt" in printed
     assert re.search(r"\(weights .*, gradients .*B\) and the activations", printed)
     lines = [line.split() for line in printed.splitlines() if line.startswith("step ")]
-    assert [line[1] for line in lines] == ["1/4", "3/4", "4/4"]  # the first and the last, whatever logging_steps is
+    assert [line[1] for line in lines] == ["1/4", "3/4", "4/4"]
+    assert lines[0][3] == "s/step"  # the metrics of the first step are logged with those of the third
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [line[3] for line in lines] == [f"{entry['reward']:.4g}" for entry in logged]
+    assert [line[3] for line in lines[1:]] == [f"{entry['reward']:.4g}" for entry in logged]
     rows = read_metrics(tmp_path)
-    assert [(row["step"], row["reward"]) for row in rows[:3]] == [(e["step"], e["reward"]) for e in logged]
+    assert [(row["step"], row["reward"]) for row in rows[:2]] == [(e["step"], e["reward"]) for e in logged]
     assert rows[-1]["step"] == 4
     assert "train_runtime" in rows[-1]
     assert trainer.history.best.reward >= trainer.history.worst.reward

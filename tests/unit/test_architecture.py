@@ -53,6 +53,9 @@ OPTIONAL = {
     "reasoning_gym": ("prefrl/rewards/named.py",),
     "PIL": ("prefrl/trainer/arguments.py",),
     "matplotlib": ("prefrl/scripts/",),
+    "weave": ("prefrl/trainer/callbacks.py",),
+    "harbor": ("prefrl/rollout/episodes/harbor.py",),
+    "openreward": ("prefrl/rollout/episodes/openreward.py",),
 }
 
 

@@ -58,6 +58,34 @@ def test_every_public_name_can_be_imported() -> None:
             assert getattr(module, name) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("GKDTrainer", "prefrl has no GKDTrainer: distillation is not supported"),
+        ("GMPOConfig", "prefrl has no GMPOConfig: GRPOConfig with loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4"),
+        ("GRPOTraine", "module 'prefrl' has no attribute 'GRPOTraine'. Did you mean 'GRPOTrainer'?"),
+    ],
+)
+def test_a_name_of_trl_that_is_not_there_says_what_to_do(name: str, told: str) -> None:
+    with pytest.raises(ImportError) as imported:
+        exec(f"from prefrl import {name}")
+    with pytest.raises(AttributeError) as read:
+        getattr(prefrl, name)
+    assert [str(imported.value), str(read.value)] == [told] * 2
+    assert not hasattr(prefrl, name)
+
+
+def test_every_algorithm_has_a_script_that_launchers_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefrl.scripts.main.main", lambda words: words)
+    for name in REGISTRY:
+        script = Path(prefrl.__file__).parent / "scripts" / f"{name}.py"
+        code = compile(script.read_text(encoding="utf-8"), script, "exec")
+        monkeypatch.setattr(sys, "argv", [str(script), "--seed", "1"])
+        with pytest.raises(SystemExit) as left:
+            exec(code, {"__name__": "__main__"})
+        assert left.value.code == [name, "--seed", "1"]
+
+
 if __name__ == "__main__":
     SNAPSHOT.write_text(json.dumps(public_api(), indent=1) + "\n")
 

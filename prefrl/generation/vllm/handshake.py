@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
-from prefrl.errors import ConfigError, GenerationError, printable
+from prefrl.errors import AbsentServerError, ConfigError, GenerationError, printable
 from prefrl.generation.server import INFO_PATH, ServerInfo, vocabulary_fingerprint
 from prefrl.http import HttpError, Refused
 
@@ -134,8 +134,8 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
     """Wait until a server answers, at most `timeout` seconds in all, and check what it serves.
 
     Raises:
-        GenerationError: The server does not answer in time, the key is wrong or not required by the server, or the
-            server does not meet the requirements.
+        AbsentServerError: The server does not answer in time.
+        GenerationError: The key is wrong or not required by the server, or the server does not meet the requirements.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -157,7 +157,7 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
             last = error
         if loop.time() + pause >= deadline:
             reason = f"did not answer within {timeout:g} s (vllm_server_timeout). Last error: {last}"
-            raise requirements.error(url, reason) from last
+            raise AbsentServerError(str(requirements.error(url, reason))) from last
         waiting.tell(timeout - (deadline - loop.time()))
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 
-from prefrl.data.formats import column_names
+from prefrl.data.formats import get_dataset_column_names
 from prefrl.data.tools import signature_of
 from prefrl.distributed import partitions_weights
 from prefrl.errors import ConfigError, DataError
@@ -103,7 +103,7 @@ def check_before(
             eval_dataset = episodes.with_prompts(eval_dataset)
     if functions := [reward for reward in given.get("reward_funcs", ()) if callable(reward)]:
         with subject.naming_dataset(ConfigError):
-            subject.rewards(functions).check_columns(column_names(dataset))
+            subject.rewards(functions).check_columns(get_dataset_column_names(dataset))
     for number, part in enumerate((dataset, eval_dataset)):
         rows = rows_in_memory(part, _FEW_ROWS)
         if rows is None or not len(rows):

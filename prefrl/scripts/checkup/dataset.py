@@ -26,7 +26,7 @@ from prefrl.data.checks import (
     warn_of_shared_rows,
     warn_of_unknown_end,
 )
-from prefrl.data.formats import column_names
+from prefrl.data.formats import get_dataset_column_names
 from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError, printable
 from prefrl.generation.local.generator import end_token_ids
@@ -57,7 +57,7 @@ def rows_in_memory(dataset: Any, count: int = ROWS_READ) -> datasets.Dataset | N
 def check_dataset_columns(section: Section, dataset: Any) -> None:
     """Say what the dataset consists of, and which pairs have equal sides."""
     size = "a stream" if isinstance(dataset, datasets.IterableDataset) else f"{len(dataset):,} rows"
-    section.ok(f"{size} with the columns {', '.join(column_names(dataset))}")
+    section.ok(f"{size} with the columns {', '.join(get_dataset_column_names(dataset))}")
     rows = rows_in_memory(dataset)
     if rows is None or not {"chosen", "rejected"} <= set(rows.column_names):
         return

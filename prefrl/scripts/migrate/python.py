@@ -25,7 +25,7 @@ from prefrl.scripts.migrate.edits import (
     option_names_of,
     parsed_options,
 )
-from prefrl.scripts.migrate.rows import METHODS, NAMES, REWARDS, SCRIPT_OPTIONS
+from prefrl.scripts.migrate.rows import METHODS, NAMES, REWARDS, SAME_CLASSES, SCRIPT_OPTIONS
 from prefrl.scripts.migrate.trl import migrate_commands
 
 __all__ = ["migrate_script"]
@@ -63,6 +63,7 @@ class _Script:
         for line in self.source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.names: dict[str, str] = {}  # names in the script -> those of TRL
+        self.given: dict[str, Mapping[str, Any]] = {}  # names of configs in the script -> what TRL's class sets
         self.module: str | None = None  # what the script calls trl
         self.needs_trl = False  # whether it still imports something of trl
         self.own: list[str] = []  # options that no trainer reads, only the script
@@ -97,19 +98,22 @@ class _Script:
     def _import_from(self, node: ast.ImportFrom) -> None:
         homes: dict[str, list[str]] = {}
         for alias in node.names:
-            home = None if node.module == _NAMESAKES else _home(alias.name)
+            name, self.given[alias.asname or alias.name] = SAME_CLASSES.get(alias.name, (alias.name, {}))
+            home = None if node.module == _NAMESAKES else _home(name)
             if home is None:
                 self.needs_trl = True
                 remedy = NAMES.get(alias.name, "it stays imported from trl")
                 self.result.open.append((node.lineno, f"{alias.name} is not in prefrl: {remedy}"))
             else:
-                self.names[alias.asname or alias.name] = alias.name
-            written = alias.name if alias.asname is None else f"{alias.name} as {alias.asname}"
+                self.names[alias.asname or alias.name] = name
+            if name != alias.name and alias.asname is None:
+                self._rename_class(alias.name, name)
+            written = name if alias.asname is None else f"{name} as {alias.asname}"
             homes.setdefault(home or str(node.module), []).append(written)
         if homes.keys() == {node.module}:
             return
         start, end = self._span(node)
-        if len(homes) == 1:
+        if len(homes) == 1 and not any(alias.name in SAME_CLASSES for alias in node.names):
             found = _IMPORT.search(self.source, start, end)
             assert found is not None
             self._edit(found.start(), found.end(), f"from {next(iter(homes))} import")
@@ -118,6 +122,11 @@ class _Script:
             self._edit(start, end, f"\n{' ' * node.col_offset}".join(lines))
         moved = ", ".join(name for home, names in homes.items() if home != node.module for name in names)
         self.result.changes.append((node.lineno, f"{moved}: imported from prefrl"))
+
+    def _rename_class(self, name: str, ours: str) -> None:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Name) and node.id == name:
+                self._edit(*self._span(node), ours)
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -302,7 +311,7 @@ class _Script:
 
     def _defaults(self, node: ast.Call, name: str, values: dict[str, Any]) -> list[str]:
         """The arguments that say what TRL would have taken, where the default differs."""
-        missing = trl.missing_defaults(name, values)
+        missing = trl.missing_defaults(name, values, self._set_by(node.func))
         parts = _assignments(missing)
         if parts and any(keyword.arg is None for keyword in node.keywords):
             text = f"{name}: TRL's defaults are {', '.join(parts)}, unless ** sets them"
@@ -312,6 +321,10 @@ class _Script:
             said = trl.say_written(missing, values, ", ".join(parts))
             self.result.changes.append((node.lineno, f"{name}: {said}"))
         return parts
+
+    def _set_by(self, config: ast.expr | None) -> Mapping[str, Any]:
+        """What TRL's class sets, by which the script makes a config, and the class of prefrl in its place does not."""
+        return self.given.get(config.id, {}) if isinstance(config, ast.Name) else {}
 
     def _replace(self, node: ast.Call, removed: Collection[ast.expr | ast.keyword], added: list[str]) -> None:
         """Remove arguments of a call, and add others at its end."""
@@ -366,7 +379,8 @@ class _Script:
         """Give the parser TRL's defaults where they differ; if it has no name, say so."""
         statement = None if self.parsed is None else self.parsed.statement
         config = None if self.parsed is None else self.parsed.config
-        missing = trl.missing_defaults(str(config), {})
+        class_of = {} if self.parsed is None else self.parsed.classes
+        missing = trl.missing_defaults(str(config), {}, self._set_by(class_of.get(str(config))))
         if statement is not None and missing:
             parts = _assignments(missing)
             start, end = self._span(statement.targets[0])

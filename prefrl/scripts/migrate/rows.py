@@ -351,28 +351,66 @@ TRL: dict[str, Counterpart] = {
 SCRIPT_OPTIONS = ("reward_model_path", "sft_model_path")
 # Methods of trainers that scripts need not call here, and why.
 METHODS: dict[str, str] = {"generate_completions": "log_completions prints what was sampled"}
-# Public names that are not there under this name.
+
+
+def _classes(text: str, *algorithms: str) -> dict[str, str]:
+    """The configs and trainers of algorithms, with what to say of them."""
+    return {f"{name}{kind}": text for name in algorithms for kind in ("Config", "Trainer")}
+
+
+# Public names of TRL that are not there under this name, and what to do. An import from prefrl says so, too.
 NAMES: dict[str, str] = {
     "AsyncGRPOConfig": "GRPOConfig with use_vllm=True, generation_mode='async' and max_staleness",
     "AsyncGRPOTrainer": "GRPOTrainer, whose config has generation_mode='async'",
-    "DistillationConfig": "distillation is not supported",
-    "DistillationTrainer": "distillation is not supported",
-    "GKDConfig": "distillation is not supported",
-    "GKDTrainer": "distillation is not supported",
-    "HfPairwiseJudge": "prefrl.rewards.get_judge_reward turns any judge into a reward",
-    "PairRMJudge": "prefrl.rewards.get_judge_reward turns any judge into a reward",
+    "GMPOConfig": "GRPOConfig with loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4",
+    "GMPOTrainer": "GRPOTrainer, whose config has loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4",
+    **_classes("distillation is not supported", "Distillation", "GKD", "GOLD", "IWOPD", "ServerDistillation"),
+    **_classes("distillation is not supported", "AsyncDistillation"),
+    **_classes("self-distillation is not supported; GRPOTrainer learns from the same rewards", "SDFT", "SDPO"),
+    **_classes("A*-PO is not supported; GRPOTrainer and RLOOTrainer learn from the same rewards", "A2PO"),
+    **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
+    **_classes("use OnlineDPOTrainer, whose loss is that of DPO", "NashMD", "XPO"),
+    **_classes("process rewards are not supported; RewardTrainer learns one reward of a whole text", "PRM"),
+    "build_teacher_request_inputs": "distillation is not supported",
+    **dict.fromkeys(
+        ("HfPairwiseJudge", "PairRMJudge", "BasePairwiseJudge", "BaseRankJudge", "BaseJudge"),
+        "prefrl.rewards.get_judge_reward turns any judge into a reward",
+    ),
     "OpenAIPairwiseJudge": "prefrl.rewards.PairwiseModel asks a model behind an OpenAI-compatible server",
     "setup_chat_format": "clone_chat_template, or the option chat_template_path",
     "SIMPLE_CHAT_TEMPLATE": "the option chat_template_path knows templates by name, and reads one from a file",
     "DataCollatorForCompletionOnlyLM": "the option completion_only_loss or assistant_only_loss",
+    **dict.fromkeys(
+        ("DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForUnpairedPreference"),
+        "the trainer lays out batches itself",
+    ),
     "ConstantLengthDataset": "the option packing",
     "SyncRefModelCallback": "the option sync_ref_model",
-    "WeaveCallback": "the option report_to names trackers",
     "AutoModelForCausalLMWithValueHead": "PPOTrainer makes its critic itself: critic='head' or 'model'",
     "AutoModelForSeq2SeqLMWithValueHead": "models with an encoder are not supported; use a decoder-only model",
-    "MergeModelCallback": "prefrl soup averages checkpoints; merge with other models by mergekit itself",
-    "MergeConfig": "prefrl soup averages checkpoints; merge with other models by mergekit itself",
+    **dict.fromkeys(
+        ("MergeModelCallback", "MergeConfig"),
+        "prefrl soup averages checkpoints; merge with other models by mergekit itself",
+    ),
     "WinRateCallback": "compute_metrics gets the completions of an evaluation, and get_judge_reward uses a judge",
+    **dict.fromkeys(("profiling_context", "profiling_decorator"), "the option profile measures each step"),
+    "get_act_offloading_ctx_manager": "the option activation_offloading",
+    "enable_selective_activation_checkpointing": "the option activation_checkpointing",
+    "disable_dropout_in_model": "the option disable_dropout",
+    "selective_log_softmax": "logits.log_softmax(-1).gather(-1, ids[..., None]) in torch",
+    "entropy_from_logits": "torch.distributions.Categorical(logits=logits).entropy()",
+    **dict.fromkeys(("nanstd", "nanmin", "nanmax"), "mask the NaN and use torch's own function"),
+    **dict.fromkeys(("pad", "flush_left"), "nothing is padded here; torch.nn.utils.rnn.pad_sequence does it"),
+    **dict.fromkeys(("RepeatSampler", "repeat_iterable_dataset"), "the trainer repeats prompts itself"),
+    **dict.fromkeys(
+        ("unwrap_model_for_generation", "prepare_deepspeed", "prepare_fsdp"),
+        "the trainer prepares its models itself",
+    ),
+}
+# Classes of TRL that are another class with these options here.
+SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}),
+    "GMPOTrainer": ("GRPOTrainer", {}),
 }
 # The functions of trl.rewards, which prefrl.rewards has, too.
 REWARDS = (
@@ -386,8 +424,7 @@ VALUES: dict[tuple[str, str, str], str] = {
 }
 # Values that say what is so here anyway, and may not be given.
 SAME_VALUES: dict[str, Any] = {"remove_unused_columns": True}
-_LOGS = {"logging_first_step": False, "logging_nan_inf_filter": True}
-_EVERY = {"gradient_checkpointing": True, "bf16": True, **_LOGS}
+_EVERY = {"gradient_checkpointing": True, "bf16": True, "logging_nan_inf_filter": True}
 _SAMPLED = {"max_prompt_length": None, "vllm_server_timeout": 240.0}
 _ONLINE = {"max_completion_length": 512, "temperature": 1.0, "num_completions_to_print": None, **_SAMPLED, **_EVERY}
 # What an option is in TRL if it is not given, where that differs here: those of TRL 1.16, and of 1.12 for the configs
@@ -409,6 +446,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"learning_rate": 3e-6, "max_completion_length": 53, "max_prompt_length": None, "temperature": 0.7, **_EVERY}
     },
 }
+# TRL trains without what it cannot use, where an error is the default here.
+LENIENT = {"invalid_rows": "drop"}
 
 
 _PRECISION = "mixed precision is that of torch"

@@ -13,8 +13,17 @@ import yaml
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.scripts.migrate.edits import Edit, Migrated, applied, converted, every_option, option_names_of, switches
-from prefrl.scripts.migrate.rows import DEFAULTS, SAME_VALUES, TRANSFORMERS, TRL, VALUES
+from prefrl.scripts.migrate.edits import (
+    Edit,
+    Migrated,
+    accepted,
+    applied,
+    converted,
+    every_option,
+    option_names_of,
+    switches,
+)
+from prefrl.scripts.migrate.rows import DEFAULTS, LENIENT, SAME_VALUES, TRANSFORMERS, TRL, VALUES
 
 NAMES = {**TRANSFORMERS, **TRL}
 UNKNOWN = object()  # a value that is known only when the file runs
@@ -69,12 +78,18 @@ def steps_of(config: str | None, known: Collection[str], values: Mapping[str, An
     return steps
 
 
-def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What TRL takes for options that are not given, where the default differs."""
+def missing_defaults(config: str, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What TRL takes for options that are not given, where the default differs.
+
+    Args:
+        config: The name of the config.
+        values: The options that are given.
+        own: Defaults of the class of TRL, where that is another one.
+    """
+    defaults = {**(own or {}), **DEFAULTS.get(config, {})}
+    defaults = {**defaults, **{name: LENIENT[name] for name in LENIENT.keys() & accepted(config) if defaults}}
     off = {name for name, needs in switches().items() if any(values.get(switch) is not True for switch in needs)}
-    missing = {
-        name: value for name, value in DEFAULTS.get(config, {}).items() if name not in values and name not in off
-    }
+    missing = {name: value for name, value in defaults.items() if name not in values and name not in off}
     if values.get("fp16", False) is not False:
         missing.pop("bf16", None)
     if config == "GRPOConfig" and values.get("beta", 0.0) != 0.0 and "use_bias_correction_kl" not in values:
@@ -85,7 +100,8 @@ def missing_defaults(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def say_written(missing: Mapping[str, Any], values: Mapping[str, Any], shown: str) -> str:
     """What to say about defaults that are written into a file."""
     needs_gpu = missing.get("bf16") and values.get("use_cpu") is not True
-    note = ". bf16 needs a GPU that has it, or use_cpu, as in TRL; on others, set it to false" if needs_gpu else ""
+    note = ". Rows that cannot be used are left out" if LENIENT.keys() & missing.keys() else ""
+    note += ". bf16 needs a GPU that has it, or use_cpu, as in TRL; on others, set it to false" if needs_gpu else ""
     return f"TRL's defaults are written out: {shown}{note}"
 
 

@@ -21,19 +21,19 @@ _FILE = "reference.safetensors"
 
 
 class MovingReference(Part):
-    """reference = alpha * policy + (1 - alpha) * reference, every `steps` optimizer steps.
+    """reference = alpha * policy + (1 - alpha) * reference, every `steps` optimizer steps; None: a callback moves it.
 
     Source: Gorbatovski et al. 2024 (TR-DPO), arXiv 2404.09656, eq. 2.
     """
 
-    def __init__(self, reference: Reference, *, alpha: float, steps: int) -> None:
+    def __init__(self, reference: Reference, *, alpha: float = 0.0, steps: int | None = None) -> None:
         self.reference = reference
         self.alpha = alpha
         self.steps = steps
 
     def after_step(self, run: Run) -> None:
         """Mix the policy into the reference, if it is due."""
-        if run.state.global_step % self.steps == 0:
+        if self.steps is not None and run.state.global_step % self.steps == 0:
             self.reference.mix(distributed.unwrap(run.model), self.alpha)
 
     def save(self, run: Run, folder: Path) -> None:

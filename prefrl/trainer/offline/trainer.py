@@ -158,7 +158,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if is_instance:
             self._late_reference = self.reference
         elif given is None and is_peft_model(self.policy):
-            self._late_reference = kept_reference(self, options, self.policy, None)
+            self._late_reference = kept_reference(self, options, self.policy, None, moves=False)
         self.scorer.reference = None
 
     def _begin_training(self) -> None:

@@ -14,7 +14,7 @@ import datasets
 
 from prefrl import distributed
 from prefrl.data.encode import RowEncoder, row_encoder
-from prefrl.data.formats import Format, column_names
+from prefrl.data.formats import Format, get_dataset_column_names
 from prefrl.data.images import ProcessingClass, image_reader, tokenizer_of
 from prefrl.data.tool_calls import ToolCallReader, tool_call_reader
 from prefrl.errors import ConfigError
@@ -146,7 +146,7 @@ class Episodes:
         if isinstance(dataset, Mapping):
             return {name: self.with_prompts(one) for name, one in dataset.items()}
         is_dataset = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
-        if not self.has_environments or not is_dataset or "prompt" in column_names(dataset):
+        if not self.has_environments or not is_dataset or "prompt" in get_dataset_column_names(dataset):
             return dataset
         if isinstance(dataset, datasets.IterableDataset):
             return dataset.map(lambda row: {**row, "prompt": EMPTY_PROMPT})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from prefrl import distributed
-from prefrl.data.formats import column_names
+from prefrl.data.formats import get_dataset_column_names
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.models.load import arguments_for_reward
@@ -212,7 +212,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check that the rewards find their columns, and add `prompt_ids`."""
-        self.rewards.check_columns(column_names(dataset))
+        self.rewards.check_columns(get_dataset_column_names(dataset))
         return tokenized_prompts(dataset, processing_class, self.args, tools=self.episodes.schemas)
 
     def collate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

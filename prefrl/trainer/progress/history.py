@@ -125,13 +125,13 @@ class History:
     best: Sample | None = None
     worst: Sample | None = None
     total: int = 0  # optimizer steps of the run
-    _first_step: int = 0
+    first_step: int = 0  # after which this training goes on
     _start: float = 0.0
 
     def begin(self, *, step: int, total: int) -> None:
         """Start a run, at a step that is above 0 if it was resumed."""
         self.rows, self.evaluations, self.best, self.worst = [], [], None, None
-        self.total, self._first_step, self._start = total, step, self.clock()
+        self.total, self.first_step, self._start = total, step, self.clock()
 
     def add(self, step: int, logs: Mapping[str, Any]) -> Row | None:
         """Add a log. Returns its row; None: the log is neither of training steps nor of an evaluation."""
@@ -167,7 +167,7 @@ class History:
 
     def seconds_left(self, step: int) -> float | None:
         """Seconds until the end of the run, at its mean speed so far; None: not known yet."""
-        done = step - self._first_step
+        done = step - self.first_step
         return (self.clock() - self._start) / done * (self.total - step) if done > 0 else None
 
 
@@ -240,6 +240,15 @@ class LineView(PrinterCallback):
         """HuggingFace's hook."""
         if state.is_world_process_zero:
             show_banner(self._console or Console(), self.history.facts())
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Shows at once how long the first step took, if its metrics are logged with those of later steps."""
+        is_first = state.global_step == self.history.first_step + 1
+        if is_first and state.is_world_process_zero and not (control.should_log or control.should_training_stop):
+            row = Row(state.global_step, {}, step_s=self.history.seconds)
+            (self._console or Console()).print(Text(line(self.history, row)), soft_wrap=True)
 
     def on_log(
         self,

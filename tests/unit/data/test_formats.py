@@ -5,9 +5,9 @@ import pytest
 
 from prefrl.data.formats import (
     check_not_reserved,
-    column_names,
     convert_from_value,
     detect_format,
+    get_dataset_column_names,
     read_messages,
     read_text,
     read_tools,
@@ -151,7 +151,7 @@ def test_empty_stream_is_refused():
 
 def test_columns_of_a_stream_are_those_of_its_first_row():
     stream = datasets.IterableDataset.from_generator(lambda: iter([{"a": 1, "input_ids": [2]}]))
-    assert column_names(stream) == ["a", "input_ids"]
+    assert get_dataset_column_names(stream) == ["a", "input_ids"]
     with pytest.raises(DataError, match="'input_ids' is reserved"):
         check_not_reserved(stream, ["input_ids"])
 

@@ -44,7 +44,9 @@ def started(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [["prefrl"], ["prefrl", "--debug"], ["python", "-m", "prefrl.scripts.main"]], ids=" ".join
+    "program",
+    [["prefrl"], ["prefrl", "--debug"], ["python", "-m", "prefrl"], ["python", "-m", "prefrl.scripts.main"]],
+    ids=" ".join,
 )
 def test_the_last_command_goes_on_from_its_checkpoint(folder: Path, program: list[str]) -> None:
     started(folder, "prefrl", "dpo")
@@ -52,6 +54,14 @@ def test_the_last_command_goes_on_from_its_checkpoint(folder: Path, program: lis
     assert commands.command_to_resume(Path("run")) == [*OPTIONS, "--resume_from_checkpoint", "true"]
     started(folder, *program, *OPTIONS, "--resume_from_checkpoint", "true")
     assert commands.command_to_resume(folder) == [*OPTIONS, "--resume_from_checkpoint", "true"]
+
+
+@pytest.mark.parametrize(
+    "script", [["-m", "prefrl.scripts.sft"], ["prefrl/scripts/sft.py"], ["-u", "/a/prefrl/scripts/sft.py"]]
+)
+def test_a_script_of_an_algorithm_is_resumed_by_its_command(folder: Path, script: list[str]) -> None:
+    started(folder, "python", *script, *OPTIONS[1:])
+    assert commands.command_to_resume(Path("run")) == [*OPTIONS, "--resume_from_checkpoint", "true"]
 
 
 def test_it_runs_in_place_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

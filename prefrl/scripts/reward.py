@@ -1,0 +1,8 @@
+"""`prefrl reward` as a file, for `accelerate launch`, and as a module, for `python -m`."""
+
+import sys
+
+from prefrl.scripts.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["reward", *sys.argv[1:]]))
