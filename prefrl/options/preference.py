@@ -147,6 +147,7 @@ REFERENCE_RULES = (
         lambda o: not o.sync_ref_model,
         "sync_ref_model=False. Set sync_ref_model=True.",
         example("grpo"),
+        hint=True,
     ),
     when(
         lambda o: o.sync_ref_model and o.beta == 0,
@@ -160,6 +161,7 @@ PRECOMPUTED_REFERENCE_RULES = (
         lambda o: not o.precompute_ref_log_probs,
         "precompute_ref_log_probs=False. Set precompute_ref_log_probs=True.",
         example("dpo"),
+        hint=True,
     ),
     when(
         lambda o: o.precompute_ref_log_probs and o.sync_ref_model,
