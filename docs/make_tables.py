@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.fields import flat_names
+from prefrl.options.fields import flat_names, listed_fields
 from prefrl.options.params import kwargs_options
 
 DOCS = Path(__file__).parent
@@ -364,7 +364,7 @@ def groups(config: type[Any]) -> list[type[Any]]:
 
 def options_of(group: type[Any]) -> list[str]:
     """The options that a group declares."""
-    fields = {field.name for field in dataclasses.fields(group)} if dataclasses.is_dataclass(group) else set()
+    fields = {field.name for field in listed_fields(group)} if dataclasses.is_dataclass(group) else set()
     return [name for name in inspect.get_annotations(group) if name in fields]
 
 

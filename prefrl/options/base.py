@@ -17,9 +17,7 @@ from prefrl.options.fields import (
     opt,
     parse_json,
     read_json,
-    set_aside,
     take_other_forms,
-    without_flat_values,
 )
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs, kwargs_options
@@ -72,7 +70,14 @@ class BaseOptions(TrainingOptions):
     spike_metrics: ClassVar[tuple[str, ...]] = _WATCHED
     # Whether the numbers of processes and rows are those of the run.
     knows_sizes: ClassVar[bool] = True
+    # Whether options without effect are told; see `warn_of_hint`.
+    gives_warnings: ClassVar[bool] = True
 
+    strict_options: bool = opt(
+        False,
+        "Refuse options that have no effect, such as vllm_server_port without use_vllm, instead of warning of them.",
+        decides=False,
+    )
     early_stopping_patience: Annotated[int, Ge(1)] | None = opt(
         None,
         "End training after this many consecutive evaluations without an improvement of metric_for_best_model. By "
@@ -261,8 +266,7 @@ class BaseOptions(TrainingOptions):
     checkpoint_params = ParamsOf("checkpoint_kwargs", CheckpointParams)
     upload_params = ParamsOf("upload_kwargs", UploadParams)
 
-    def __post_init__(self, *values: Any) -> None:
-        set_aside(self, values)
+    def __post_init__(self) -> None:
         fill_places(self)
         self.automatic = take_automatic(self)  # the options that are "auto"
         self.take_other_forms()
@@ -277,12 +281,6 @@ class BaseOptions(TrainingOptions):
         # Those of them that need a trial.
         self.sought = derive_sizes(self, self.automatic) if self.knows_sizes else frozenset()
         self.validate()
-
-    def __init_subclass__(cls) -> None:
-        """Let derived classes have a `__post_init__` that knows nothing of flat names."""
-        super().__init_subclass__()
-        if "__post_init__" in vars(cls):
-            cls.__post_init__ = without_flat_values(cls.__post_init__)  # type: ignore[method-assign]
 
     def take_other_forms(self) -> None:
         """Give options one form that may be given in several, in place, before their types are checked."""

@@ -1,6 +1,8 @@
-"""Declares and checks options: fields of configs and of hyperparameters, keywords that fill their keys, and rules.
+"""Declares and checks options: fields of configs and of hyperparameters, other names of their keys, and rules.
 
-A rule is a row of a table: what cannot be combined, what is said about it, and options that show it.
+A rule is a row of a table: what cannot be combined, what is said about it, and options that show it. What cannot be
+done as asked is an error. A hint has nothing to act on, such as workers where there is no work for them: it changes no
+update, and is a warning, or with `strict_options=True` an error, too.
 `tests/unit/test_rules.py` finds all tables of this package, and runs the example of each row.
 """
 
@@ -8,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, wraps
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -21,14 +24,35 @@ from typing import Any
 from prefrl.errors import ConfigError
 from prefrl.options.types import check_value
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FlatName:
+    """The place of a field whose value belongs to another option: `vespo_k_pos=4.0` fills a key of `loss_kwargs`.
+
+    Args:
+        option: The option that it fills.
+        key: The key of that option's mapping; None: the option itself.
+    """
+
+    option: str
+    key: str | None
+
 
 @dataclass(frozen=True)
 class About:
-    """What a field says of itself besides its type, default and description; see `opt`."""
+    """What a field says of itself besides its type, default and description; see `opt` and `flat`."""
 
     decides: bool = True
     needs: tuple[str, ...] = ()
     kwargs: Any = None  # a `KwargsOption`, if the option maps names to hyperparameters
+    place: FlatName | None = None
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether help, docs and trackers show the field. They leave out what only repeats another option."""
+        return self.place is None
 
 
 class Help(str):
@@ -47,8 +71,26 @@ def opt(default: Any, description: str, *, decides: bool = True, needs: Sequence
         needs: The switches without which it has no effect: names of options, or episodes.
         kwargs: See `prefrl.options.params.kwargs`.
     """
+    return _declared(default, description, About(decides, tuple(needs), kwargs))
+
+
+def flat(option: str, key: str | None = None, *, default: Any = None) -> Any:
+    """A field of a config that is another name for a place in one of its options; at its default, it is not given.
+
+    `__post_init__` moves the value to its place and sets the field back, so that a copy of the config has it once.
+
+    Args:
+        option: See `FlatName`.
+        key: See `FlatName`.
+        default: For fields of which None is a value.
+    """
+    place = option if key is None else f"the key {key} of {option}"
+    return _declared(default, f"TRL's name for {place}.", About(decides=False, place=FlatName(option, key)))
+
+
+def _declared(default: Any, description: str, about: About) -> Any:
     text = Help(description.replace("%", "%%"))  # argparse formats it
-    text.about = About(decides, tuple(needs), kwargs)
+    text.about = about
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": text})
     return dataclasses.field(default=default, metadata={"help": text})
@@ -178,7 +220,7 @@ def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
 
 @cache
 def hints_of(config_class: Any) -> dict[str, Any]:
-    """The types of fields and `InitVar`s, with their bounds. They are texts until then, and there are hundreds."""
+    """The types of fields, with their bounds. They are texts until then, and there are hundreds."""
     return typing.get_type_hints(config_class, include_extras=True)
 
 
@@ -189,92 +231,35 @@ def _typed_fields(config_class: type) -> dict[str, tuple[Any, Any]]:
     return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(config_class)}
 
 
-@dataclass(frozen=True)
-class FlatName:
-    """The place of a keyword of a config that is no option of its own.
-
-    `vespo_k_pos=4.0` fills a key of the option `loss_kwargs`. Such a keyword is a `dataclasses.InitVar` of the config:
-    its constructor and the command line take it, and nothing else does.
-
-    Args:
-        option: The option that it fills.
-        key: The key of that option's mapping; None: the option itself.
-    """
-
-    option: str
-    key: str | None
-
-
-def flat(option: str, key: str | None = None, *, default: Any = None) -> Any:
-    """The declaration of a keyword, as the default of an `InitVar`; at that default, it counts as not given.
-
-    Args:
-        option: See `FlatName`.
-        key: See `FlatName`.
-        default: For keywords of which None is a value.
-    """
-    return dataclasses.field(default=default, metadata={"place": FlatName(option, key)})
-
-
 def flat_names(config_class: Any) -> dict[str, FlatName]:
-    """The places of the keywords of a config."""
-    declared = config_class.__dataclass_fields__
-    return {name: field.metadata["place"] for name, field in declared.items() if "place" in field.metadata}
+    """The fields of a config whose values belong to other options, and where."""
+    places = {field.name: about(field).place for field in fields(config_class)}
+    return {name: place for name, place in places.items() if place is not None}
 
 
-def init_vars(config_class: Any) -> dict[str, Any]:
-    """The `InitVar`s of a dataclass with their defaults, in the order in which `__post_init__` gets their values."""
-    every = config_class.__dataclass_fields__.values()  # dataclasses.fields leaves them out
-    kind = dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]  # there is no public name
-    return {field.name: field.default for field in every if field._field_type is kind}
-
-
-def without_flat_values(post_init: Callable[..., None]) -> Callable[..., None]:
-    """The `__post_init__` of a derived class, which gets the values of its own `InitVar`s only.
-
-    `dataclass` passes the values of all `InitVar`s by position, but who derives a class from a config does not know
-    that the config has some.
-    """
-
-    @wraps(post_init)
-    def with_own_values(self: Any, *values: Any) -> None:
-        post_init(self, *set_aside(self, values))
-
-    return with_own_values
-
-
-def set_aside(config: Any, values: Sequence[Any]) -> list[Any]:
-    """Keep the values of flat names for `fill_places`, if `values` are those that `dataclass` passes.
-
-    Args:
-        config: The config.
-        values: What its `__post_init__` gets: from `dataclass`, or from that of a derived class, which comes first.
-
-    Returns:
-        The other values.
-    """
-    if "_flat_values" in vars(config):
-        return list(values)
-    given, places = dict(zip(init_vars(type(config)), values, strict=False)), flat_names(type(config))
-    config._flat_values = {name: value for name, value in given.items() if name in places}
-    return [value for name, value in given.items() if name not in places]
+def listed_fields(config_class: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a config that are options: all but those that only repeat another one."""
+    return [field for field in fields(config_class) if about(field).is_listed]
 
 
 def fill_places(config: Any) -> None:
-    """Put the values of keywords that were given into their places. A default means: not given.
+    """Move the values of flat names that were given into their places.
 
     Args:
-        config: The config, after `set_aside`.
+        config: The config, whose values may still be of any type.
 
     Raises:
         ConfigError: A value has another type, or a place is taken.
     """
     config_class: Any = type(config)
-    defaults, hints, places = init_vars(config_class), hints_of(config_class), flat_names(config_class)
-    for name, value in vars(config).pop("_flat_values").items():
-        check_value(name, value, hints[name].type)
-        if value != defaults[name]:
-            _fill(config, name, value, places[name])
+    typed = _typed_fields(config_class)
+    for name, place in flat_names(config_class).items():
+        hint, default = typed[name]
+        value = getattr(config, name)
+        check_value(name, value, hint)
+        if value != default:
+            _fill(config, name, value, place)
+            setattr(config, name, default)
 
 
 def _fill(config: Any, name: str, value: Any, place: FlatName) -> None:
@@ -308,21 +293,48 @@ class Rule:
             `values`. `{found}` is what `breaks` returned. Other braces are doubled.
         example: Options that break this row, and none before it.
         values: What the message takes from the options beyond their own values.
+        hint: Whether the options that break the row change no update: they have nothing to act on.
     """
 
     breaks: Callable[[Any], object]
     message: str
     example: Example
     values: Mapping[str, Callable[[Any], object]] = field(default_factory=dict)
+    hint: bool = False
 
     def check(self, options: Any) -> None:
-        """Refuse options that break the row.
+        """Refuse options that break the row, or warn of them if it is a hint.
 
         Raises:
             ConfigError: Names the options, their values and what to do.
         """
-        if found := self.breaks(options):
-            raise ConfigError(self.message.format_map(_Words(options, self.values, found)))
+        if not (found := self.breaks(options)):
+            return
+        text = self.message.format_map(_Words(options, self.values, found))
+        if not self.hint:
+            raise ConfigError(text)
+        warn_of_hint(options, text)
+
+
+def warn_of_hint(options: Any, text: str) -> None:
+    """Say that options have no effect: once in a run, on its first process.
+
+    Args:
+        options: Those of the run. They say nothing if they are checked again in a moment; see `EarlyConfig`.
+        text: Names the option, its value, why it has no effect and what to do.
+
+    Raises:
+        ConfigError: With `strict_options`.
+    """
+    if options.strict_options:
+        raise ConfigError(text)
+    if options.gives_warnings and os.environ.get("RANK", "0") == "0":
+        _warn_once(text)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 @dataclass(frozen=True)
@@ -346,20 +358,29 @@ def example(algorithm: str, /, *, processes: int = 1, **options: Any) -> Example
 
 
 def when(
-    breaks: Callable[[Any], object], message: str, example: Example, /, **values: Callable[[Any], object]
+    breaks: Callable[[Any], object],
+    message: str,
+    example: Example,
+    /,
+    *,
+    hint: bool = False,
+    **values: Callable[[Any], object],
 ) -> Rule:
-    """A row that refuses options for which `breaks` is true; see `Rule`."""
-    return Rule(breaks, message, example, values)
+    """A row that refuses options for which `breaks` is true, or warns of them; see `Rule`."""
+    return Rule(breaks, message, example, values, hint)
 
 
-def unset(given: Mapping[str, Any], if_: Callable[[Any], object], why: str, example: Example, /) -> tuple[Rule, ...]:
-    """A row for each option that has no effect under a condition: it must then have its default.
+def unset(
+    given: Mapping[str, Any], if_: Callable[[Any], object], why: str, example: Example, /, *, hint: bool = False
+) -> tuple[Rule, ...]:
+    """A row for each option that has no effect under a condition: it should then have its default.
 
     Args:
         given: The options, each with a value that is not its default, for the examples.
         if_: The condition.
         why: The condition in words, and what to do, as in `Rule.message`.
         example: Options that meet the condition.
+        hint: See `Rule`.
     """
 
     def row(name: str, value: Any) -> Rule:
@@ -367,6 +388,7 @@ def unset(given: Mapping[str, Any], if_: Callable[[Any], object], why: str, exam
             lambda options: if_(options) and getattr(options, name) != _default(options, name),
             f"{name}={{{name}!r}} has no effect because {why}",
             replace(example, options={**example.options, name: value}),
+            hint=hint,
         )
 
     return tuple(row(name, value) for name, value in given.items())
@@ -386,7 +408,7 @@ def apply(options: Any, *tables: Iterable[Rule]) -> None:
     """Check options against the rows of tables, in their order.
 
     Raises:
-        ConfigError: By the first row that is broken.
+        ConfigError: By the first row that is broken and no hint.
     """
     for rule in chain.from_iterable(tables):
         rule.check(options)

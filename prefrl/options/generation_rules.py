@@ -77,6 +77,7 @@ PROMPTS_RULES = (
         lambda o: not o.log_completions,
         "log_completions=False. Set log_completions=True.",
         example("grpo"),
+        hint=True,
     ),
 )
 NUMBERS_RULES = (

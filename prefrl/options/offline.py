@@ -57,6 +57,7 @@ WORKERS_RULES = (
         lambda o: not o.dataloader_num_workers,
         "dataloader_num_workers=0: there are no workers. Set dataloader_num_workers.",
         example("sft"),
+        hint=True,
     ),
     when(
         lambda o: o.dataloader_num_workers and o.dataloader_multiprocessing_context not in (None, "fork"),
@@ -71,6 +72,7 @@ PACKING_RULES = (
         lambda o: not (o.packing or o.eval_packing),
         "nothing is packed. Set packing=True.",
         example("sft"),
+        hint=True,
     ),
     when(
         lambda o: (o.packing or o.eval_packing) and o.max_length is None,

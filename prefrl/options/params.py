@@ -8,7 +8,17 @@ from functools import cache
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import Rule, about, apply, check_fields, check_unset, default_of, mapping_of, opt
+from prefrl.options.fields import (
+    Rule,
+    about,
+    apply,
+    check_fields,
+    check_unset,
+    default_of,
+    mapping_of,
+    opt,
+    warn_of_hint,
+)
 from prefrl.options.names import nearest
 
 _T = TypeVar("_T")
@@ -200,7 +210,7 @@ class KwargsOption(Generic[P]):
             raise ConfigError(f"{self.name}: {error}" if is_key else str(error)) from None
 
     def check(self, config: Any) -> None:
-        """Reject keys that the part does not have, values that are not allowed, and any key if there is no part.
+        """Reject keys that the part does not have, and values that are not allowed; warn of any key without a part.
 
         Raises:
             ConfigError: Names the option, the key, its value and what to do.
@@ -210,7 +220,7 @@ class KwargsOption(Generic[P]):
             if given and not self.others_elsewhere:
                 able = [choice for choice, other in self.choices.items() if given.keys() <= {*other.names()}]
                 reason = self.off or f"{self._where(config)}. {self._remedy(able or self.choices)}"
-                raise ConfigError(f"{self.name}={given!r} has no effect because {reason}")
+                warn_of_hint(config, f"{self.name}={given!r} has no effect because {reason}")
             return
         self._check_keys(config, params, given)
         for name in self._own(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -225,19 +225,19 @@ class CreditOptions(OnlineOptions):
     """Which completions are learned from, and how rewards become advantages of turns and of several rewards."""
 
     # Keywords that fill keys of mappings.
-    sapo_temperature_pos: InitVar[float | None] = flat("loss_kwargs", "temperature_pos")
-    sapo_temperature_neg: InitVar[float | None] = flat("loss_kwargs", "temperature_neg")
-    vespo_k_pos: InitVar[float | None] = flat("loss_kwargs", "k_pos")
-    vespo_lambda_pos: InitVar[float | None] = flat("loss_kwargs", "lambda_pos")
-    vespo_k_neg: InitVar[float | None] = flat("loss_kwargs", "k_neg")
-    vespo_lambda_neg: InitVar[float | None] = flat("loss_kwargs", "lambda_neg")
-    off_policy_mask_threshold: InitVar[float | None] = flat("loss_kwargs", "off_policy_mask_threshold")
-    entropy_coef_min: InitVar[float | None] = flat("entropy_kwargs", "min")
-    entropy_coef_max: InitVar[float | None] = flat("entropy_kwargs", "max")
-    entropy_coef_delta: InitVar[float | None] = flat("entropy_kwargs", "delta")
-    entropy_target: InitVar[float | None] = flat("entropy_kwargs", "target")
-    multi_objective_aggregation: InitVar[str | None] = flat("advantage_kwargs", "multi_objective_aggregation")
-    use_bias_correction_kl: InitVar[bool | None] = flat("kl_kwargs", "bias_correction")
+    sapo_temperature_pos: float | None = flat("loss_kwargs", "temperature_pos")
+    sapo_temperature_neg: float | None = flat("loss_kwargs", "temperature_neg")
+    vespo_k_pos: float | None = flat("loss_kwargs", "k_pos")
+    vespo_lambda_pos: float | None = flat("loss_kwargs", "lambda_pos")
+    vespo_k_neg: float | None = flat("loss_kwargs", "k_neg")
+    vespo_lambda_neg: float | None = flat("loss_kwargs", "lambda_neg")
+    off_policy_mask_threshold: float | None = flat("loss_kwargs", "off_policy_mask_threshold")
+    entropy_coef_min: float | None = flat("entropy_kwargs", "min")
+    entropy_coef_max: float | None = flat("entropy_kwargs", "max")
+    entropy_coef_delta: float | None = flat("entropy_kwargs", "delta")
+    entropy_target: float | None = flat("entropy_kwargs", "target")
+    multi_objective_aggregation: str | None = flat("advantage_kwargs", "multi_objective_aggregation")
+    use_bias_correction_kl: bool | None = flat("kl_kwargs", "bias_correction")
 
     turn_credit: Literal["episode", "return"] = opt(
         "episode",

@@ -151,6 +151,7 @@ REFERENCE_RULES = (
         lambda o: not o.sync_ref_model,
         "sync_ref_model=False. Set sync_ref_model=True.",
         example("grpo"),
+        hint=True,
     ),
     when(
         lambda o: o.sync_ref_model and o.beta == 0,
@@ -164,6 +165,7 @@ PRECOMPUTED_REFERENCE_RULES = (
         lambda o: not o.precompute_ref_log_probs,
         "precompute_ref_log_probs=False. Set precompute_ref_log_probs=True.",
         example("dpo"),
+        hint=True,
     ),
     when(
         lambda o: o.precompute_ref_log_probs and o.sync_ref_model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -176,13 +176,11 @@ class RolloutOptions(BaseOptions):
     """Rewards, prompts, and the servers or the process that samples completions."""
 
     # Keywords that fill keys of mappings.
-    reward_clip_range: InitVar[list[float] | None] = flat("reward_shaping_kwargs", "clip_range")
-    missing_eos_penalty: InitVar[float | None] = flat("reward_shaping_kwargs", "missing_eos_penalty")
-    vllm_structured_outputs_regex: InitVar[str | None] = flat("vllm_guided_decoding_regex")
-    vllm_importance_sampling_clip_min: InitVar[float | None] = flat("vllm_importance_sampling_kwargs", "clip_min")
-    vllm_importance_sampling_clip_max: InitVar[float | None] = flat(
-        "vllm_importance_sampling_kwargs", "clip_max", default=3.0
-    )
+    reward_clip_range: list[float] | None = flat("reward_shaping_kwargs", "clip_range")
+    missing_eos_penalty: float | None = flat("reward_shaping_kwargs", "missing_eos_penalty")
+    vllm_structured_outputs_regex: str | None = flat("vllm_guided_decoding_regex")
+    vllm_importance_sampling_clip_min: float | None = flat("vllm_importance_sampling_kwargs", "clip_min")
+    vllm_importance_sampling_clip_max: float | None = flat("vllm_importance_sampling_kwargs", "clip_max", default=3.0)
 
     reward_shaping_kwargs: KwargsValue = kwargs(
         "How total rewards are shaped before advantages are computed, in this order.", ShapingParams

@@ -311,18 +311,21 @@ COMMON_RULES = (
         lambda o: o.on_nan == "stop",
         "on_nan='stop': the first step ends training. Set on_nan='skip'.",
         example("sft"),
+        hint=True,
     ),
     *unset(
         {"activation_checkpointing_kwargs": {"use_reentrant": True}},
         lambda o: not o.activation_checkpointing,
         "activation_checkpointing=False. Set activation_checkpointing=True.",
         example("sft"),
+        hint=True,
     ),
     *unset(
         {"liger_kernel_config": {"rope": True}},
         lambda o: not o.use_liger_kernel,
         "use_liger_kernel=False. Set use_liger_kernel=True.",
         example("sft"),
+        hint=True,
     ),
 )
 CPU_RULES = (

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import default_of, flat_names, hints_of, init_vars
+from prefrl.options.fields import about, default_of, flat_names, hints_of
 from prefrl.options.names import check_known, nearest
 from prefrl.options.optimizers import check_not_refused
 from prefrl.options.presets import PRESETS, combined
@@ -50,6 +50,8 @@ HuggingFaceOptions: Any = dataclasses.make_dataclass(
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class EarlyConfig(BaseOptions, HuggingFaceOptions):
     """What `BaseConfig` is to `TrainingArguments`."""
+
+    gives_warnings = False  # the config does, in this process or in those that train
 
     @property
     def device(self) -> Any:
@@ -97,10 +99,7 @@ def options_of(algorithm: str, script: Any = None) -> list[dict[str, Any]]:
     names = {field.name for field in dataclasses.fields(early)}
     script_class = script or (RewardArguments if "reward_weights" in names else CommandArguments)
     launch_class = LaunchArguments if "use_vllm" in names else ProcessArguments
-    hints, declared = hints_of(early), early.__dataclass_fields__
-    # The help does not show the keywords that fill places in options.
-    hidden = [{**option_of(declared[name], hints[name].type), "is_hidden": True} for name in init_vars(early)]
-    options = [*_options(script_class), *_options(early), *hidden, *_options(launch_class)]
+    options = [*_options(script_class), *_options(early), *_options(launch_class)]
     if algorithm == "grpo":
         text = "Options of a paper's algorithm; your own take precedence."
         options.append({"name": "preset", "kind": "str", "help": text, "choices": [*PRESETS], "is_nullable": True})
@@ -114,7 +113,8 @@ def _options(cls: Any) -> list[dict[str, Any]]:
     rows = []
     for field in dataclasses.fields(cls):
         row = option_of(field, hints[field.name]) if "help" in field.metadata else inherited[field.name]
-        rows.append({**row, "is_inherited": True} if field.name in inherited else row)
+        marks = {"is_inherited": field.name in inherited, "is_hidden": not about(field).is_listed}
+        rows.append({**row, **{mark: True for mark, is_set in marks.items() if is_set}})
     return rows
 
 
@@ -137,8 +137,7 @@ class SchemaParser(OptionParser):
         """The options that are given, checked as far as it costs nothing.
 
         Raises:
-            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, or an option of a
-                feature that is off.
+            ConfigError: An unknown or missing option, or a value of the wrong type or out of bounds.
             SystemExit: Help was asked for.
         """
         values = self.read(argv)[0]
@@ -154,9 +153,6 @@ class SchemaParser(OptionParser):
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
-                off = [switch for switch in self._needs[name] if values.get(switch, True) is False]
-                if off and value != self._options[name].get("default"):
-                    raise ConfigError(f"{name}={value!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
         except ConfigError as error:
             raise given.located(error) from None
         return given
@@ -182,7 +178,7 @@ class SchemaParser(OptionParser):
             for field in dataclasses.fields(early):
                 setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
             config.knows_sizes = knows_processes and not config.parallelism_config
-            config.__post_init__(*(values.get(name, default) for name, default in init_vars(early).items()))
+            config.__post_init__()
         except ConfigError as error:
             raise given.located(error) from None
         return config

@@ -26,7 +26,7 @@ from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import apply, mapping_of, read_json
+from prefrl.options.fields import apply, flat_names, mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
 from prefrl.options.run import COMPILATION_RULES, check_device
@@ -129,12 +129,13 @@ class BaseConfig(BaseOptions, TrainingArguments):
     __str__ = __repr__
 
     def to_dict(self) -> dict[str, Any]:
-        """HuggingFace's method, whose result goes to trackers: all options, with secrets masked at any depth."""
+        """HuggingFace's method, whose result goes to trackers: the options once, with secrets masked at any depth."""
         tokens = {
             name: getattr(self, name) for name in ("eos_token", "pad_token")
         }  # which HuggingFace takes for secrets
         values = {name: plain(value) for name, value in {**super().to_dict(), **tokens}.items()}
-        return cast("dict[str, Any]", masked(values))
+        listed = {name: value for name, value in values.items() if name not in flat_names(type(self))}
+        return cast("dict[str, Any]", masked(listed))
 
     def _check_json(self) -> None:
         """See `BaseOptions._check_json`."""

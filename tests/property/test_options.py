@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefrl.errors import ConfigError, DataError, NonFiniteError, PrefrlError
-from prefrl.options.fields import init_vars
 from prefrl.registry import REGISTRY
 from tests.contract.cases import make_trainer
 
@@ -44,7 +43,7 @@ values = st.one_of(
 @cache
 def options_of(algorithm):
     config_class = REGISTRY[algorithm].load_config()
-    return [*(field.name for field in dataclasses.fields(config_class)), *init_vars(config_class)]
+    return [field.name for field in dataclasses.fields(config_class)]
 
 
 def make_config(algorithm, folder, **options):

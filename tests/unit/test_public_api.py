@@ -8,7 +8,6 @@ After such a decision: `python -m tests.unit.test_public_api` writes the new sna
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import json
 import subprocess
@@ -22,7 +21,7 @@ import pytest
 import prefrl
 import prefrl.rewards
 import prefrl.trainer
-from prefrl.options.fields import default_of, init_vars
+from prefrl.options.fields import default_of, flat_names, listed_fields
 from prefrl.registry import REGISTRY
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"
@@ -31,7 +30,7 @@ SNAPSHOT = Path(__file__).parents[1] / "data" / "public_api.json"
 def own_defaults(config: Any) -> dict[str, str]:
     """Options that prefrl declares, with their defaults; HuggingFace's are HuggingFace's affair."""
     own = {name for cls in config.__mro__ if cls.__module__.startswith("prefrl.") for name in cls.__annotations__}
-    return {field.name: repr(default_of(field)) for field in dataclasses.fields(config) if field.name in own}
+    return {field.name: repr(default_of(field)) for field in listed_fields(config) if field.name in own}
 
 
 def public_api() -> dict[str, Any]:
@@ -40,7 +39,7 @@ def public_api() -> dict[str, Any]:
         "prefrl.trainer": sorted(prefrl.trainer.__all__),
         "prefrl.rewards": sorted(prefrl.rewards.__all__),
         "options": {name: own_defaults(row.load_config()) for name, row in REGISTRY.items()},
-        "flat names": {name: [*init_vars(row.load_config())] for name, row in REGISTRY.items()},
+        "flat names": {name: [*flat_names(row.load_config())] for name, row in REGISTRY.items()},
         "constructors": {
             name: [p for p in inspect.signature(row.load_trainer().__init__).parameters if p != "self"]
             for name, row in REGISTRY.items()

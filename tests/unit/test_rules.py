@@ -11,13 +11,14 @@ import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import prefrl.options
 from prefrl.errors import ConfigError
-from prefrl.options.fields import Rule, apply, example, unset, when
+from prefrl.options.fields import Rule, apply, example, unset, warn_of_hint, when
 from prefrl.options.params import Params
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
@@ -46,6 +47,7 @@ def subclasses(params: type[Params]) -> list[type[Params]]:
 
 
 TABLES = tables()
+CHECK = Rule.check.__code__
 parser = cache(SchemaParser)
 
 
@@ -63,8 +65,8 @@ def broken(check: Callable[[], Any]) -> tuple[Rule, str]:
     error: BaseException = refused.value
     while error.__context__ is not None:
         error = error.__context__  # told on: by HuggingFace's __post_init__, or as the key of an option
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return frames[-1][0].f_locals["self"], str(refused.value)
+    rules = [frame.f_locals["self"] for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is CHECK]
+    return rules[-1], str(refused.value)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -72,13 +74,41 @@ def test_the_example_of_a_row_breaks_this_row_first_in_config_and_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for row in TABLES[name]:
-        options = {"output_dir": str(tmp_path), **row.example.options, "use_cpu": True}
+        options = {"output_dir": str(tmp_path), **row.example.options, "use_cpu": True, "strict_options": True}
         found, said = broken(partial(config(row.example.algorithm, row.example.processes), **options))
         assert found is row, (row.example, said)
         monkeypatch.setenv("WORLD_SIZE", str(row.example.processes))
         check = parser(row.example.algorithm).check
         assert broken(partial(check, Given(options, places={}, takes_rewards=False))) == (row, said), row.example
         monkeypatch.delenv("WORLD_SIZE")
+
+
+@pytest.mark.parametrize("name", [name for name, table in TABLES.items() if any(row.hint for row in table)])
+def test_hints_are_warnings_of_the_config_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in (row for row in TABLES[name] if row.hint):
+        said: list[str] = []
+        monkeypatch.setattr("prefrl.options.fields._warn_once", said.append)
+        options = {"output_dir": str(tmp_path), **row.example.options, "use_cpu": True}
+        monkeypatch.setenv("WORLD_SIZE", str(row.example.processes))
+        parser(row.example.algorithm).check(Given(options, places={}, takes_rewards=False))
+        monkeypatch.delenv("WORLD_SIZE")
+        assert said == []
+        config(row.example.algorithm, row.example.processes)(**options)
+        assert len(said) == 1, row.example
+        with pytest.raises(ConfigError, match=re.escape(said[0])):
+            config(row.example.algorithm, row.example.processes)(**options, strict_options=True)
+
+
+@pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
+def test_the_first_process_warns_once(
+    rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    text = f"port=1 has no effect on rank {rank}."
+    options = SimpleNamespace(strict_options=False, gives_warnings=True)
+    for _ in range(2):
+        warn_of_hint(options, text)
+    assert caplog.messages == [text] * times
 
 
 @pytest.mark.parametrize("algorithm", REGISTRY)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about, init_vars
+from prefrl.options.fields import about
 from prefrl.options.training import AUTOMATIC
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch, or_auto
 
@@ -64,31 +64,21 @@ class ArgumentParser(OptionParser, HfArgumentParser):
         for cls in classes:
             if takes_config and "config" in {field.name for field in _fields(cls)}:
                 raise ConfigError(f"{cls.__name__}.config: this option names the YAML file. Rename the field.")
-        self._flat: dict[type, dict[str, Any]] = {}  # keywords of each class that are no fields, with their defaults
         self._hints: dict[str, Any] = {}
         for cls in classes:
             self.dataclass_types.append(cls)
             self._add_dataclass_arguments(cls)
             self._hints |= typing.get_type_hints(cls)
             self._needs |= {field.name: about(field).needs for field in _fields(cls)}
-            self._add_flat_names(cls)
         self._forms = {name: form_of(hint) for name, hint in self._hints.items()}
+        unlisted = {field.name for cls in classes for field in _fields(cls) if not about(field).is_listed}
         for action in self._actions:
+            if action.dest in unlisted:
+                action.help = argparse.SUPPRESS
             if has_switch(action.choices):
                 action.type = choice_of(action.choices or ())
             if action.dest in AUTOMATIC:
                 action.type = or_auto(action.type)
-
-    def _add_flat_names(self, cls: type) -> None:
-        """Take the keywords of a config that are no fields, without showing them in the help."""
-        self._flat[cls] = init_vars(cls)
-        hints = {name: self._hints[name].type for name in self._flat[cls]}
-        self._hints |= hints
-        fields = [
-            (name, hint, dataclasses.field(default=self._flat[cls][name], metadata={"help": argparse.SUPPRESS}))
-            for name, hint in hints.items()
-        ]
-        self._add_dataclass_arguments(dataclasses.make_dataclass("FlatNames", fields))
 
     def parse_args_and_config(
         self,
@@ -142,8 +132,7 @@ class ArgumentParser(OptionParser, HfArgumentParser):
         return [word for name in values if name not in known for word in (f"--{name}", str(values[name]))]
 
     def _arguments(self, cls: type, values: dict[str, Any]) -> dict[str, Any]:
-        names = [field.name for field in _fields(cls)]
-        return {name: values[name] for name in [*names, *self._flat[cls]]}
+        return {field.name: values[field.name] for field in _fields(cls)}
 
     def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
         """Print the help of this parser, or of the command that `argv` names."""
