@@ -328,13 +328,12 @@ def prepare_prompt_dataset(
         if encoder.reader is not None:  # for servers that expand placeholders themselves
             check_not_reserved(dataset, ("unexpanded_ids",))
             images = {**images, "unexpanded_ids": datasets.List(datasets.Value("int32"))}
-    names = get_dataset_column_names(dataset)
+    names, ids = get_dataset_column_names(dataset), datasets.List(datasets.Value("int32"))
     text = {} if "prompt" in names else {"prompt": datasets.Value("string")}
-    ids = {"prompt_ids": datasets.List(datasets.Value("int32"))}
     rows = map_rows(
         dataset,
         encode_row,
-        {**(dataset.features or dict.fromkeys(names)), **text, **images, **ids},
+        {**(dataset.features or dict.fromkeys(names)), **text, **images, "prompt_ids": ids},
         invalid_rows="error",
         num_proc=num_proc,
         desc="Tokenizing prompts",

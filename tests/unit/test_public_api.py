@@ -74,9 +74,9 @@ def test_a_name_of_trl_that_is_not_there_says_what_to_do(name: str, told: str) -
     assert not hasattr(prefrl, name)
 
 
-def test_every_algorithm_has_a_script_that_launchers_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scripts_that_launchers_run_are_the_commands_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefrl.scripts.main.main", lambda words: words)
-    for name in REGISTRY:
+    for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo"):  # as in TRL
         script = Path(prefrl.__file__).parent / "scripts" / f"{name}.py"
         code = compile(script.read_text(encoding="utf-8"), script, "exec")
         monkeypatch.setattr(sys, "argv", [str(script), "--seed", "1"])

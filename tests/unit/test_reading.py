@@ -37,7 +37,8 @@ BARS: dict[str, float] = {
     # Classes of ours that one object is made of, at most over the algorithms.
     "classes of a trainer": 4,
     "classes of a config": 12,
-    "files of the library": 276,
+    # Six of them are the scripts of a few lines that launchers find by their path.
+    "files of the library": 285,
     # Module docstring, imports, `__all__` and what is imported for type checkers alone.
     "percent of all lines that are headers": 7.9,
     # See `places`.

@@ -125,18 +125,20 @@ class History:
     best: Sample | None = None
     worst: Sample | None = None
     total: int = 0  # optimizer steps of the run
+    titles: dict[str, None] = field(default_factory=dict)  # those of all rows so far, in order
     first_step: int = 0  # after which this training goes on
     _start: float = 0.0
 
     def begin(self, *, step: int, total: int) -> None:
         """Start a run, at a step that is above 0 if it was resumed."""
-        self.rows, self.evaluations, self.best, self.worst = [], [], None, None
+        self.rows, self.evaluations, self.titles, self.best, self.worst = [], [], {}, None, None
         self.total, self.first_step, self._start = total, step, self.clock()
 
     def add(self, step: int, logs: Mapping[str, Any]) -> Row | None:
         """Add a log. Returns its row; None: the log is neither of training steps nor of an evaluation."""
         if "loss" in logs:
             self.rows.append(Row.of(step, logs))
+            self.titles |= dict.fromkeys(self.rows[-1].values)
             return self.rows[-1]
         if any(name.startswith(_EVALUATION) for name in logs):
             self.evaluations.append(Row.of_evaluation(step, logs))
@@ -154,11 +156,6 @@ class History:
         """The values of a title or of a reward function, oldest first; rows without it are left out."""
         found = (row.values.get(title, row.rewards.get(title)) for row in self.rows)
         return [value for value in found if value is not None]
-
-    @property
-    def titles(self) -> list[str]:
-        """The titles of all rows so far, in order."""
-        return list(dict.fromkeys(title for row in self.rows for title in row.values))
 
     @property
     def seconds(self) -> float:

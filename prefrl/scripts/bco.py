@@ -1,8 +1,0 @@
-"""`prefrl bco` as a file, for `accelerate launch`, and as a module, for `python -m`."""
-
-import sys
-
-from prefrl.scripts.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["bco", *sys.argv[1:]]))

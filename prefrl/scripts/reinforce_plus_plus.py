@@ -1,8 +1,0 @@
-"""`prefrl reinforce_plus_plus` as a file, for `accelerate launch`, and as a module, for `python -m`."""
-
-import sys
-
-from prefrl.scripts.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["reinforce_plus_plus", *sys.argv[1:]]))
