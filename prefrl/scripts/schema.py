@@ -150,10 +150,15 @@ class SchemaParser(OptionParser):
         options = {name: values[name] for name in names if name not in self._own}
         if options.get("vllm") is not None and "use_vllm" not in options:
             options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
+        has_episodes = bool(values.get("environment") or values.get("tools"))
         given = Given(options, places, takes_rewards="reward_funcs" in self._options, script=self._script)
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
+                is_needed = has_episodes or "episodes" not in self._needs[name]
+                if not is_needed and value != self._options[name].get("default"):
+                    remedy = "Set environment or tools, or leave it out."
+                    raise ConfigError(f"{name}={value!r} has no effect because there are no episodes. {remedy}")
                 off = [switch for switch in self._needs[name] if values.get(switch, True) is False]
                 if off and value != self._options[name].get("default"):
                     raise ConfigError(f"{name}={value!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
@@ -228,19 +233,21 @@ _WIDTH = 118
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
-        *("model_name_or_path", "dtype", "attn_implementation", "trust_remote_code"),
+        *("model_name_or_path", "dtype", "attn_implementation"),
         *("use_peft", "lora_r", "lora_target_modules"),
     ),
     "Data": (
         *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
         *("conversational", "chat_template_path", "eos_token", "max_length"),
     ),
-    "Rewards": ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
-    "Agents": ("environment", "tools", "max_turns", "turn_credit"),
+    "Rewards and agents": (
+        *("reward_funcs", "reward_weights", "reward_model_name_or_path"),
+        *("environment", "tools"),
+    ),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
-        *("vllm", "vllm_python", "vllm_server_base_url", "log_completions"),
+        *("vllm", "vllm_server_base_url", "log_completions"),
     ),
     "Training": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
