@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
@@ -173,9 +172,11 @@ def _factory(name: CodeName) -> Callable[[], Any]:
             f"{name.where}: is a {type(make).__name__}; an environment is a class, or a function that returns an "
             "instance"
         )
-    with suppress(ValueError):  # it has no signature
+    try:
         signature = inspect.signature(make)
-        _check_call(name, [*signature.parameters.values()], str(signature).strip("()"))
+    except ValueError:  # it has none that can be read
+        signature = inspect.Signature([Parameter("parameters", Parameter.VAR_KEYWORD)])
+    _check_call(name, [*signature.parameters.values()], str(signature).strip("()"))
     return functools.partial(make, **name.parameters) if name.parameters else make
 
 
