@@ -17,8 +17,7 @@ from typing import Any, cast
 import datasets
 
 from prefrl.errors import ConfigError, RewardError, require
-from prefrl.options.code import imported
-from prefrl.options.names import nearest
+from prefrl.options.names import imported, nearest
 from prefrl.rewards.base import Grader, RewardFunction, completion_text
 from prefrl.rewards.format import (
     format_reward,

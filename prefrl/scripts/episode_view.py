@@ -12,17 +12,8 @@ from rich.markup import escape
 from prefrl.data.tools import signature_of
 from prefrl.errors import printable
 from prefrl.rollout.episodes.play import Played, Player
-from prefrl.types import Episode, Turn
+from prefrl.types import Episode, StopReason, Turn
 
-_ENDS = {
-    "stop": "the model called no tool, and nothing replied",
-    "max_turns": "the turns that max_turns or max_tool_calling_iterations allow are used up",
-    "max_tokens": "the tokens that max_completion_length allows are used up",
-    "context": "the model's context is full",
-    "tool_done": "a tool or the environment said that it is over",
-    "parse_error": "a limit was reached right after a call that could not be read or run",
-    "timeout": "episode_timeout",
-}
 _STYLES = {"assistant": "bold green", "tool": "bold magenta"}
 
 
@@ -111,9 +102,7 @@ class EpisodeView:
             The reward.
         """
         turns = f"{len(played.turns)} turn{'' if len(played.turns) == 1 else 's'}"
-        self._console.print(
-            f"ended after {turns}: {episode.stop_reason} ({_ENDS[episode.stop_reason]})", soft_wrap=True
-        )
+        self._console.print(f"ended after {turns}: {_words(episode.stop_reason)}", soft_wrap=True)
         if episode.num_calls:
             self._note(f"{episode.num_calls} calls, of which {episode.num_failed_calls} failed")
         for name, (value, weight) in scores.items():
@@ -126,3 +115,16 @@ class EpisodeView:
         total = sum(value * weight for value, weight in scores.values() if value is not None)
         self._console.print(f"reward {total:g}" if scores else "no reward")
         return total
+
+
+def _words(reason: StopReason) -> str:
+    words: dict[StopReason, str] = {
+        "stop": "the model called no tool, and nothing replied",
+        "max_turns": "the turns that max_turns or max_tool_calling_iterations allow are used up",
+        "max_tokens": "the tokens that max_completion_length allows are used up",
+        "context": "the model's context is full",
+        "tool_done": "a tool or the environment said that it is over",
+        "parse_error": "a limit was reached right after a call that could not be read or run",
+        "timeout": "the seconds that episode_timeout allows are used up",
+    }
+    return f"{reason} ({words[reason]})"

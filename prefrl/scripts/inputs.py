@@ -66,7 +66,8 @@ def check_files(given: Given) -> None:
             source_of(part, f"datasets[{number}].path={part.path!r}")
         if isinstance(script, RewardArguments):
             check_reward_files(script.reward_funcs or ())
-            script.check_code()
+            if script.environment or script.tools:
+                script.check_code()
         checkpoint = given.values.get("resume_from_checkpoint")
         # Machines with disks of their own hold parts of it: the first process looks, as in training.
         is_first = os.environ.get("RANK", "0") == "0" and not given.values.get("machine_rank")
@@ -129,8 +130,8 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    if isinstance(script, RewardArguments):
-        _check_episodes(script, config)
+    if script.dataset_name is None and not script.datasets:
+        _check_without_dataset(config)
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:
         name = "dataset_streaming" if script.dataset_streaming else "streaming"
         raise ConfigError(
@@ -145,10 +146,8 @@ def _check_run(script: CommandArguments, config: Any) -> None:
         check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
 
 
-def _check_episodes(script: RewardArguments, config: Any) -> None:
-    config.validate_episodes(has_episodes=script.has_episodes)
-    if script.dataset_name is not None or script.datasets:
-        return
+def _check_without_dataset(config: Any) -> None:
+    """An environment brings the prompts: they have no end, and there are none to evaluate on."""
     if config.max_steps <= 0:
         raise ConfigError(
             f"max_steps={config.max_steps} without dataset_name: the environment's reset gives the prompts, so the "

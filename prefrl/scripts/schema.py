@@ -224,19 +224,21 @@ _WIDTH = 118
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
-        *("model_name_or_path", "dtype", "attn_implementation", "trust_remote_code"),
+        *("model_name_or_path", "dtype", "attn_implementation"),
         *("use_peft", "lora_r", "lora_target_modules"),
     ),
     "Data": (
         *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
         *("conversational", "chat_template_path", "eos_token", "max_length"),
     ),
-    "Rewards": ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
-    "Agents": ("environment", "tools", "max_turns", "turn_credit"),
+    "Rewards and agents": (
+        *("reward_funcs", "reward_weights", "reward_model_name_or_path"),
+        *("environment", "tools"),
+    ),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
-        *("vllm", "vllm_python", "vllm_server_base_url", "log_completions"),
+        *("vllm", "vllm_server_base_url", "log_completions"),
     ),
     "Training": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),

@@ -48,7 +48,9 @@ def main(algorithm: Algorithm, given: Given) -> int:
         script, config = options_of(algorithm, given)
         extra: dict[str, Any] = {}
         if isinstance(script, RewardArguments):
-            extra = {"reward_funcs": _rewards(script), **script.loaded()}
+            extra = {"reward_funcs": _rewards(script)}
+            if script.environment or script.tools:
+                extra |= script.loaded()
         train_dataset, eval_dataset = datasets_of(script, config)
         check_before(algorithm, script, config, train_dataset, eval_dataset, extra)
     if ONLY_CHECK in os.environ:

@@ -79,6 +79,7 @@ CHEAP: list[tuple[list[str], str]] = [
     (["generate"], "prompt, dataset_name: not given"),
     (["generate", "m", "--dataset_name", "no.jsonl", "--output_file", "o.jsonl"], "'no.jsonl': there is no such file"),
     (["chat"], "model_name_or_path: not given"),
+    (["play", "no_env.py:Game"], "there is no file 'no_env.py'"),
     (["resume", "no/run"], "nothing to resume"),
     (["sft", "--model_name_or_path", "m", "--dataset_name", "no.jsonl"], "'no.jsonl': there is no such file"),
     (["launch", "sft", "--model_name_or_path", "m", "--dataset_name", "no.jsonl"], "there is no such file"),

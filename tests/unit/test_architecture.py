@@ -194,7 +194,7 @@ BY_STRING = {
     "prefrl/errors.py": "optional packages",
     "prefrl/distributed/checkpoint.py": "classes of DeepSpeed",
     "prefrl/models/attention/varlen.py": "parts of torch and flash-attn that not all versions have",
-    "prefrl/options/code.py": "modules of the user",
+    "prefrl/options/names.py": "modules of the user",
     "prefrl/scripts/oracle/command.py": "modules of the user",
 }
 OF_THE_REGISTRY = {

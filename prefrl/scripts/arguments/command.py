@@ -370,7 +370,8 @@ class RewardArguments(CommandArguments, EpisodeArguments):
     )
 
     def __post_init__(self) -> None:
-        self.check_names()
+        if self.environment or self.tools:
+            self.check_names()
         super().__post_init__()
         check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
@@ -388,4 +389,4 @@ class RewardArguments(CommandArguments, EpisodeArguments):
     @property
     def needs_reward(self) -> bool:
         """Whether nothing else gives rewards."""
-        return not self.has_environment
+        return not self.environment

@@ -7,14 +7,13 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.code import CodeName, Definition
 from prefrl.options.fields import opt
+from prefrl.options.names import CodeName, Definition
 
 # Methods that may be no tools: those of `prefrl.Environment`.
 _OF_ENVIRONMENTS = ("reset", "respond", "edit", "get_reward", "close")
@@ -24,7 +23,7 @@ _OF_ENVIRONMENTS = ("reset", "respond", "edit", "get_reward", "close")
 class EpisodeArguments:
     """Environments and tools, for the online algorithms. See docs/environments.md."""
 
-    environment: str | dict[str, Any] | None = opt(
+    environment: dict[str, Any] | str | None = opt(
         None,
         "Environment for multi-turn episodes: my_env.py:Game or module.Game, a class or a function that returns an "
         "instance. Parameters follow in parentheses: my_env.py:Game(size=3). For several environments, a mapping from "
@@ -35,16 +34,6 @@ class EpisodeArguments:
         "Tools that the model may call: my_tools.py:search or module.search, functions with type hints and a "
         "docstring, or classes, whose public methods are tools. A class is instantiated once for each process.",
     )
-
-    @property
-    def has_environment(self) -> bool:
-        """Whether an environment brings prompts and rewards."""
-        return bool(self.environment)
-
-    @property
-    def has_episodes(self) -> bool:
-        """Whether the model acts."""
-        return self.has_environment or bool(self.tools)
 
     def check_names(self) -> None:
         """Read the names of code.
@@ -97,13 +86,11 @@ class EpisodeArguments:
                 _check_tool(name, method)
 
     def loaded(self) -> dict[str, Any]:
-        """The trainer's arguments `tools` and `environment_factory`; empty if there are no episodes.
+        """The trainer's arguments `tools` and `environment_factory`.
 
         Raises:
             ConfigError: Code cannot be imported, or is nothing that can be called.
         """
-        if not self.has_episodes:
-            return {}
         factories = {key: _factory(name) for key, name in self._environments().items()}
         tools = [tool for name in self._tools() for tool in _loaded_tools(name)]
         return {"tools": tools, "environment_factory": factories.get(None, factories or None)}
@@ -185,9 +172,11 @@ def _factory(name: CodeName) -> Callable[[], Any]:
             f"{name.where}: is a {type(make).__name__}; an environment is a class, or a function that returns an "
             "instance"
         )
-    with suppress(ValueError):  # it has no signature
+    try:
         signature = inspect.signature(make)
-        _check_call(name, [*signature.parameters.values()], str(signature).strip("()"))
+    except ValueError:  # it has none that can be read
+        signature = inspect.Signature([Parameter("parameters", Parameter.VAR_KEYWORD)])
+    _check_call(name, [*signature.parameters.values()], str(signature).strip("()"))
     return functools.partial(make, **name.parameters) if name.parameters else make
 
 

@@ -21,6 +21,7 @@ from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
 from prefrl.registry import Algorithm
+from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.checkup.dataset import (
@@ -148,7 +149,8 @@ def checkup_of(
         section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
         if (adapter := lora_of(script)) is not None:
             section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
-    if isinstance(script, RewardArguments) and script.has_episodes and not checkup.count("problem"):
+    acts = isinstance(script, RewardArguments) and (script.environment or script.tools)
+    if isinstance(script, RewardArguments) and acts and not checkup.count("problem"):
         with checkup.section("Tools and environments") as section, closing(subject.play(**script.loaded())) as played:
             raw = played.training_prompts(raw, num_rows=prompts_per_generation(config))
             evaluated = played.with_prompts(evaluated)

@@ -216,7 +216,8 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
         return
     weights = config.reward_weights if model is None else None
     rewards: list[Any] = [reward_by_name(name) for name in subject.reward_names]
-    runner = subject.rewards(rewards, weights=weights, timeout=config.reward_timeout)
+    environments = None if subject.episodes is None else subject.episodes.rewards
+    runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout, environments=environments)
     if "environments" in runner.required:
         section.note("a reward reads environments after their episodes, so the rewards were not tried")
         return

@@ -28,7 +28,6 @@ from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
 from prefrl.registry import Algorithm
-from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
@@ -253,11 +252,6 @@ class Subject:
         """
         self.episodes = Episodes(self.config, tools, environment_factory, option="environment")
         return self.episodes
-
-    def rewards(self, functions: list[Any], **options: Any) -> RewardRunner:
-        """What calls reward functions. For the options see `RewardRunner`."""
-        environments = None if self.episodes is None else self.episodes.rewards
-        return RewardRunner(functions, environments=environments, **options)
 
     @property
     def is_online(self) -> bool:

@@ -224,7 +224,7 @@ _ROLLOUT: dict[str, Counterpart] = {
     "include_stop_str_in_output": not_there("completions end at an end-of-sequence token"),
     "multi_turn_config.max_assistant_turns": renamed("max_turns"),
     "multi_turn_config.custom_chat_template_path": if_set("chat_template_path"),
-    "multi_turn_config": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+    "multi_turn_config": instead("set environment or tools; see docs/environments.md"),
     "seed": not_needed("seed decides the sampling, too"),
 }
 _SECTIONS = {"train.train_policy": _POLICY, "train": _TRAIN, "policy.lora": _LORA, "rollout": _ROLLOUT}

@@ -313,7 +313,7 @@ _ROLLOUT: dict[str, Counterpart] = {
     "val_kwargs.top_k": sampled_top_k(),
     "val_kwargs": instead("use eval_sampling_kwargs, with the keys top_p, top_k, min_p and repetition_penalty"),
     "multi_turn.max_assistant_turns": if_set("max_turns"),
-    "multi_turn": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+    "multi_turn": instead("set environment or tools; see docs/environments.md"),
     "agent": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
 }
 _CRITIC: dict[str, Counterpart] = {

@@ -1,0 +1,198 @@
+"""Environments and tools from the command line: `prefrl play`, and training with them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from prefrl.errors import printable
+from prefrl.scripts.main import main
+from tests.cli.conftest import write_jsonl
+
+CODE = '''\
+from prefrl import Environment, Observation
+
+
+class Guess(Environment):
+    """Two guesses of a number."""
+
+    def __init__(self, size=3):
+        self.size = size
+
+    def reset(self, **row):
+        self.secret, self.num_left = 1 + self.seed % self.size, 2
+        return "guess"
+
+    def respond(self, message):
+        self.num_left -= 1
+        if not message["content"].isdigit():
+            return Observation("a number?", reward=-0.5, done=self.num_left == 0)
+        missing = self.secret - int(message["content"])
+        if missing == 0:
+            return Observation("right", reward=1.0, done=True)
+        return Observation("higher" if missing > 0 else "lower", done=self.num_left == 0)
+
+
+class Drawers:
+    """A key in a drawer."""
+
+    def reset(self, place: int, **row):
+        self.place, self.found = place, False
+
+    def open(self, number: int) -> str:
+        """Open a drawer.
+
+        Args:
+            number: Which.
+        """
+        self.found = self.found or number == self.place
+        return "the key" if number == self.place else "nothing"
+
+    def get_reward(self):
+        return {"found": float(self.found), "time": -0.25}
+
+
+class Broken(Environment):
+    def respond(self, message):
+        return 1 / 0
+
+
+def search(query: str) -> str:
+    """Search.
+
+    Args:
+        query: What.
+    """
+    return query.upper()
+
+
+def length(completions, environments, **columns):
+    return [float(len(messages)) for messages in completions]
+'''
+
+
+@pytest.fixture
+def env_file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workspace / "my_env.py").write_text(CODE, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "prefrl_code_of_my_env", raising=False)
+    rows = [{"prompt": [{"role": "user", "content": f"Find {n}."}], "place": n} for n in (2, 4)]
+    write_jsonl(workspace / "drawers.jsonl", rows)
+    return workspace / "my_env.py"
+
+
+def played(
+    lines: list[str], *words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """What `prefrl play` prints for lines that are typed, without the rule above each episode."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    capsys.readouterr()
+    assert main(["play", *words]) == 0
+    return [line.strip() for line in capsys.readouterr().out.splitlines() if not line.startswith("episode ")]
+
+
+@pytest.mark.usefixtures("env_file")
+def test_a_game_by_hand_shows_turns_rewards_and_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = played(["what?", "1"], "my_env.py:Guess(size=1)", monkeypatch=monkeypatch, capsys=capsys)
+    assert lines == [
+        "user> guess",
+        "assistant> what?",
+        "user> a number?",
+        "reward -0.5",
+        "assistant> 1",
+        "user> right",
+        "reward +1",
+        "ended after 2 turns: tool_done (a tool or the environment said that it is over)",
+        "rewards of the turns: -0.5, 1",
+        "reward 0.5",
+    ]
+    lines = played(["1"] * 2, "my_env.py:Guess(size=1)", "--num_episodes", "3", monkeypatch=monkeypatch, capsys=capsys)
+    assert lines.count("reward 1") == 2
+    assert lines[-2:] == ["", "ended by you"]  # the input has ended
+
+
+@pytest.mark.usefixtures("env_file")
+def test_calls_by_hand_are_run_and_what_is_wrong_with_them_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["open(3)", "opne(number=1)", "I try\\", "open(number=4)", "done"]
+    words = ["my_env.py:Drawers", "--dataset_name", "drawers.jsonl", "--row", "1"]
+    words += ["--tools", "my_env.py:search", "--reward_funcs", "my_env.py:length", "--reward_weights", "0.1"]
+    lines = played(typed, *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert lines == [
+        "Drawers: the model can call search(query: string), open(number: integer)",
+        "user> Find 4.",
+        "assistant>",
+        "calls open(number=3)",
+        "tool open> nothing",
+        "assistant>",
+        "calls opne(number=1)",
+        """tool opne> {"error": "There is no tool \\"opne\\". Did you mean 'open'?"}""",
+        "assistant> I try",
+        "calls open(number=4)",
+        "tool open> the key",
+        "assistant> done",
+        "ended after 4 turns: stop (the model called no tool, and nothing replied)",
+        "3 calls, of which 1 failed",
+        "length: 7, weight 0.1",
+        "Drawers: 0.75, weight 1",
+        "get_reward: found 1",
+        "get_reward: time -0.25",
+        "reward 1.45",
+    ]
+
+
+@pytest.mark.usefixtures("env_file")
+def test_what_cannot_be_played_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    for words, message in (
+        ([], "environment, tools: not given"),
+        (["my_env.py:Gues"], "my_env.py has no 'Gues'. Did you mean 'Guess'?"),
+        (["--tools", "my_env.py:search"], "prompt: not given. With tools alone"),
+        (["my_env.py:Guess", "--row", "3"], "row=3 has no effect because there is no dataset"),
+        (
+            ["my_env.py:Drawers", "--dataset_name", "drawers.jsonl", "--row", "2"],
+            "row=2: the dataset has the rows 0 to 1",
+        ),
+        (["sft", "my_env.py:Guess"], "sft: has no episodes"),
+        (["my_env.py:Guess", "--max_truns", "2"], "Did you mean '--max_turns'?"),
+        (["my_env.py:Broken", "--prompt", "a"], "Broken.respond: ZeroDivisionError: division by zero ("),
+    ):
+        assert main(["play", *words]) == 2, words
+        error = capsys.readouterr().err.strip()
+        assert message in error.splitlines()[-1], words
+
+
+def test_what_is_played_is_what_is_trained_on(
+    env_file: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first completions of a training are those that are played, and parameters decide what is resumed."""
+    values = {"model_name_or_path": str(model_folder), "environment": "my_env.py:Guess(size=2)", "max_turns": 2}
+    values |= {"max_completion_length": 40, "num_generations": 2, "per_device_train_batch_size": 2, "max_steps": 1}
+    values |= {"output_dir": "out", "use_cpu": True, "save_steps": 1, "report_to": "none", "seed": 3}
+    (env_file.parent / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
+    lines = played([], "run.yaml", "--num_episodes", "2", monkeypatch=monkeypatch, capsys=capsys)
+    assert main(["grpo", "run.yaml"]) == 0
+    (file,) = Path("out/completions").glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    assert [row["environment"] for row in rows] == ["Guess"] * len(rows)
+    printed = "\n".join(lines)
+    said = [row["turn_text"].partition("assistant: ")[2].partition("\n")[0].strip() for row in rows]
+    assert all(printable(text) in printed for text in said)
+    sampled = [int(line.split()[0]) for line in lines if "tokens sampled" in line]
+    assert sampled == [len(row["completion_ids"]) for row in rows]
+    capsys.readouterr()
+    changed = ["--environment", "my_env.py:Guess(size=3)", "--max_steps", "2", "--resume_from_checkpoint", "true"]
+    assert main(["grpo", "run.yaml", *changed]) == 2
+    error = capsys.readouterr().err
+    assert "episodes: Guess was" in error
+    assert "{'size': 2}" in error
+    assert "{'size': 3}" in error
