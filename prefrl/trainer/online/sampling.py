@@ -148,7 +148,8 @@ class Episodes:
         """
         tokenizer = tokenizer_of(processing_class)
         if not self.exist:
-            return CompletionSampler(generator, tokenizer, image_reader(processing_class))
+            hidden = [] if self._args.include_stop_str_in_output else self._args.stop or []
+            return CompletionSampler(generator, tokenizer, image_reader(processing_class), hidden)
         kwargs = cast("dict[str, Any] | None", self._args.chat_template_kwargs)
         encoder = row_encoder(
             Format("prompt_only", ("prompt",), "conversational"), processing_class, kwargs, self.schemas
