@@ -163,6 +163,13 @@ GENERATION_SIZE_RULES = (
         fitting=_steps_that_fit,
     ),
     when(
+        lambda o: o.shuffle_minibatches and min(o.num_iterations, o.updates_per_generation) == 1,
+        "shuffle_minibatches=True has no effect because there are num_iterations={num_iterations} passes over "
+        "{updates_per_generation} minibatches. Remove it, or set num_iterations and the optimizer steps of a pass "
+        "(steps_per_generation) so that both are above 1.",
+        example("grpo", shuffle_minibatches=True),
+    ),
+    when(
         lambda o: o.completions_of_generation % o.num_generations,
         "per_device_train_batch_size {per_device_train_batch_size} * steps_per_generation "
         "{micro_batches_per_generation} * {world_size} processes = {completions_of_generation} completions: must be a "

@@ -182,6 +182,11 @@ class OnlineOptions(RolloutOptions):
         None, "Arguments for the chat template; JSON on the command line."
     )
     num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(1, "Number of passes over each generation batch.")
+    shuffle_minibatches: bool = opt(
+        False,
+        "Visit the minibatches of a generation batch in a new random order in each pass after the first.",
+        needs=["num_iterations"],
+    )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
         False,
