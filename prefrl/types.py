@@ -22,7 +22,8 @@ from torch import Tensor
 from prefrl.forest import Forest
 from prefrl.metrics import Metric
 
-FinishReason = Literal["stop", "length", "abort"]
+# Why a completion ended: an end token, a stop string, the limit of tokens, or the server gave it up.
+FinishReason = Literal["stop", "stop_string", "length", "abort"]
 # Why an episode ended: the model called no tool and got no answer; max_turns or max_tool_calling_iterations;
 # max_completion_length; the model's or the server's longest context; a tool or the environment said that it is over;
 # a limit was reached right after a call that could not be read; episode_timeout; the environment failed.

@@ -379,10 +379,15 @@ def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
 
 
 def completion_text(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], conversational: bool
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], conversational: bool, ends: Sequence[str] = ()
 ) -> str | list[Message]:
-    """A completion as rewards see it: its text without special tokens, or one assistant message with that text."""
+    """A completion as rewards see it: its text without special tokens, or one assistant message with that text.
+
+    The text ends before the first of `ends`.
+    """
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    for end in ends:
+        text = text.partition(end)[0]
     return [{"role": "assistant", "content": text}] if conversational else text
 
 

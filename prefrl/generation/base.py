@@ -43,6 +43,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     # In addition to those of the generation config and the tokenizer.
     stop_token_ids: tuple[int, ...] = ()
+    # The token that completes one of these strings in a completion's text ends it, and belongs to it as a whole.
+    stop: tuple[str, ...] = ()
+    ignores_eos: bool = False  # only `stop_token_ids`, `stop` and `max_tokens` end a completion
     logprobs: LogprobsMode = "sampled"
 
     def __post_init__(self) -> None:
@@ -56,6 +59,7 @@ class SamplingParams:
         _check("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "must be in [0, 1] or None")
         is_penalty = self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)
         _check("repetition_penalty", self.repetition_penalty, is_penalty, "must be above 0; 1 switches it off")
+        _check("stop", self.stop, "" not in self.stop, "must be strings that are not empty")
         modes = get_args(LogprobsMode)
         _check("logprobs", self.logprobs, self.logprobs in modes, f"must be one of {modes}")
 

@@ -56,6 +56,17 @@ def _meaningless_k(o: Any) -> int | None:
     return next((k for k in o.at_k_params.k or () if not 1 <= k <= o.samples_per_evaluated_prompt), None)
 
 
+def _counts_cut_offs(o: Any) -> str | None:
+    """An option that treats completions that were cut off in another way than those that ended."""
+    shaping = o.shaping_params
+    found = {
+        "mask_truncated_completions=True": o.mask_truncated_completions,
+        "missing_eos_penalty in reward_shaping_kwargs": shaping.missing_eos_penalty is not None,
+        "stop_properly_penalty_coef in reward_shaping_kwargs": shaping.stop_properly_penalty_coef is not None,
+    }
+    return next((name for name, is_set in found.items() if is_set), None)
+
+
 PROMPTS_RULES = (
     when(
         lambda o: o.train_sampling_strategy != "random",
@@ -92,6 +103,25 @@ NUMBERS_RULES = (
         "reward_weights={reward_weights!r}: all rewards count 0, so there is nothing to learn. Give one of them a "
         "weight; those with weight 0 are only logged.",
         example("grpo", reward_weights=[0.0]),
+    ),
+)
+STOP_RULES = (
+    when(
+        lambda o: o.stop is not None and (not o.stop or "" in o.stop),
+        "stop={stop!r}: must be one or more strings that are not empty, or None",
+        example("grpo", stop=["</answer>", ""]),
+    ),
+    *unset(
+        {"include_stop_str_in_output": False},
+        lambda o: o.stop is None,
+        "stop is None. Set stop to the strings that end a completion.",
+        example("grpo"),
+    ),
+    when(
+        lambda o: _counts_cut_offs(o) if o.ignore_eos and o.stop is None else None,
+        "{found} with ignore_eos=True: every completion is then cut off at max_completion_length. Remove one of them, "
+        "or set stop to strings that end a completion.",
+        example("grpo", ignore_eos=True, mask_truncated_completions=True),
     ),
 )
 GENERATION_SIZE_RULES = (
@@ -132,6 +162,13 @@ GENERATION_SIZE_RULES = (
         "from one generation. Set {fitting}.",
         example("grpo", steps_per_generation=3, gradient_accumulation_steps=2),
         fitting=_steps_that_fit,
+    ),
+    when(
+        lambda o: o.shuffle_minibatches and min(o.num_iterations, o.updates_per_generation) == 1,
+        "shuffle_minibatches=True has no effect because there are num_iterations={num_iterations} passes over "
+        "{updates_per_generation} minibatches. Remove it, or set num_iterations and the optimizer steps of a pass "
+        "(steps_per_generation) so that both are above 1.",
+        example("grpo", shuffle_minibatches=True),
     ),
     when(
         lambda o: o.completions_of_generation % o.num_generations,

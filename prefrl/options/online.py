@@ -21,6 +21,7 @@ from prefrl.options.generation_rules import (
     NUMBERS_RULES,
     PROMPTS_RULES,
     SERVER_RULES,
+    STOP_RULES,
 )
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs
 from prefrl.options.rollout import AtKParams, EvalSamplingParams, RolloutOptions
@@ -150,6 +151,22 @@ class OnlineOptions(RolloutOptions):
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = opt(
         1.0, "A value above 1 makes tokens that already occur in the text less likely."
     )
+    stop: list[str] | None = opt(
+        None,
+        "A completion ends with the token that completes one of these strings in its text. The token belongs to the "
+        "completion as a whole, and nothing is sampled after it.",
+    )
+    include_stop_str_in_output: bool = opt(
+        True,
+        "Show the stop string to rewards, at the end of the text. False: the text ends before it; what is trained on "
+        "stays the same.",
+        needs=["stop"],
+    )
+    ignore_eos: bool = opt(
+        False,
+        "Sample on after an end-of-sequence token, up to max_completion_length or a stop string, and train on all of "
+        "it.",
+    )
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     generation_batch_size: BatchSize | None = opt(
         None,
@@ -167,6 +184,11 @@ class OnlineOptions(RolloutOptions):
         None, "Arguments for the chat template. On the command line, give it as JSON."
     )
     num_iterations: Annotated[int, Ge(1), Le(10**6)] = opt(1, "Number of passes over each generation batch.")
+    shuffle_minibatches: bool = opt(
+        False,
+        "Visit the minibatches of a generation batch in a new random order in each pass after the first.",
+        needs=["num_iterations"],
+    )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
         False,
@@ -284,13 +306,23 @@ class OnlineOptions(RolloutOptions):
             setattr(self, field.name, default_of(field))
 
     def validate_episodes(self, *, has_episodes: bool) -> None:
-        """Reject options of episodes if there are none, and parse the parser.
+        """Reject options of episodes if there are none, and those that episodes exclude; parse the parser.
 
         Raises:
-            ConfigError: An option has no effect.
+            ConfigError: An option has no effect, or cannot be combined with episodes.
         """
         if isinstance(self.tool_parser, str) and self.tool_parser.lstrip().startswith("{"):
             self.tool_parser = json_mapping(self.tool_parser, "tool_parser")
+        if has_episodes and not self.include_stop_str_in_output:
+            raise ConfigError(
+                "include_stop_str_in_output=False with episodes: the next turn follows what was sampled, and so does "
+                "what rewards see. Leave it out."
+            )
+        if has_episodes and self.ignore_eos and not self.stop:
+            raise ConfigError(
+                "ignore_eos=True with episodes: only max_completion_length would end a turn, so there would be no "
+                "second one. Remove it, or set stop to strings that end a turn."
+            )
         for field in self._of_episodes() if not has_episodes else ():
             check_no_effect(
                 name=field.name,
@@ -309,7 +341,7 @@ class OnlineOptions(RolloutOptions):
         parse_json(self, "chat_template_kwargs")
         if self.knows_sizes:
             apply(self, GENERATION_SIZE_RULES)
-        apply(self, PROMPTS_RULES, NUMBERS_RULES, AT_K_RULES, LOCAL_RULES)
+        apply(self, PROMPTS_RULES, NUMBERS_RULES, STOP_RULES, AT_K_RULES, LOCAL_RULES)
         self._check_sampler()
         apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
         if self.knows_sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -44,12 +45,29 @@ class CurriculumParams(Params):
 class ResamplingParams(Params):
     """Hyperparameters of dynamic sampling."""
 
-    max_tries: Annotated[int, Ge(1)] = opt(
-        10, "Maximum number of times that prompts are replaced in a generation batch."
+    max_tries: int = opt(
+        10,
+        "Maximum number of times that prompts are replaced in a generation batch. 0 or less: no limit; the run ends "
+        "with an error if a pass over the whole dataset finds nothing.",
     )
-    reward_metric: str | None = opt(
-        None, "Name of the reward that must differ within a prompt. The default is the total reward."
+    reward_metric: str | list[str] | None = opt(
+        None,
+        "Name of the reward that must differ within a prompt. With a list of names, at least one of these rewards must "
+        "differ. The default is the total reward.",
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.reward_metric == [],
+            "reward_metric=[]: must name at least one reward, or be None for the total reward",
+            example("grpo", dynamic_sampling=True, dynamic_sampling_kwargs={"reward_metric": []}),
+        ),
+    )
+
+    @property
+    def metrics(self) -> Sequence[str | None]:
+        """Names of the rewards that decide; None stands for the total."""
+        return self.reward_metric if isinstance(self.reward_metric, list) else [self.reward_metric]
 
 
 @hyperparameters

@@ -190,7 +190,7 @@ class Minibatch(Generic[Ready]):
 
 @dataclass
 class RolloutBuffer(Generic[Ready]):
-    """The minibatches of one generation batch, each visited `num_iterations` times, in the same order.
+    """The minibatches of one generation batch, each visited `num_iterations` times.
 
     Args:
         num_iterations: Number of visits.
@@ -201,16 +201,23 @@ class RolloutBuffer(Generic[Ready]):
     stage: type[Ready]
     minibatches: list[Minibatch[Ready]] = field(default_factory=list)
     position: int = 0  # number of minibatches returned since the buffer was filled
+    order: list[int] = field(default_factory=list)  # the minibatch of each visit
 
     @property
     def is_spent(self) -> bool:
         """Whether new rollouts are needed."""
-        return self.position >= len(self.minibatches) * self.num_iterations
+        return self.position >= len(self.order)
 
-    def fill(self, minibatches: Sequence[Minibatch[Ready]]) -> None:
-        """Replace the contents with the minibatches of a new generation batch."""
+    def fill(self, minibatches: Sequence[Minibatch[Ready]], *, order: Sequence[int] | None = None) -> None:
+        """Replace the contents with the minibatches of a new generation batch.
+
+        Args:
+            minibatches: In the order of the first pass.
+            order: The minibatch of each visit; None: all passes have the same order.
+        """
         self.minibatches = list(minibatches)
         self.position = 0
+        self.order = [*range(len(minibatches))] * self.num_iterations if order is None else list(order)
 
     def next(self) -> Minibatch[Ready]:
         """The next minibatch.
@@ -220,7 +227,7 @@ class RolloutBuffer(Generic[Ready]):
         """
         if self.is_spent:
             raise IndexError("the rollout buffer is spent; fill it first")
-        minibatch = self.minibatches[self.position % len(self.minibatches)]
+        minibatch = self.minibatches[self.order[self.position]]
         self.position += 1
         return minibatch
 
@@ -231,7 +238,7 @@ class RolloutBuffer(Generic[Ready]):
             change: Maps a micro-batch and its log-probs to the changed micro-batch.
             logprobs: For each micro-batch, [N] nats, as computed in this visit. They stay on their device.
         """
-        index = (self.position - 1) % len(self.minibatches)
+        index = self.order[self.position - 1]
         minibatch = self.minibatches[index]
         changed = [change(batch, values) for batch, values in zip(minibatch.micro_batches, logprobs, strict=True)]
         self.minibatches[index] = replace(minibatch, micro_batches=changed)
@@ -248,7 +255,11 @@ class RolloutBuffer(Generic[Ready]):
                 batches.append(host)
             metrics = {name: to_json(metric) for name, metric in minibatch.metrics.items()}
             layout.append({"micro_batches": batches, "num_items": minibatch.num_items, "metrics": metrics})
-        state = {"position": self.position if layout else 0, "num_iterations": self.num_iterations}
+        state = {
+            "position": self.position if layout else 0,
+            "num_iterations": self.num_iterations,
+            "order": self.order if layout else [],
+        }
         save_file(tensors, path, metadata={"layout": json.dumps(layout), "state": json.dumps(state)})
 
     def load_share(
@@ -310,3 +321,4 @@ class RolloutBuffer(Generic[Ready]):
             for i, row in enumerate(json.loads(metadata["layout"]))
         ]
         self.position = state["position"]
+        self.order = state.get("order", [*range(len(self.minibatches))] * self.num_iterations)

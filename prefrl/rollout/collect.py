@@ -60,11 +60,13 @@ class CompletionSampler:
         generator: Returns the current generator, which may change.
         tokenizer: Decodes the completions for the rewards.
         reader: Reads the images of prompts; None: there are none.
+        hidden: Stop strings that rewards do not see.
     """
 
     generator: Callable[[], Generator]
     tokenizer: PreTrainedTokenizerBase
     reader: ImageReader | None = None
+    hidden: Sequence[str] = ()
 
     def start(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
@@ -73,10 +75,10 @@ class CompletionSampler:
         prompts = [row["prompt_ids"] for row in rows]
         if self.reader is None or not any(row.get("images") for row in rows):
             pending = self.generator().start(prompts, sampling, seeds=seeds)
-            return _Decoded(pending, rows, groups, self.tokenizer, [None] * len(rows))
+            return _Decoded(pending, rows, groups, self, [None] * len(rows))
         images = [self.reader.of_prompt(row) for row in rows]
         pending = self.generator().start(prompts, sampling, seeds=seeds, images=images)
-        return _Decoded(pending, rows, groups, self.tokenizer, images)
+        return _Decoded(pending, rows, groups, self, images)
 
     def release(self, rollouts: Sequence[Rollout]) -> None:
         """No-op: they hold nothing."""
@@ -92,7 +94,7 @@ class _Decoded:
     pending: Pending[Completion]
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[int]
-    tokenizer: PreTrainedTokenizerBase
+    sampler: CompletionSampler
     images: Sequence[Images | None]
 
     def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
@@ -101,7 +103,10 @@ class _Decoded:
             is_conversational = not isinstance(row["prompt"], str)
             found = []
             for completion in completions:
-                text = completion_text(self.tokenizer, completion.token_ids, conversational=is_conversational)
+                ends = self.sampler.hidden if completion.finish_reason == "stop_string" else ()
+                text = completion_text(
+                    self.sampler.tokenizer, completion.token_ids, conversational=is_conversational, ends=ends
+                )
                 turn = Turn(row["prompt_ids"], completion)
                 found.append(Rollout([turn], row, group, prompt=row["prompt"], text=text, images=images))
             yield number, found

@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError, DataError, RewardError
 from prefrl.metrics import Mean, Metric
 from prefrl.options.rollout import CurriculumParams, CurriculumWeighting
 from prefrl.rollout.collect import Collected
@@ -211,6 +211,17 @@ def groups_without_signal(values: Sequence[tuple[int, float]]) -> list[int]:
     return sorted(group for group, found in distinct.items() if len(found) < 2)
 
 
+def groups_without_any_signal(of_ranks: Sequence[Sequence[Sequence[tuple[int, float]]]]) -> list[int]:
+    """Groups that have no signal in any of several rewards, ascending.
+
+    Args:
+        of_ranks: For each rank and reward, `signal_values`; all ranks have the same rewards.
+    """
+    of_rewards = [[pair for part in parts for pair in part] for parts in zip(*of_ranks, strict=True)]
+    silent = [set(groups_without_signal(values)) for values in of_rewards]
+    return sorted(set.intersection(*silent))
+
+
 @dataclass
 class Resampling:
     """The tries to fill one generation batch with groups that have a signal; the same on every rank.
@@ -220,13 +231,18 @@ class Resampling:
         num_rows: R, size of the dataset.
         seed: Seed of the run.
         generation: Number of the generation batch.
+        is_endless: Whether the caller goes on until every group has a signal.
     """
 
     rows: list[int]
     num_rows: int
     seed: int
     generation: int
+    is_endless: bool = False
     tries: int = field(default=0, init=False)
+    _num_before: int | None = field(
+        default=None, init=False
+    )  # slots without a signal before this pass over the dataset
     _replaced: set[int] = field(default_factory=set, init=False)
     _asked: set[int] = field(init=False)
 
@@ -239,7 +255,8 @@ class Resampling:
         """Begin another try: draw dataset rows for slots without a signal.
 
         A row that was already used in this generation batch is not drawn again. If no other row is left, the slot
-        keeps its row, whose prompt is sampled again.
+        keeps its row, whose prompt is sampled again. Without a limit of tries, another pass over the dataset begins
+        then, from which the rows of the other slots are left out.
 
         Args:
             slots: Groups without a signal, over all ranks.
@@ -247,8 +264,13 @@ class Resampling:
 
         Returns:
             slot -> dataset row, sorted by slot.
+
+        Raises:
+            RewardError: Without a limit of tries: a pass over the dataset has found no group with a signal.
         """
         self.tries += 1
+        if self.is_endless:
+            self._begin_pass_if_due(slots)
         chances = np.ones(self.num_rows) if weights is None else weights.astype(np.float64)
         chances[list(self._asked)] = 0.0
         # Every try uses the same random order of the dataset, so the drawn rows do not depend on how slots fall into
@@ -260,6 +282,21 @@ class Resampling:
         for slot, row in zip(sorted(slots), drawn, strict=False):
             self.rows[slot] = row
         return {slot: self.rows[slot] for slot in sorted(slots)}
+
+    def _begin_pass_if_due(self, slots: Collection[int]) -> None:
+        if self._num_before is None:
+            self._num_before = len(slots)
+        if len(self._asked) < self.num_rows:
+            return
+        if self.tries > 1 and len(slots) >= self._num_before:
+            raise RewardError(
+                f"dynamic_sampling: in {self.tries - 1} tries, a pass over all {self.num_rows} prompts of the dataset "
+                f"found none whose completions differ in their rewards, for {len(slots)} of the {len(self.rows)} "
+                "prompts of a generation batch. Check the rewards, raise num_generations or temperature, or limit the "
+                "tries: set max_tries of dynamic_sampling_kwargs to a positive number."
+            )
+        self._num_before = len(slots)
+        self._asked = {row for slot, row in enumerate(self.rows) if slot not in slots}
 
     def sample_seed(self, slot: int) -> int:
         """The random seed for sampling a slot's prompt in this try."""

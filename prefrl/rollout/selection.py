@@ -31,6 +31,21 @@ def random_generator(purpose: str, *numbers: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([zlib.crc32(purpose.encode()), *numbers]))
 
 
+def visit_order(num_minibatches: int, num_passes: int, *, seed: int, generation: int) -> list[int]:
+    """The minibatch of each visit: in order in the first pass, in a new random order in each later one.
+
+    Args:
+        num_minibatches: Minibatches of a generation batch.
+        num_passes: How often each is visited.
+        seed: Seed of the run.
+        generation: Number of the generation batch.
+    """
+    passes = [
+        random_generator("minibatches", seed, generation, i).permutation(num_minibatches) for i in range(1, num_passes)
+    ]
+    return [*range(num_minibatches), *(int(number) for order in passes for number in order)]
+
+
 def row_counts(rewards: Tensor, groups: Tensor, *, rule: RowSelection, params: Params, seed: int, step: int) -> Tensor:
     """How often each row is trained on: 0 or 1 by a rule of `kept_rows`, any number by a method of `draw_counts`.
 

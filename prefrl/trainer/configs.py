@@ -56,6 +56,8 @@ class OnlineConfig(OnlineOptions, BaseConfig):
             top_k=self.top_k or None,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            stop=tuple(self.stop or ()),
+            ignores_eos=self.ignore_eos,
         )
 
     def evaluation_sampling_params(self) -> SamplingParams:

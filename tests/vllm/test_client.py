@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
+from prefrl.generation.local.stops import StopStrings
 from prefrl.generation.vllm.requests import Guided
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion
@@ -106,6 +108,32 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_its_length(
         found.add(last)
     assert {50, 51, 52} & found, "the generator's own stop tokens never came up"
     assert {60, 61, 62, 63} & found, "the call's stop tokens never came up"
+
+
+def test_stop_strings_end_completions_where_they_do_in_local_generation(
+    server: Server, model: PreTrainedModel, make: MakeGenerator
+) -> None:
+    tokenizer = tiny_tokenizer()
+    generator = make([server.url], stop_ids=[tokenizer.eos_token_id])
+    generator.sync(PolicyWeights(model), version=1)
+    # Ends in the middle of a token, and at the last place of a shorter completion.
+    how = sampling(num_samples=8, max_tokens=24, ignores_eos=True, stop=("nd|", "a", "Q", "7"))
+    groups = generator.generate(PROMPTS, how, seeds=SEEDS)
+    free = generator.generate(PROMPTS, replace(how, stop=()), seeds=SEEDS)
+    ends = set()
+    for prompt, group, whole in zip(PROMPTS, groups, free, strict=True):
+        stops = StopStrings(tokenizer, how.stop, [prompt])
+        for number, (one, long) in enumerate(zip(group, whole, strict=True)):
+            found = [stops.is_complete(0, number, token) for token in long.token_ids]
+            length = found.index(True) + 1 if any(found) else 24
+            assert (one.token_ids, one.policy_versions) == (long.token_ids[:length], [1] * length)
+            assert one.logprobs == pytest.approx(long.logprobs[:length], abs=1e-5)
+            assert one.finish_reason == ("stop_string" if any(found) else "length")
+            ends.add((one.finish_reason, one.token_ids[-1] == tokenizer.eos_token_id))
+    assert ends >= {("stop_string", True), ("stop_string", False)}
+    assert any(tokenizer.eos_token_id in one.token_ids[:-1] for whole in free for one in whole)
+    (last,) = generator.generate([PROMPTS[0]], replace(how, max_tokens=len(groups[0][0].token_ids)), seeds=SEEDS[:1])
+    assert last[0].finish_reason == groups[0][0].finish_reason
 
 
 @pytest.mark.parametrize(

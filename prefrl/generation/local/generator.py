@@ -29,6 +29,7 @@ from prefrl.generation.local.decoding import (
     sent,
     uniform_numbers,
 )
+from prefrl.generation.local.stops import StopStrings
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
@@ -182,7 +183,10 @@ class LocalGenerator:
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
         completions: dict[SampleRow, Completion] = {}
-        stop_ids = {*sampling.stop_token_ids, *end_token_ids(self._base, self._tokenizer)}
+        stop_ids = {*sampling.stop_token_ids}
+        if not sampling.ignores_eos:
+            stop_ids.update(end_token_ids(self._base, self._tokenizer))
+        stops = StopStrings(self._tokenizer, sampling.stop, prompts) if sampling.stop else None
         sampler = TokenSampler(sampling, never=self._never)
         most_tokens = max(limits, default=0)
         pays = most_tokens >= _STEPS_THAT_PAY_FOR_PACKING
@@ -213,7 +217,7 @@ class LocalGenerator:
                 for start in range(0, len(rows), self._max_rows):
                     live = rows[start : start + self._max_rows]
                     wave = _Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
-                    self._decode(wave, sampler, stop_ids)
+                    self._decode(wave, sampler, stop_ids, stops)
                     completions |= wave.completions(self._version)
         return [
             [completions[SampleRow(request, sample)] for sample in range(sampling.num_samples)]
@@ -258,7 +262,9 @@ class LocalGenerator:
     def close(self) -> None:
         """No-op: nothing is held between calls."""
 
-    def _decode(self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int]) -> None:
+    def _decode(
+        self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int], stops: StopStrings | None = None
+    ) -> None:
         logits = wave.first_logits
         for step in range(wave.max_tokens):
             place = wave.width + step  # of the token that is drawn
@@ -269,6 +275,8 @@ class LocalGenerator:
             if not all(is_valid):
                 raise self._logits_error(wave.live_rows[is_valid.index(0)], step)
             has_stopped = [token in stop_ids for token in drawn]
+            if stops is not None:
+                has_stopped = wave.stopped_by(stops, drawn, has_stopped)
             kept = wave.advance(step, draw, has_stopped)
             if not kept:
                 return
@@ -415,6 +423,17 @@ class _Wave:
         """The rows that are not finished."""
         return [self._rows[row] for row in self._live]
 
+    def stopped_by(self, stops: StopStrings, tokens: Sequence[int], has_stopped: Sequence[bool]) -> list[bool]:
+        """Which live rows have stopped, those that complete a stop string with their tokens included."""
+        found = []
+        for row, token, has_ended in zip(self._live, tokens, has_stopped, strict=True):
+            which = self._rows[row]
+            is_complete = not has_ended and stops.is_complete(which.request, which.sample, token)
+            if is_complete:
+                self._reasons[row] = "stop_string"
+            found.append(has_ended or is_complete)
+        return found
+
     def advance(self, step: int, draw: Draw, has_stopped: list[bool]) -> list[int]:
         """Store the tokens that were drawn, and remove rows that have stopped or reached their limit.
 
@@ -429,7 +448,7 @@ class _Wave:
         self._draws.append(draw)
         self._drawn_for.append(self._live)
         for row, is_last in zip(self._live, has_stopped, strict=True):
-            if is_last:
+            if is_last and self._reasons[row] == "length":
                 self._reasons[row] = "stop"
         is_done = [s or self._limits[row] == step + 1 for row, s in zip(self._live, has_stopped, strict=True)]
         # In an order that moves as few rows as possible: the last ones fill the gaps.

@@ -285,11 +285,12 @@ class ServerAsker:
             raise _error(server, prompt, f"refuses: {error}") from error
 
     async def _completions(self, server: Server, prompt: PromptRequest, timeout: float) -> list[Completion]:
+        own_ids = frozenset() if prompt.sampling.ignores_eos else self._stop_ids
         expected = Expected(
             request_id=secrets.token_hex(8),
             run=self._fleet.run,
             vocab_size=self._vocab_size,
-            stop_ids=self._stop_ids.union(prompt.sampling.stop_token_ids),
+            stop_ids=own_ids.union(prompt.sampling.stop_token_ids),
             is_guided=self._guided is not None,
             never=self._never,
         )

@@ -183,8 +183,10 @@ def request_body(
         # The trainer decides where to stop, not the server's tokenizer and generation config.
         "stop_token_ids": sorted(expected.stop_ids),
         "ignore_eos": True,
-        "detokenize": guided is not None,
+        "detokenize": guided is not None or bool(sampling.stop),
     }
+    if sampling.stop:
+        parameters |= {"stop": list(sampling.stop), "skip_special_tokens": False}
     if expected.never:
         parameters["logit_bias"] = dict.fromkeys(map(str, expected.never), _FORBIDDEN)
     if guided is not None:
@@ -281,6 +283,8 @@ def _completion(choice: Any, sampling: SamplingParams, expected: Expected) -> Co
     if reason == "abort":
         raise Aborted(f"the server aborted the request after {len(choice['token_ids'])} tokens")
     tokens: list[int] = choice["token_ids"]
+    if reason == "stop" and choice.get("stop_reason") in sampling.stop:
+        reason = "stop_string"
     _check_tokens(tokens, reason, sampling, expected)
     logprobs = _logprobs(choice, tokens)
     if sampling.temperature == 0 and sampling.logprobs == "sampled":
@@ -307,7 +311,7 @@ def _check_tokens(tokens: list[int], reason: str, sampling: SamplingParams, expe
     has_stopped = tokens[-1] in expected.stop_ids
     if expected.stop_ids.intersection(tokens[:-1]):
         raise BadAnswer(f"further tokens follow a stop token (one of {sorted(expected.stop_ids)})")
-    if has_stopped != (reason == "stop") and not (reason == "stop" and expected.is_guided):
+    if reason != "stop_string" and has_stopped != (reason == "stop") and not (reason == "stop" and expected.is_guided):
         raise BadAnswer(
             f"finish_reason {reason!r} with the last token {tokens[-1]}, but the stop tokens are "
             f"{sorted(expected.stop_ids)}"

@@ -104,7 +104,8 @@ def check_before(
             eval_dataset = episodes.with_prompts(eval_dataset)
     if functions := [reward for reward in given.get("reward_funcs", ()) if callable(reward)]:
         with subject.naming_dataset(ConfigError):
-            subject.rewards(functions).check_columns(get_dataset_column_names(dataset))
+            environments = None if subject.episodes is None else subject.episodes.rewards
+            RewardRunner(functions, environments=environments).check_columns(get_dataset_column_names(dataset))
     for number, part in enumerate((dataset, eval_dataset)):
         rows = rows_in_memory(part, _FEW_ROWS)
         if rows is None or not len(rows):

@@ -80,7 +80,8 @@ _POLICY: dict[str, Counterpart] = {
         "reward_funcs",
     ),
     "filter_reward_metric": together(
-        "the key 'reward_metric' of dynamic_sampling_kwargs, the name of a reward here", "dynamic_sampling_kwargs"
+        "the key 'reward_metric' of dynamic_sampling_kwargs, one or several names of rewards here",
+        "dynamic_sampling_kwargs",
     ),
     "epsilon_low": renamed("epsilon"),
     "lower_bound_ratio": renamed("delta"),
@@ -221,7 +222,7 @@ _ROLLOUT: dict[str, Counterpart] = {
     "vllm_use_flashinfer": server("set the environment variables of vLLM for the server"),
     "batch_size": not_needed("all prompts of a step are requested at once"),
     "n_generation_to_batch": not_needed("the server makes its own batches"),
-    "include_stop_str_in_output": not_there("completions end at an end-of-sequence token"),
+    "include_stop_str_in_output": together("the option of that name, which acts with stop", "stop"),
     "multi_turn_config.max_assistant_turns": renamed("max_turns"),
     "multi_turn_config.custom_chat_template_path": if_set("chat_template_path"),
     "multi_turn_config": instead("set environment or tools; see docs/environments.md"),
@@ -423,13 +424,12 @@ def _selection(run: ForeignRun, names: dict[str, str]) -> None:
         return
     metrics, path = run.texts(f"{_SECTION}.filter_reward_metric"), f"{_SECTION}.max_retry_for_on_policy"
     tries = run.number(path, -1)
-    kwargs: dict[str, Any] = {"max_tries": tries} if tries > 0 else {}
-    if tries <= 0 and path in run.values:
-        run.leave_open(path, "the tries are bounded here: set max_tries if 10 are few")
-    if len(metrics) == 1 and metrics[0] in names:
-        kwargs["reward_metric"] = names[metrics[0]].partition("(")[0]
+    kwargs: dict[str, Any] = {"max_tries": max(tries, 0)} if path in run.values else {}
+    if metrics and all(metric in names for metric in metrics):
+        ours = [names[metric].partition("(")[0] for metric in metrics]
+        kwargs["reward_metric"] = ours if len(ours) > 1 else ours[0]
     elif metrics:
-        text = "here prompts are selected by one of the rewards, or by their sum: set the key reward_metric"
+        text = "here prompts are selected by rewards, or by their sum: set the key reward_metric"
         run.leave_open(f"{_SECTION}.filter_reward_metric", text)
     if kwargs:
         run.options["dynamic_sampling_kwargs"] = kwargs

@@ -263,7 +263,7 @@ OTHERS: dict[str, Counterpart] = {
 _NO_PADDING = "batches are laid out without padding"
 _LOCAL = "completions are sampled by prefrl's own loop or on a server"
 _SERVER = "start the server with --{}"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "ignore_eos")
 
 
 def _sampling(value: Any) -> Mapping[str, Any]:
@@ -288,7 +288,9 @@ TRL: dict[str, Counterpart] = {
     "cast_lm_head_to_fp32": not_needed("log-probs are computed in float32 from the hidden states"),
     "use_logits_to_keep": not_needed("only the log-probs of responses are computed"),
     "generation_kwargs": becomes(
-        "the options temperature, top_p, top_k, min_p and repetition_penalty themselves", _sampling, "temperature"
+        "the options temperature, top_p, top_k, min_p, repetition_penalty, stop and ignore_eos themselves",
+        _sampling,
+        "temperature",
     ),
     "use_transformers_continuous_batching": not_needed(_LOCAL),
     "transformers_continuous_batching_config": not_needed(_LOCAL),

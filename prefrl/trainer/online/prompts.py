@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +32,16 @@ from prefrl.rollout.collect import Collected, Collector, PrefetchQueue, Request,
 from prefrl.rollout.curriculum import (
     Resampling,
     SuccessCurriculum,
-    groups_without_signal,
+    groups_without_any_signal,
     replace_groups,
     signal_values,
 )
 from prefrl.trainer.configs import PolicyGradientConfig
+
+logger = logging.getLogger(__name__)
+
+# Without a limit of tries, a line is logged each time that this many more of them have not been enough.
+_TRIES_PER_LINE = 5
 
 
 def tokenized_prompts(
@@ -136,6 +142,18 @@ def prompt_sampler(args: PolicyGradientConfig, *, num_rows: int) -> GenerationBa
         shuffle=args.shuffle_dataset,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
+
+
+def _tell(resampling: Resampling, without_signal: Sequence[int]) -> None:
+    if distributed.is_main():
+        logger.warning(
+            "dynamic sampling: after %d tries, %d of %d prompts of generation batch %d still have completions with "
+            "equal rewards; other prompts are tried",
+            resampling.tries,
+            len(without_signal),
+            len(resampling.rows),
+            resampling.generation,
+        )
 
 
 class Prompts:
@@ -247,13 +265,20 @@ class Prompts:
             self.curriculum.update(*(list(column) for column in zip(*visit, strict=True)))
 
     def _with_signal(self, collected: Collected, number: int, params: ResamplingParams) -> Collected:
-        resampling = Resampling(self._rows, num_rows=len(self._dataset), seed=self._args.seed, generation=number)
+        resampling = Resampling(
+            self._rows,
+            num_rows=len(self._dataset),
+            seed=self._args.seed,
+            generation=number,
+            is_endless=params.max_tries <= 0,
+        )
         while True:
-            mine = signal_values(collected.rollouts, metric=params.reward_metric)
-            everyone = [pair for part in distributed.gather_objects(mine) for pair in part]
-            without_signal = groups_without_signal(everyone)
+            mine = [signal_values(collected.rollouts, metric=metric) for metric in params.metrics]
+            without_signal = groups_without_any_signal(distributed.gather_objects(mine))
             if not without_signal or resampling.tries == params.max_tries:
                 break
+            if resampling.is_endless and resampling.tries % _TRIES_PER_LINE == _TRIES_PER_LINE - 1:
+                _tell(resampling, without_signal)
             weights = None if self.curriculum is None else self.curriculum.weights
             redrawn = resampling.redraw(without_signal, weights=weights)
             seeds = {group: resampling.sample_seed(group) for group in self._groups if group in redrawn}

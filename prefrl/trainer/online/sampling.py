@@ -160,7 +160,8 @@ class Episodes:
         """
         tokenizer = tokenizer_of(processing_class)
         if not self.exist:
-            return CompletionSampler(generator, tokenizer, image_reader(processing_class))
+            hidden = [] if self._args.include_stop_str_in_output else self._args.stop or []
+            return CompletionSampler(generator, tokenizer, image_reader(processing_class), hidden)
         encoder = self._encoder(processing_class)
         return EpisodeSampler(
             self.kinds,

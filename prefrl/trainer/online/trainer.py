@@ -19,6 +19,7 @@ from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, joined
 from prefrl.rollout.journal import Journal
+from prefrl.rollout.selection import visit_order
 from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
 from prefrl.trainer.arguments import (
     check_arguments,
@@ -253,7 +254,11 @@ class OnlineTrainer(BaseTrainer[Ready]):
             merge(self.metrics["train"], learned.metrics)
             for number, collected in generations.items():
                 self._seal(number, [collected])  # with the advantages, and before anything has learned from it
-            self.buffer.fill(self._minibatches.of(learned))
+            minibatches, order, args = self._minibatches.of(learned), None, self.args
+            if args.shuffle_minibatches:
+                number = min(generations)
+                order = visit_order(len(minibatches), args.num_iterations, seed=args.seed, generation=number)
+            self.buffer.fill(minibatches, order=order)
             for collected in generations.values():
                 self._report(collected)
         minibatch = self.buffer.next()

@@ -162,7 +162,8 @@ def test_text_behind_the_sampled_end_token_is_appended(jinja, message, sampled, 
     ],
 )
 def test_answer_that_was_cut_off_is_ended_as_the_template_ends_it(jinja, message, sampled, new, expected):
-    assert continuation(jinja, message, sampled, new, finish_reason="length") == expected
+    for finish_reason in ("length", "stop_string"):  # a stop string is never an end token, whatever it ends with
+        assert continuation(jinja, message, sampled, new, finish_reason=finish_reason) == expected
 
 
 # A guided completion may stop without an end token, and a policy without a word.

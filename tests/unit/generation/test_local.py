@@ -3,10 +3,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -17,6 +22,7 @@ from transformers import (
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -27,6 +33,7 @@ from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import Home, SamplingParams
 from prefrl.generation.local.decoding import uniform_numbers
 from prefrl.generation.local.generator import LocalGenerator
+from prefrl.generation.local.stops import StopStrings
 from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model, tiny_tokenizer
 
@@ -225,6 +232,41 @@ def test_a_stop_token_at_the_last_place_is_a_stop(model: PreTrainedModel) -> Non
     )[0]
     assert full.finish_reason == "length"
     assert (cut.finish_reason, cut.token_ids) == ("stop", full.token_ids[:place])
+
+
+@pytest.mark.parametrize("max_rows", [2, 64])
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(model: PreTrainedModel, max_rows: int) -> None:
+    tokenizer, stops = tiny_tokenizer(), ("nd|", "E0F", "ystem|>.", "x")
+    generator, prompts = LocalGenerator(model, tokenizer=tokenizer, max_rows=max_rows), [[5, 6, 7], [9, 10, 11, 12]]
+    free = generator.generate(prompts, sampled(30, 3, ignores_eos=True), seeds=[1, 2])
+    cut = generator.generate(prompts, sampled(30, 3, ignores_eos=True, stop=stops), seeds=[1, 2])
+    assert any(tokenizer.eos_token_id in one.token_ids[:-1] for one in chain(*free))
+    reasons = []
+    for whole, one in zip(chain(*free), chain(*cut), strict=True):
+        texts = [tokenizer.decode(whole.token_ids[:length]) for length in range(1, 31)]
+        lengths = [length for length, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
+        reasons.append("stop_string" if lengths else "length")
+        length = min(lengths, default=30)
+        assert (one.finish_reason, one.token_ids) == (reasons[-1], whole.token_ids[:length])
+        assert one.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+        assert len(one.trainable) == len(one.policy_versions) == length
+    assert set(reasons) == {"stop_string", "length"}
+
+
+def test_a_stop_string_may_be_spread_over_bytes_and_does_not_begin_in_the_prompt() -> None:
+    backend = Tokenizer(BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.decoder = ByteLevelDecoder()
+    tokenizer, prompts = PreTrainedTokenizerFast(tokenizer_object=backend), [[backend.token_to_id("z")], [7]]
+    stops = StopStrings(tokenizer, ["!\u00e9", "zz"], prompts)
+    one = [backend.token_to_id(char) for char in "!\u00c3\u00a9?"]  # the bytes of an e with an accent
+    assert [stops.is_complete(1, 0, token) for token in one] == [False, False, True, False]
+    other = [backend.token_to_id(char) for char in "z\u00c3\u00c3\u00ff\u00c3zz"]  # bytes that are no text
+    assert [stops.is_complete(0, 0, token) for token in other] == [False] * 6 + [True]
+
+
+def test_stop_strings_need_a_tokenizer_that_decodes_token_by_token(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match=r"stop=\['x'\]: .* NoneType is none"):
+        LocalGenerator(model).generate([[5]], sampled(stop=("x",)), seeds=[0])
 
 
 @pytest.mark.parametrize("source", ["config list", "config", "tokenizer", "sampling"])

@@ -87,6 +87,15 @@ def test_the_request_says_everything_that_decides_a_sample() -> None:
     }
 
 
+def test_stop_strings_are_compared_with_the_text_of_special_tokens_too() -> None:
+    parameters = body(prompt(stop=("</a>", "<|end|>")))["sampling_params"]
+    assert [parameters[name] for name in ("stop", "skip_special_tokens", "detokenize")] == [
+        ["</a>", "<|end|>"],
+        False,
+        True,
+    ]
+
+
 def with_image() -> PromptRequest:
     """Token 5 stands for an image, and becomes three tokens."""
     picture = Image.new("RGB", (2, 1), (250, 10, 20))
@@ -156,6 +165,17 @@ def test_guided_completions_may_end_without_a_stop_token() -> None:
     guided = Expected("r7", "run", 10, frozenset({1, 2}), is_guided=True)
     (completion,) = answered(one, prompt(num_samples=1), guided)
     assert (completion.token_ids, completion.finish_reason) == ([9, 8], "stop")
+
+
+def test_only_a_requested_stop_string_ends_a_completion_without_a_stop_token() -> None:
+    one = answer() | {"choices": [choice(0, [9, 8], "stop", ("run:6", 0, 2)) | {"stop_reason": "</a>"}]}
+    (completion,) = answered(one, prompt(num_samples=1, stop=("</a>",)), EXPECTED)
+    assert (completion.token_ids, completion.logprobs) == ([9, 8], [-0.9, -0.8])
+    assert completion.finish_reason == "stop_string"
+    with pytest.raises(BadAnswer, match="finish_reason 'stop' with the last token 8"):
+        answered(one, prompt(num_samples=1, stop=("</b>",)), EXPECTED)
+    ended = answer() | {"choices": [choice(0, [9, 1], "stop", ("run:6", 0, 2)) | {"stop_reason": 1}]}
+    assert answered(ended, prompt(num_samples=1, stop=("</a>",)), EXPECTED)[0].finish_reason == "stop"
 
 
 def setter(number: int, **fields: Any) -> Callable[[Any], None]:

@@ -11,6 +11,7 @@ import torch
 from prefrl.errors import DataError
 from prefrl.metrics import Max, Mean, Min
 from prefrl.rollout.batches import Minibatch, RolloutBuffer
+from prefrl.rollout.selection import visit_order
 from prefrl.trainer.online.policy_terms import CriticBatch
 from prefrl.types import LabeledBatch, ReadyBatch, TokenBatch
 
@@ -46,6 +47,29 @@ def test_minibatches_come_in_the_same_order_in_each_iteration() -> None:
     assert starts == [10, 30, 10, 30]
     with pytest.raises(IndexError, match="spent"):
         buffer.next()
+
+
+def test_later_passes_have_orders_of_their_own_which_survive_storage(tmp_path: Path) -> None:
+    order = visit_order(4, 3, seed=0, generation=2)
+    passes = [order[:4], order[4:8], order[8:]]
+    assert passes[0] == [0, 1, 2, 3]
+    assert [sorted(one) for one in passes] == [[0, 1, 2, 3]] * 3
+    assert len({tuple(one) for one in passes}) == 3
+    assert visit_order(4, 3, seed=0, generation=2) == order
+    assert len({tuple(visit_order(4, 3, seed=seed, generation=g)) for seed in (0, 1) for g in (2, 3)}) == 4
+    buffer = RolloutBuffer(3, ReadyBatch)
+    buffer.fill([Minibatch([batch(10 * i)], 6.0) for i in range(4)], order=order)
+    starts = [int(buffer.next().micro_batches[0].response_ids[0]) for _ in range(6)]
+    buffer.change_visited(with_old, [torch.full((6,), -1.0)])
+    assert [batch.old_logprobs is not None for one in buffer.minibatches for batch in one.micro_batches] == [
+        i == order[5] for i in range(4)
+    ]
+    buffer.save(tmp_path / "rollouts.safetensors")
+    restored = RolloutBuffer(3, ReadyBatch)
+    restored.load(tmp_path / "rollouts.safetensors")
+    while not restored.is_spent:
+        starts.append(int(restored.next().micro_batches[0].response_ids[0]))
+    assert starts == [10 * i for i in order]
 
 
 def with_old(batch: ReadyBatch, logprobs: torch.Tensor) -> ReadyBatch:

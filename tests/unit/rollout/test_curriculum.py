@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from prefrl.errors import ConfigError, DataError
-from prefrl.options.rollout import CurriculumParams, CurriculumWeighting
+from prefrl.errors import ConfigError, DataError, RewardError
+from prefrl.options.rollout import CurriculumParams, CurriculumWeighting, ResamplingParams
 from prefrl.rollout.collect import Collected, prompt_seed
 from prefrl.rollout.curriculum import (
     Resampling,
     SuccessCurriculum,
     draw_rows,
+    groups_without_any_signal,
     groups_without_signal,
     replace_groups,
     signal_values,
@@ -196,6 +198,29 @@ def test_the_total_or_a_named_reward_decides() -> None:
     assert signal_values(rollouts, metric="right") == [(1, 1.0), (1, 1.0)]
     group, value = signal_values(rollouts, metric="form")[0]
     assert (group, math.isnan(value)) == (1, True)
+
+
+@pytest.mark.parametrize(("metric", "expected"), [("a", [0, 2]), (["a", "b"], [2]), (["b"], [1, 2]), (None, [0, 1])])
+def test_with_several_rewards_a_group_has_a_signal_if_one_of_them_differs(metric: Any, expected: list[int]) -> None:
+    rollouts = [
+        *(rollout(0, 1.0, a=1.0, b=0.0), rollout(0, 1.0, a=1.0, b=0.5)),
+        *(rollout(1, 1.0, a=0.0, b=1.0), rollout(1, 1.0, a=1.0, b=1.0)),
+        *(rollout(2, 1.0, a=0.0, b=1.0), rollout(2, 2.0, a=0.0, b=1.0)),
+    ]
+    metrics = ResamplingParams(reward_metric=metric).metrics
+    of_ranks = [[signal_values(part, metric=name) for name in metrics] for part in (rollouts[:3], rollouts[3:])]
+    assert groups_without_any_signal(of_ranks) == expected
+
+
+def test_without_a_limit_passes_over_the_dataset_go_on_until_one_finds_nothing() -> None:
+    state = Resampling([0, 1, 2], num_rows=5, seed=0, generation=0, is_endless=True)
+    assert set(state.redraw([0, 2]).values()) == {3, 4}
+    assert set(state.redraw([0]).values()) <= {0, 2, 3, 4}, "the second pass, but for the row of another slot"
+    drawn = {state.rows[0]}
+    while len(drawn) < 3:  # row 1 is kept by slot 1, and another one by slot 2
+        drawn |= set(state.redraw([0]).values())
+    with pytest.raises(RewardError, match=r"in 4 tries, a pass over all 5 prompts .* for 1 of the 3 prompts"):
+        state.redraw([0])
 
 
 def test_an_unknown_reward_is_refused() -> None:

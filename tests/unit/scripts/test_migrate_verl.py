@@ -232,22 +232,21 @@ def test_dapo_selects_prompts_by_the_reward_under_its_name_here() -> None:
     options, left = migrated(f'variant = "dapo"\n{filtered}')
     assert options["dynamic_sampling_kwargs"] == {"max_tries": 3, "reward_metric": "accuracy_reward"}
     assert (options["dynamic_sampling"], left) == (True, "")
+    both = 'reward_function = ["boxed_math", "format"]\nfilter_reward_metric = ["boxed_math", "format"]\n'
+    options, left = migrated(f'variant = "dapo"\n{both}max_retry_for_on_policy = -1\n')
+    assert options["dynamic_sampling_kwargs"] == {
+        "max_tries": 0,
+        "reward_metric": ["accuracy_reward", "format_reward"],
+    }
     plain = migrated(f'variant = "grpo"\n{filtered}')[0]  # reads neither key
     assert not {"dynamic_sampling", "dynamic_sampling_kwargs"} & plain.keys()
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ('filter_reward_metric = ["boxed_math", "format"]', "set the key reward_metric"),
-        ('filter_reward_metric = "gsm8k"', "set the key reward_metric"),
-        ("max_retry_for_on_policy = -1", "the tries are bounded here"),
-    ],
-)
-def test_a_selection_that_is_not_there_is_to_do(given: str, words: str) -> None:
-    options, left = migrated(f'variant = "dapo"\nreward_function = ["boxed_math", "format"]\n{given}\n')
+def test_a_selection_that_is_not_there_is_to_do() -> None:
+    given = 'reward_function = ["boxed_math", "format"]\nfilter_reward_metric = ["boxed_math", "gsm8k"]\n'
+    options, left = migrated(f'variant = "dapo"\n{given}')
     assert "dynamic_sampling_kwargs" not in options
-    assert words in left
+    assert "set the key reward_metric" in left
 
 
 def test_held_out_rows_are_those_of_the_dataset() -> None:
