@@ -44,6 +44,17 @@ def check_known(option: str, name: str, known: Collection[str], what: str) -> No
         raise ConfigError(f"{option}={name!r}: unknown {what}. {nearest(name, known)}")
 
 
+_OLD_METRIC = re.compile(r"(eval_(?:.*_)?)?(?:(completion_length)|reward/(.+))")
+
+
+def current_metric(name: str) -> str:
+    """The metric that a name means. Earlier versions of TRL have `completion_length` and `reward/NAME`."""
+    found = _OLD_METRIC.fullmatch(name)
+    if found is None:
+        return name
+    return (found[1] or "") + ("completions/mean_length" if found[2] else f"rewards/{found[3]}/mean")
+
+
 FOREIGN_FILE = Path(__file__).with_name("foreign.json")
 
 # Arguments of TRL's trainers that must be None here, and why.

@@ -52,7 +52,7 @@ class ResamplingParams(Params):
     )
     reward_metric: str | list[str] | None = opt(
         None,
-        "Name of the reward that must differ within a prompt. With a list of names, at least one of these rewards must "
+        "Name of the reward that must differ within a prompt. With a list of names, at least one of these must "
         "differ. The default is the total reward.",
     )
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.fields import Example, Rule, default_of, example, mapping_of, opt, plain_value, unset, when
+from prefrl.options.names import current_metric
 from prefrl.options.params import Params, hyperparameters
 
 
@@ -299,7 +300,8 @@ class GrowthParams(Params):
     @property
     def key(self) -> str:
         """The metric's name in the logs."""
-        return self.eval_metric if self.eval_split == "training" else f"eval_{self.eval_metric}"
+        name = current_metric(self.eval_metric)
+        return name if self.eval_split == "training" else f"eval_{name}"
 
 
 @hyperparameters
@@ -347,11 +349,13 @@ class SpikeParams(Params):
 
 
 def name_best_metric(config: Any) -> None:
-    """Name the metric that checkpoints are chosen by, if none is named. HuggingFace would name the loss."""
+    """Name the metric that checkpoints are chosen by as it is logged; HuggingFace would name the loss if none is."""
     chooses = config.load_best_model_at_end or config.save_strategy == "best" or config.model_soup is not None
     chooses = chooses or config.early_stopping_patience is not None
     if chooses and config.metric_for_best_model is None:
         config.metric_for_best_model = config.best_metric
+    if isinstance(config.metric_for_best_model, str):
+        config.metric_for_best_model = current_metric(config.metric_for_best_model)
 
 
 def _evaluates(o: Any) -> bool:

@@ -8,9 +8,10 @@ from prefrl.rewards.format import (
     get_length_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
+    single_choice_reward,
     think_format_reward,
 )
-from prefrl.rewards.graders.combined import Combined
+from prefrl.rewards.graders.combined import BySource, Combined
 from prefrl.rewards.graders.models import LabelModel, PairwiseModel, ScoreModel
 from prefrl.rewards.graders.plain import PythonGrader, StringCheck, TextSimilarity
 from prefrl.rewards.maths import (
@@ -21,12 +22,13 @@ from prefrl.rewards.maths import (
     reasoning_accuracy_reward,
 )
 from prefrl.rewards.model import ModelReward
-from prefrl.rewards.named import REWARD_FUNCTIONS, ReasoningGym, reasoning_gym_dataset
+from prefrl.rewards.named import REWARD_FUNCTIONS, ReasoningGym, reasoning_gym_dataset, register_reward
 from prefrl.rewards.runner import RewardRunner, RewardScores
 from prefrl.sandbox import LocalSandbox, RemoteSandbox, SandboxLimits
 
 __all__ = [
     "REWARD_FUNCTIONS",
+    "BySource",
     "Combined",
     "LabelModel",
     "LocalSandbox",
@@ -56,5 +58,7 @@ __all__ = [
     "numeric_reward",
     "reasoning_accuracy_reward",
     "reasoning_gym_dataset",
+    "register_reward",
+    "single_choice_reward",
     "think_format_reward",
 ]

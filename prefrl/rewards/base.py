@@ -42,6 +42,8 @@ class RewardFunction(Protocol):
 
 # A function, or a sequence-classification model: its name, its folder or an instance.
 RewardSource = RewardFunction | str | os.PathLike[str] | nn.Module
+# One, several, or several with their weights.
+RewardSources = RewardSource | list[RewardSource] | Mapping[RewardSource, float]
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
@@ -112,10 +114,13 @@ def check_threshold(who: str, parameter: str, value: float | None) -> None:
     Raises:
         ConfigError: It is something else.
     """
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-    ):
+    if value is not None and not (is_number(value) and math.isfinite(value)):
         raise ConfigError(f"grader {who!r}: {parameter}={value!r}: must be a finite number or None")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number, which True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def passed(value: float, threshold: float | None) -> float:

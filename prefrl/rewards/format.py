@@ -1,4 +1,4 @@
-"""Rewards for the format of a completion: tags, length, repetition."""
+"""Rewards for the text of a completion: tags, a letter that was asked for, length, repetition."""
 
 from __future__ import annotations
 
@@ -13,6 +13,35 @@ from prefrl.rewards.base import completion_text
 
 _THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|answer)>")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def tagged_answer(text: str) -> str:
+    """What stands in the last `<answer>...</answer>` behind the reasoning; without these tags, all of that text."""
+    said = text.rpartition("</think>")[2]
+    marked: list[str] = _ANSWER.findall(said)
+    return (marked[-1] if marked else said).strip()
+
+
+def single_choice_reward(
+    completions: Sequence[str | list[dict[str, Any]]], answer: Sequence[str | None], **_: Any
+) -> list[float | None]:
+    """1 for the right option of a question with several, such as "B"; 0 otherwise. None where `answer` is None.
+
+    The completion's answer is what stands in its last `<answer>...</answer>` behind its reasoning, or else all of that
+    text. It has to be equal to the column `answer`, which may have these tags too, except for case and for white space
+    around it.
+
+    Source: the reward `single_choice` of cosmos-rl
+    """
+    return [
+        None if right is None else float(_choice(completion_text(completion)) == _choice(str(right)))
+        for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+def _choice(text: str) -> str:
+    return tagged_answer(text).casefold()
 
 
 def format_reward(completions: Sequence[str | list[dict[str, Any]]], **_: Any) -> list[float]:

@@ -9,24 +9,26 @@ import ast
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from importlib.metadata import entry_points
+from typing import Any, TypeVar, cast
 
 import datasets
 
 from prefrl.errors import ConfigError, RewardError, require
 from prefrl.options.names import imported, nearest
-from prefrl.rewards.base import Grader, RewardFunction, completion_text
+from prefrl.rewards.base import Grader, RewardFunction, completion_text, is_number
 from prefrl.rewards.format import (
     format_reward,
     get_length_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
+    single_choice_reward,
+    tagged_answer,
     think_format_reward,
 )
-from prefrl.rewards.graders.combined import Combined
+from prefrl.rewards.graders.combined import BySource, Combined
 from prefrl.rewards.graders.models import LabelModel, ScoreModel
 from prefrl.rewards.graders.plain import PythonGrader, StringCheck, TextSimilarity
 from prefrl.rewards.maths import (
@@ -46,6 +48,7 @@ REWARD_FUNCTIONS: Mapping[str, RewardFunction] = {
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "format_reward": format_reward,
     "think_format_reward": think_format_reward,
+    "single_choice_reward": single_choice_reward,
     "repetition_penalty_reward": get_repetition_penalty_reward(),
 }
 # Rewards with parameters: `string_check(reference='{answer}')`.
@@ -56,6 +59,7 @@ GRADERS: Mapping[str, Callable[..., RewardFunction]] = {
     "score_model": ScoreModel,
     "python": PythonGrader,
     "combined": Combined,
+    "by_source": BySource,
     "numeric_reward": get_numeric_reward,
     "length_reward": get_length_reward,
     "soft_overlong_punishment_reward": get_soft_overlong_punishment,
@@ -64,16 +68,81 @@ GRADERS: Mapping[str, Callable[..., RewardFunction]] = {
 }
 # What every reward is given besides the columns, so no parameter of an entry.
 _GIVEN = ("prompts", "completions", "completion_ids")
+# Rewards of users by name. Installed packages may have others, as entry points of this group.
+_REGISTERED: dict[str, Callable[..., Any]] = {}
+_ENTRY_POINTS = "prefrl.rewards"
+
+Reward = TypeVar("Reward", bound=Callable[..., Any])
+
+
+def register_reward(name: str) -> Callable[[Reward], Reward]:
+    """Decorator that gives a function, or a class of rewards, a name for `reward_funcs`, `combined` and `by_source`.
+
+    A YAML file names it as `folder/file.py:name`, or by the name alone once its module is imported. An installed
+    package needs no import if its entry points have the name in the group `prefrl.rewards`. A class is called with the
+    parameters that follow the name. Logs use this name, too: it becomes the `__name__`.
+
+    Args:
+        name: An identifier that no other reward has.
+    Raises:
+        ConfigError: It is no identifier, or is taken.
+    """
+    if not name.isidentifier():
+        raise ConfigError(f"register_reward({name!r}): a name must be an identifier, such as 'exact_match'")
+
+    def register(reward: Reward) -> Reward:
+        known = _REGISTERED.get(name)
+        is_same = known is not None and (known.__module__, known.__qualname__) == (
+            reward.__module__,
+            reward.__qualname__,
+        )
+        if name in REWARD_FUNCTIONS or name in GRADERS or not (known is None or is_same):
+            raise ConfigError(f"register_reward({name!r}): there is another reward of this name. Choose another one")
+        reward.__name__ = name
+        _REGISTERED[name] = reward
+        return reward
+
+    return register
+
+
+def _registered(name: str) -> Callable[..., Any] | None:
+    if name in _REGISTERED or not name.isidentifier():
+        return _REGISTERED.get(name)
+    for entry in entry_points(group=_ENTRY_POINTS, name=name):
+        found: Callable[..., Any] = entry.load()
+        return found
+    return None
+
+
+def named_rewards(rewards: Any) -> Any:
+    """The rewards that a trainer is given, with functions in place of the names of built-in and registered ones.
+
+    Args:
+        rewards: A reward, a list of them, or a mapping whose keys are rewards and whose values are weights. Texts that
+            are no such names are those of models.
+    Raises:
+        ConfigError: The parameters behind a name are not valid.
+    """
+    if isinstance(rewards, Mapping):
+        return {named_rewards(key) if is_number(value) else key: value for key, value in rewards.items()}
+    if isinstance(rewards, list | tuple):
+        return [named_rewards(reward) for reward in rewards]
+    if not isinstance(rewards, str):
+        return rewards
+    name = rewards.partition("(")[0]
+    is_known = name in REWARD_FUNCTIONS or name in GRADERS or _registered(name) is not None
+    return reward_by_name(rewards) if is_known else rewards
 
 
 def reward_by_name(name: str) -> RewardFunction:
     """The reward that an entry of `reward_funcs` names.
 
     Args:
-        name: A name of `REWARD_FUNCTIONS`; `module:function`, `module.function` or `folder/file.py:function`, where a
-            class is called without arguments to get the function; `reasoning_gym:task`. All but the last may be
-            followed by parameters, and graders are: `string_check(reference='{answer}')`. Their values are texts,
-            numbers, lists, mappings, and for rewards such entries as this one. They are read, never run as Python.
+        name: A name of `REWARD_FUNCTIONS`, or one of `register_reward`; `module:function`, `module.function` or
+            `folder/file.py:function`, where a class is called without arguments to get the function;
+            `reasoning_gym:task`. All but the last may be followed by parameters, and graders are:
+            `string_check(reference='{answer}')`. Their values are texts, numbers, lists, mappings, and for rewards
+            such entries as this one. They are read, never run as Python.
     Raises:
         ConfigError: There is no such reward, or a parameter is not valid.
     """
@@ -90,7 +159,7 @@ def reward_by_name(name: str) -> RewardFunction:
 
 def _made(name: str, parameters: dict[str, Any], text: str) -> RewardFunction:
     """A reward that is no grader, with parameters besides those that every reward is given."""
-    function = REWARD_FUNCTIONS.get(name) or _imported(name)
+    function = REWARD_FUNCTIONS.get(name) or _registered(name) or _imported(name)
     if not callable(function):
         raise ConfigError(f"reward_funcs={text!r}: is a {type(function).__name__}; a reward is a function")
     if inspect.isclass(function):
@@ -108,10 +177,12 @@ def _imported(name: str) -> Any:
     separator = ":" if ":" in name else "."
     place, _, function = name.rpartition(separator)
     if not place or name.endswith(".py"):
-        remedy = nearest(name, {*REWARD_FUNCTIONS, *GRADERS})
+        remedy = nearest(name, {*REWARD_FUNCTIONS, *GRADERS, *_REGISTERED})
         raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor {_WAYS}. {remedy}")
     module = imported(place, f"reward_funcs={name!r}", remedy=f"Write {_WAYS}")
     if not hasattr(module, function):
+        if function in _REGISTERED:
+            return _REGISTERED[function]
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"reward_funcs={name!r}: {place} has no {function!r}. {nearest(function, known)}")
     return getattr(module, function)
@@ -139,7 +210,16 @@ def _with_parameters(name: str, call: ast.Call, text: str) -> RewardFunction:
     if name == "combined" and isinstance(parameters.get("graders"), dict):
         graders = parameters["graders"].items()
         parameters["graders"] = {key: reward_by_name(g) if isinstance(g, str) else g for key, g in graders}
+    if name == "by_source":
+        parameters = _of_sources(parameters)
     return _called(GRADERS[name], parameters, text)
+
+
+def _of_sources(parameters: dict[str, Any]) -> dict[str, Any]:
+    found = {key: reward_by_name(v) if key == "default" and isinstance(v, str) else v for key, v in parameters.items()}
+    if isinstance(rewards := found.get("rewards"), dict):
+        found["rewards"] = {key: reward_by_name(r) if isinstance(r, str) else r for key, r in rewards.items()}
+    return found
 
 
 def _called(make: Callable[..., RewardFunction], parameters: dict[str, Any], text: str) -> RewardFunction:
@@ -188,7 +268,6 @@ _RUNS_ANSWERS = (
     "spiral_matrix",
     "string_insertion",
 )
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
 _TUPLE = "__tuple__"
 
 
@@ -236,7 +315,9 @@ class ReasoningGym(Grader):
         if about["source_dataset"] != self.task:
             return None
         try:
-            return float(self._score(_answer(completion_text(completion)), {"answer": answer, "metadata": about}))
+            return float(
+                self._score(tagged_answer(completion_text(completion)), {"answer": answer, "metadata": about})
+            )
         except Exception:  # tasks differ in what they raise for an answer that is none
             return 0.0
 
@@ -286,12 +367,6 @@ def check_task(task: str) -> None:
 
 def _factory() -> Any:
     return require("reasoning_gym", extra="reasoning-gym", feature="a reward of reasoning_gym").factory
-
-
-def _answer(text: str) -> str:
-    said = text.rpartition("</think>")[2]
-    marked: list[str] = _ANSWER.findall(said)
-    return (marked[-1] if marked else said).strip()
 
 
 def _without_tuples(value: Any) -> Any:

@@ -14,13 +14,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
 from prefrl.errors import ConfigError, DataError, RewardError
-from prefrl.rewards.base import Grader, RewardFunction, RewardLog, RewardSource, checked_values, excerpt
+from prefrl.rewards.base import (
+    Grader,
+    RewardFunction,
+    RewardLog,
+    RewardSource,
+    RewardSources,
+    checked_values,
+    excerpt,
+    is_number,
+)
 from prefrl.rewards.call import (
     Call,
     ComputeScore,
@@ -97,7 +106,8 @@ class RewardRunner:
 
     Args:
         reward_funcs: One or several functions `f(prompts, completions, completion_ids, **columns)`, sync or async, and
-            sequence-classification models by name, folder or instance. A mapping gives them names.
+            sequence-classification models by name, folder or instance. A mapping with functions as values gives them
+            names; one with numbers as values gives its keys, which are rewards, their weights.
         weights: K weights. None means 1 each.
         timeout: Seconds for one function and one batch. None means no limit.
         on_error: What happens if a function fails. "raise" raises its error. "skip" makes the function's values for
@@ -116,7 +126,7 @@ class RewardRunner:
 
     def __init__(  # noqa: PLR0913 - one argument for each option of the user
         self,
-        reward_funcs: RewardSource | list[RewardSource] | tuple[RewardSource, ...] | Mapping[str, RewardFunction],
+        reward_funcs: RewardSources | tuple[RewardSource, ...] | Mapping[str, RewardFunction],
         *,
         weights: Sequence[float] | None = None,
         timeout: float | None = 600.0,
@@ -130,8 +140,11 @@ class RewardRunner:
         sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
         self._standard = _STANDARD if environments is None else (*_STANDARD, _ENVIRONMENTS)
+        if isinstance(reward_funcs, Mapping) and any(map(is_number, reward_funcs.values())):
+            weights = _given_weights(reward_funcs, weights)
+            reward_funcs = cast("list[RewardSource]", [*reward_funcs])
         if isinstance(reward_funcs, Mapping):
-            sources = list(reward_funcs.values())
+            sources = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
         else:
             sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if not sources and not self._environments:
@@ -155,7 +168,8 @@ class RewardRunner:
             _function(source, reward_of_model if isinstance(source, nn.Module) else reward_of_name, tokenizer)
             for source, tokenizer in zip(sources, tokenizers, strict=True)
         ]
-        names = _unique(reward_funcs if isinstance(reward_funcs, Mapping) else map(_name, functions))
+        given = cast("Mapping[str, RewardFunction]", reward_funcs) if isinstance(reward_funcs, Mapping) else None
+        names = _unique(map(_name, functions) if given is None else given)
         self._rewards = [_inspected(name, function) for name, function in zip(names, functions, strict=True)]
         # K names. A second reward of the same name is `name_2`.
         self.names = _unique([*(reward.name for reward in self._rewards), *self._environments])
@@ -306,6 +320,18 @@ def _parts(episodes: Sequence[Episode]) -> dict[str, float]:
         for name, value in episode.rewards.items():
             found.setdefault(f"rewards/{episode.kind}/{name}/mean", []).append(value)
     return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def _given_weights(rewards: Mapping[Any, Any], weights: Sequence[float] | None) -> list[float]:
+    """The values of a mapping from rewards to weights."""
+    for reward, weight in rewards.items():
+        if not is_number(weight):
+            raise ConfigError(f"reward_funcs: the weight of {reward!r} is {weight!r}; it must be a number")
+    if weights is not None:
+        raise ConfigError(
+            f"reward_weights={list(weights)}: reward_funcs already gives each reward a weight. Remove one of them"
+        )
+    return [*rewards.values()]
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:

@@ -20,7 +20,7 @@ from rich.text import Text
 from prefrl.errors import ConfigError, DataError, printable
 from prefrl.options.fields import check_unset, opt
 from prefrl.run.folder import check_writable
-from prefrl.scripts.arguments.command import RewardEntry, reward_entries
+from prefrl.scripts.arguments.command import RewardEntry, reward_entries, weighted_rewards
 from prefrl.scripts.arguments.datasets import FILES, ColumnArguments
 from prefrl.scripts.declaration import command
 from prefrl.scripts.sampling import (
@@ -85,7 +85,9 @@ class EvalArguments(SamplingArguments, ColumnArguments):
     )
 
     def __post_init__(self) -> None:
-        self.reward_funcs = reward_entries(self.reward_funcs)
+        rewards, weights = weighted_rewards(self.reward_funcs, self.reward_weights)
+        self.reward_funcs = reward_entries(rewards)
+        self.reward_weights = None if weights is None else [*weights]
         for part in (SamplingArguments, ColumnArguments):
             part.__post_init__(self)
         if self.dataset_name is None and Path(self.model_name_or_path or "").is_file():

@@ -23,7 +23,7 @@ from prefrl.options.optimizers import check_not_refused
 from prefrl.options.presets import PRESETS, combined
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
+from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, weighted_rewards
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, default_in_words, option_of
 
@@ -147,6 +147,9 @@ class SchemaParser(OptionParser):
         }
         names = [name for name in values if name in of_command_line | places.keys()]
         options = {name: values[name] for name in names if name not in self._own}
+        if options.get("reward_funcs") is not None:
+            rewards, weights = weighted_rewards(options["reward_funcs"], options.get("reward_weights"))
+            options |= {"reward_funcs": rewards} | ({} if weights is None else {"reward_weights": weights})
         if options.get("vllm") is not None and "use_vllm" not in options:
             options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
         given = Given(options, places, takes_rewards="reward_funcs" in self._options, script=self._script)

@@ -65,7 +65,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _is_rewards(value: Any) -> bool:
-    return isinstance(value, list | tuple) or _is_model(value) or callable(value)
+    return isinstance(value, list | tuple | Mapping) or _is_model(value) or callable(value)
 
 
 def _is_pair(value: Any) -> bool:
@@ -76,7 +76,10 @@ def _is_pair(value: Any) -> bool:
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model, "a name, a path or a model"),
     "ref_model": (_is_model, "a name, a path, a model or None"),
-    "reward_funcs": (_is_rewards, "a reward or a list of them: functions, and reward models or their names"),
+    "reward_funcs": (
+        _is_rewards,
+        "a reward, a list of them or a mapping to their weights: functions, reward models, or names",
+    ),
     "processing_class": (
         lambda value: isinstance(value, PreTrainedTokenizerBase | ProcessorMixin),
         "a tokenizer or processor of transformers or None",

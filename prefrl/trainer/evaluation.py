@@ -17,7 +17,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, merge
 from prefrl.models.modes import eval_mode
-from prefrl.options.names import nearest
+from prefrl.options.names import current_metric, nearest
 from prefrl.trainer.memory import EVALUATION, explained
 from prefrl.trainer.parts import Run
 from prefrl.trainer.steps import drained
@@ -215,7 +215,7 @@ def _deciding_metrics(args: BaseConfig) -> dict[str, str]:
         found[f"metric_for_best_model={args.metric_for_best_model!r}"] = best_metric(args)
     if args.reduces_on_plateau:
         metric = args.plateau_params.metric
-        found[f"reduce_on_plateau_kwargs: metric={metric!r}"] = metric
+        found[f"reduce_on_plateau_kwargs: metric={metric!r}"] = current_metric(metric)
     if args.increase_batch_size_on_plateau:
         growth = args.growth_params
         found[f"increase_batch_size_kwargs: eval_metric={growth.eval_metric!r}"] = growth.key

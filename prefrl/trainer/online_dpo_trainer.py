@@ -15,7 +15,7 @@ from prefrl import distributed
 from prefrl.losses.per_token import TokenScores, WantName
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.metrics import Metric
-from prefrl.rewards.base import RewardSource
+from prefrl.rewards.base import RewardSources
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.reward_shaping import RunningMoments, shaped
@@ -192,7 +192,7 @@ class OnlineDPOTrainer(OnlineTrainer[ReferencedBatch]):
         self,
         model: str | Path | PreTrainedModel | nn.Module,
         ref_model: str | Path | PreTrainedModel | None = None,
-        reward_funcs: RewardSource | list[RewardSource] | None = None,
+        reward_funcs: RewardSources | None = None,
         args: OnlineDPOConfig | None = None,
         *data: Any,
         **arguments: Unpack[OnlineArguments],

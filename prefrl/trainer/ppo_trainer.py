@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, TrainerCallback
 
     from prefrl.data.images import ProcessingClass
-    from prefrl.rewards.base import RewardSource
+    from prefrl.rewards.base import RewardSource, RewardSources
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
     from prefrl.trainer.steps import Step
@@ -67,7 +67,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
-        reward_funcs: RewardSource | list[RewardSource] | None = None,
+        reward_funcs: RewardSources | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
@@ -193,9 +193,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         return is_peft_model(self.policy) if self.is_fsdp_enabled else not self.is_deepspeed_enabled
 
 
-def _one_of(
-    reward_funcs: RewardSource | list[RewardSource] | None, reward_model: RewardSource | None
-) -> RewardSource | list[RewardSource] | None:
+def _one_of(reward_funcs: RewardSources | None, reward_model: RewardSource | None) -> RewardSources | None:
     if reward_funcs is not None and reward_model is not None:
         raise ConfigError("reward_model and reward_funcs: both name the rewards. Pass all of them in reward_funcs.")
     return reward_model if reward_funcs is None else reward_funcs

@@ -1,4 +1,4 @@
-"""A grader that combines several with a formula."""
+"""Graders made of others: one that combines several with a formula, and one that chooses by a column of the row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from prefrl.errors import ConfigError, RewardError
+from prefrl.errors import ConfigError, DataError, RewardError
 from prefrl.options.names import nearest
 from prefrl.rewards.base import Grader, RewardFunction, check_threshold
 from prefrl.rewards.model import ModelReward
@@ -166,11 +166,7 @@ class Combined(Grader):
         for name, grader in self.graders.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(f"{who}graders: {name!r}: a name must be an identifier, such as 'correct'")
-            if isinstance(grader, ModelReward | nn.Module) or not callable(grader):
-                raise ConfigError(
-                    f"{who}graders: {name!r} is {grader!r:.100}: must be a function or a grader. Pass a reward model "
-                    "to the trainer as a separate reward"
-                )
+            _check_part(f"{who}graders: {name!r}", grader)
         self._gates = self._by_name("gates", self.gates)
         last = [*self.graders][-1]
         if last in self._gates:
@@ -276,3 +272,112 @@ class Combined(Grader):
 
 def _picked(values: Sequence[Any], rows: Sequence[int]) -> list[Any]:
     return [values[row] for row in rows]
+
+
+def _check_part(where: str, reward: object) -> None:
+    if isinstance(reward, ModelReward | nn.Module) or not callable(reward):
+        raise ConfigError(
+            f"{where} is {reward!r:.100}: must be a function or a grader. Pass a reward model to the trainer as a "
+            "separate reward"
+        )
+
+
+@dataclass(eq=False)
+class BySource(Grader):
+    """Scores each row with the reward of its data source.
+
+    It logs the mean of each source as `<name>/<source>`.
+
+    Args:
+        rewards: Rewards by source: graders and functions, sync or async. None: rows of this source get no value.
+            Models are refused, because all processes must call them together.
+        column: The column that names the source of a row.
+        default: The reward of all other sources; None: another source is an error.
+        name: The grader's name in logs.
+    Raises:
+        ConfigError: A parameter is not valid, or a reward cannot work.
+    """
+
+    rewards: Mapping[str, RewardFunction | None]
+    column: str = "data_source"
+    default: RewardFunction | None = None
+    name: str = "by_source"
+
+    def __post_init__(self) -> None:
+        who = f"grader {self.name!r}: "
+        if not isinstance(self.rewards, Mapping) or not self.rewards:
+            raise ConfigError(f"{who}rewards={self.rewards!r}: must be rewards by data source, at least one")
+        named = {f"rewards[{source!r}]": reward for source, reward in self.rewards.items()}
+        for where, reward in {**named, "default": self.default}.items():
+            if reward is not None:
+                _check_part(f"{who}{where}", reward)
+        self._runners = {source: _runner(reward) for source, reward in self.rewards.items()}
+        self._default = _runner(self.default)
+        runners = [runner for runner in (*self._runners.values(), self._default) if runner is not None]
+        required = {name for runner in runners for name in runner.required}
+        given = {self.column, "prompts", "completions", "completion_ids"}
+        self._declare(self.name, required | given, reads_all=True)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        trainer_state: object = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """Grade B completions.
+
+        Raises:
+            DataError: There is no reward for the source of a row.
+        """
+        values: list[float | None] = [None] * len(completions)
+        extra: dict[str, list[Any]] = {}
+        for source, rows in self._by_source(columns[self.column]).items():
+            runner = self._runners.get(source, self._default)
+            if runner is None:
+                continue
+            scores = runner.score(
+                _picked(prompts, rows),
+                _picked(completions, rows),
+                _picked(completion_ids, rows),
+                {name: _picked(column, rows) for name, column in columns.items()},
+                trainer_state=trainer_state,
+            )
+            (graded,) = scores.by_name.values()
+            _place(values, rows, graded)
+            for name, logged in scores.extra.items():
+                _place(extra.setdefault(name, [None] * len(completions)), rows, logged)
+            known = [value for value in graded if value is not None]
+            own = {f"{self.name}/{source}": math.fsum(known) / len(known)} if known else {}
+            if log_metric is not None:
+                for metric, mean in (own | scores.metrics).items():
+                    log_metric(metric, mean)
+        if log_extra is not None:
+            for name, logged in extra.items():
+                log_extra(name, logged)
+        return values
+
+    def _by_source(self, sources: Sequence[Any]) -> dict[Any, list[int]]:
+        """The rows of each source, in the order of their first rows."""
+        found: dict[Any, list[int]] = {}
+        for row, source in enumerate(sources):
+            if not isinstance(source, str) or (source not in self._runners and self._default is None):
+                raise DataError(
+                    f"grader {self.name!r}, row {row}: column {self.column!r} is {source!r:.100}, for which there is "
+                    f"no reward; there are some for {', '.join(map(repr, self._runners))}. Add it to rewards, with "
+                    "None if its rows get no value, or set default"
+                )
+            found.setdefault(source, []).append(row)
+        return found
+
+
+def _runner(reward: RewardFunction | None) -> RewardRunner | None:
+    return None if reward is None else RewardRunner(reward, timeout=None)
+
+
+def _place(column: list[Any], rows: Sequence[int], values: Sequence[Any]) -> None:
+    for row, value in zip(rows, values, strict=True):
+        column[row] = value

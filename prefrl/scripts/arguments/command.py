@@ -281,6 +281,41 @@ class RewardEntry(str):
         return super().__new__(cls, f"{name}({text})" if parameters else name)
 
 
+_WEIGHTED = re.compile(r"(.*[\w)])=([-+]?\d[\d_.]*(?:[eE][-+]?\d+)?)", re.DOTALL)
+
+
+def weighted_rewards(
+    rewards: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] | None, weights: Sequence[float] | None
+) -> tuple[list[Any] | None, Sequence[float] | None]:
+    """The entries of `reward_funcs` without their weights, and the weights.
+
+    Args:
+        rewards: Entries; `entry=weight` on the command line, and a mapping from entries to weights in a file, say what
+            `reward_weights` would say.
+        weights: The option `reward_weights`.
+
+    Raises:
+        ConfigError: A weight is no number, or `reward_weights` is given too.
+    """
+    if isinstance(rewards, Mapping):
+        pairs: list[tuple[Any, Any]] = [*rewards.items()]
+    else:
+        found = [isinstance(entry, str) and _WEIGHTED.fullmatch(entry) for entry in rewards or ()]
+        if not any(found):
+            return None if rewards is None else [*rewards], weights
+        own = zip(rewards or (), found, strict=True)
+        pairs = [(match[1], float(match[2])) if match else (entry, 1.0) for entry, match in own]
+    for entry, weight in pairs:
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ConfigError(
+                f"reward_funcs: the weight of {entry!r} is {weight!r}; it must be a number. Give parameters in an "
+                "entry of a list, as in [{name: string_check, reference: '{answer}'}], or in parentheses"
+            )
+    if weights is not None:
+        raise ConfigError(f"reward_weights={weights}: reward_funcs already gives weights. Remove one of them")
+    return [entry for entry, _ in pairs], [float(weight) for _, weight in pairs]
+
+
 def reward_entries(entries: Sequence[str | Mapping[str, Any]] | None) -> list[RewardEntry] | None:
     """The entries of the option `reward_funcs`.
 
@@ -360,10 +395,11 @@ class RewardArguments(CommandArguments, EpisodeArguments):
 
     reward_funcs: list[RewardEntry] | None = opt(
         None,
-        "Reward functions, in the order of reward_weights. Each is a built-in name, a grader, or your own function as "
-        "module.function or file.py:function. Parameters follow in parentheses, as in "
+        "Reward functions, in the order of reward_weights. Each is a built-in or registered name, a grader, or your "
+        "own function as module.function or file.py:function. Parameters follow in parentheses, as in "
         "string_check(reference='{answer}'). A YAML file may use a mapping instead, such as {name: string_check, "
-        "reference: '{answer}'}.",
+        "reference: '{answer}'}. Weights may follow, as in numeric_reward=1.0 format_reward=0.2, or in a YAML file "
+        "{numeric_reward: 1.0, format_reward: 0.2}.",
     )
     reward_model_name_or_path: str | None = opt(
         None, "Sequence-classification model that gives one more reward, after those of reward_funcs."

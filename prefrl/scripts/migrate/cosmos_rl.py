@@ -36,6 +36,7 @@ REWARDS: dict[str, tuple[str, str | None]] = {
     "boxed_math": ("accuracy_reward", "solution"),
     "format": ("format_reward", None),
     "gsm8k": ("numeric_reward", "answer"),
+    "single_choice": ("single_choice_reward", "answer"),
 }
 # How the learning rate falls.
 DECAYS = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}

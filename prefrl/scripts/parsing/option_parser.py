@@ -268,7 +268,7 @@ def form_of(hint: Any) -> Form:
     items = [item for part in parts if typing.get_origin(part) is list for item in typing.get_args(part)]
     return Form(
         is_nullable=type(None) in parts,
-        is_mapping=any(typing.get_origin(part) is dict for part in parts),
+        is_mapping=RewardEntry in items or any(typing.get_origin(part) is dict for part in parts),
         is_mappings=any(
             typing.get_origin(item) is dict or dataclasses.is_dataclass(item) or item is RewardEntry for item in items
         ),

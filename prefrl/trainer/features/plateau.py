@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prefrl.errors import ConfigError
+from prefrl.options.names import current_metric
 from prefrl.trainer.parts import Part, Run
 from prefrl.trainer.scheduler import RatePlateau, Scheduler, refresh
 
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 def plateau_watch(args: BaseConfig) -> WatchPlateau | None:
     """What watches the metric that `reduce_on_plateau_kwargs` names, if the options say so."""
-    return WatchPlateau(args.plateau_params.metric) if args.reduces_on_plateau else None
+    return WatchPlateau(current_metric(args.plateau_params.metric)) if args.reduces_on_plateau else None
 
 
 class WatchPlateau(Part):

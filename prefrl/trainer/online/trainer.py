@@ -15,6 +15,7 @@ from prefrl.data.formats import get_dataset_column_names
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.models.load import arguments_for_reward
+from prefrl.rewards.named import named_rewards
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, joined
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.generation.base import Generator
     from prefrl.losses.per_token import TokenScores
-    from prefrl.rewards.base import RewardSource
+    from prefrl.rewards.base import RewardSources
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.learner import Learned, Learner
@@ -80,7 +81,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
     Args:
         model: Name, path or instance. An instance is trained in place.
         reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
-            instance of a sequence-classification model. None means only environments give rewards.
+            instance of a sequence-classification model, or the name of a built-in or registered reward. A mapping
+            gives each of them its weight. None means only environments give rewards.
         args: Options. The default options write to `<model name>-<algorithm>`.
         train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read; a stream is read
             in its order and needs `max_steps`.
@@ -112,7 +114,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def __init__(  # noqa: PLR0913 - TRL's constructor
         self,
         model: str | Path | PreTrainedModel | nn.Module,
-        reward_funcs: RewardSource | list[RewardSource] | None = None,
+        reward_funcs: RewardSources | None = None,
         args: PolicyGradientConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
@@ -143,7 +145,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))
         shared["eval_dataset"] = self.episodes.with_prompts(eval_dataset)
         self.rewards = RewardRunner(
-            reward_funcs or [],
+            named_rewards(reward_funcs or []),
             weights=args.reward_weights,
             timeout=args.reward_timeout,
             on_error=args.on_reward_error,

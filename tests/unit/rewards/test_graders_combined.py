@@ -14,11 +14,12 @@ import pytest
 import torch
 import yaml
 
-from prefrl.errors import ConfigError, RewardError
-from prefrl.rewards import Combined, PythonGrader, RewardRunner, StringCheck, numeric_reward
+from prefrl.errors import ConfigError, DataError, RewardError
+from prefrl.rewards import BySource, Combined, PythonGrader, RewardRunner, StringCheck, numeric_reward
 from prefrl.rewards.graders.combined import Formula
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import reward_fingerprint
+from prefrl.scripts.arguments.command import RewardEntry
 
 X = {"x": 0.5, "y": -2.0}
 
@@ -288,3 +289,69 @@ def test_a_text_that_is_no_grader_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         reward_by_name(text)
     assert message in str(caught.value)
+
+
+def rows(**columns: list[Any]) -> dict[str, Any]:
+    """Three completions, of two data sources and one without a reward."""
+    texts = ["1", "22", "333"]
+    return {"prompts": texts, "completions": texts, "completion_ids": [[1]] * 3, "columns": columns}
+
+
+def length(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
+    """The length; also logs the completions and a number."""
+    log_extra("said", completions)
+    log_metric("longest", max(map(len, completions)))
+    return [float(len(text)) for text in completions]
+
+
+async def negated(completions: list[str], sign: list[int]) -> list[float]:
+    """Minus the length."""
+    await asyncio.sleep(0)
+    return [float(s * len(text)) for s, text in zip(sign, completions, strict=True)]
+
+
+def test_each_row_is_scored_by_the_reward_of_its_source() -> None:
+    grader = BySource({"a": length, "b": negated, "chat": None})
+    runner = RewardRunner(grader, columns=["data_source", "sign"])
+    scores = runner.score(**rows(data_source=["b", "chat", "a"], sign=[-1, -1, -1]))
+    assert scores.by_name == {"by_source": [-1.0, None, 3.0]}
+    assert scores.extra == {"said": [None, None, "333"]}
+    assert scores.metrics == {"by_source/a": 3.0, "by_source/b": -1.0, "longest": 3.0}
+
+
+def test_a_source_without_a_reward_is_an_error_unless_there_is_a_default() -> None:
+    row = r"grader 'by_source', row 2: column 'kind' is 'c', .* there are some for 'a', 'b'"
+    sources = {"a": length, "b": length}
+    with pytest.raises(DataError, match=row):
+        RewardRunner(BySource(sources, column="kind")).score(**rows(kind=["a", "b", "c"]))
+    scores = RewardRunner(BySource(sources, column="kind", default=numeric_reward)).score(
+        **rows(kind=["a", "b", "c"], answer=["#### 1", "#### 2", "#### 333"])
+    )
+    assert scores.by_name == {"by_source": [1.0, 2.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"rewards": {}}, "must be rewards by data source"),
+        ({"rewards": {"a": torch.nn.Linear(1, 1)}}, r"rewards\['a'\] is Linear.*separate reward"),
+        ({"rewards": {"a": length}, "default": 3}, "default is 3: must be a function"),
+    ],
+)
+def test_what_cannot_score_a_source_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        BySource(**given)
+
+
+def test_a_column_that_the_reward_of_a_source_needs_is_asked_for_before_training() -> None:
+    with pytest.raises(ConfigError, match="needs 'sign', which is not a column"):
+        RewardRunner(BySource({"b": negated}), columns=["data_source"])
+
+
+def test_sources_have_rewards_by_name_with_parameters() -> None:
+    sources = {"a": "string_check(reference='1')", "b": "numeric_reward", "c": None}
+    text = str(RewardEntry({"name": "by_source", "rewards": sources, "default": "numeric_reward"}))
+    scores = RewardRunner(reward_by_name(text)).score(
+        **rows(data_source=["a", "b", "d"], answer=["#### 1", "#### 3", "#### 333"])
+    )
+    assert scores.by_name == {"by_source": [1.0, 0.0, 1.0]}

@@ -6,16 +6,18 @@ import inspect
 import pickle
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefrl.errors import ConfigError, RewardError
-from prefrl.rewards import ReasoningGym, RewardRunner, reasoning_gym_dataset
-from prefrl.rewards.named import _RUNS_ANSWERS, reward_by_name
+from prefrl.options.names import current_metric
+from prefrl.rewards import ReasoningGym, RewardRunner, numeric_reward, reasoning_gym_dataset, register_reward
+from prefrl.rewards.named import _REGISTERED, _RUNS_ANSWERS, named_rewards, reward_by_name
 from prefrl.rewards.runner import reward_fingerprint
-from prefrl.scripts.arguments.command import reward_entries
+from prefrl.scripts.arguments.command import reward_entries, weighted_rewards
 
 FILE = """\
 import dataclasses
@@ -112,6 +114,113 @@ def test_a_mapping_is_the_text_of_the_command_line() -> None:
     for wrong in ({"a": 1}, 3, {"name": "f(a=1)", "b": 2}, {"name": "f", "not a name": 2}):
         with pytest.raises(ConfigError, match=r"reward_funcs\[1\]="):
             reward_entries(["numeric_reward", wrong])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("given", "entries", "weights"),
+    [
+        (["numeric_reward", "b.py:f"], ["numeric_reward", "b.py:f"], None),
+        (["numeric_reward=0.5", "b.py:f"], ["numeric_reward", "b.py:f"], [0.5, 1.0]),
+        (["string_check(reference='a=2')"], ["string_check(reference='a=2')"], None),
+        (["string_check(reference='a=2')=-1e-1"], ["string_check(reference='a=2')"], [-0.1]),
+        ({"numeric_reward": 1, "f(x=2)": 0.5}, ["numeric_reward", "f(x=2)"], [1.0, 0.5]),
+    ],
+)
+def test_an_entry_may_have_its_weight(given: Any, entries: list[str], weights: list[float] | None) -> None:
+    assert weighted_rewards(given, None) == (entries, weights)
+
+
+def test_weights_are_numbers_and_given_once() -> None:
+    with pytest.raises(ConfigError, match=r"the weight of 'f' is {'a': 1}; it must be a number"):
+        weighted_rewards({"f": {"a": 1}}, None)
+    with pytest.raises(ConfigError, match=r"reward_weights=\[1.0\]: reward_funcs already gives weights"):
+        weighted_rewards(["f=2"], [1.0])
+    with pytest.raises(ConfigError, match="the weight of 'numeric_reward' is None"):
+        RewardRunner({"numeric_reward": None, numeric_reward: 1.0})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="reward_funcs already gives each reward a weight"):
+        RewardRunner({numeric_reward: 1.0}, weights=[1.0])
+
+
+def test_a_mapping_gives_rewards_and_names_their_weights() -> None:
+    runner = RewardRunner(named_rewards({"numeric_reward": 1.0, ReasoningGym: 0, "format_reward": 0.5}))
+    assert (runner.names, runner.weights) == (["numeric_reward", "ReasoningGym", "format_reward"], [1.0, 0.0, 0.5])
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    known = dict(_REGISTERED)
+    yield
+    _REGISTERED.clear()
+    _REGISTERED.update(known)
+
+
+REGISTERING = """\
+from prefrl.rewards import register_reward
+
+
+@register_reward("long_enough")
+class _Length:
+    def __init__(self, at_least=2):
+        self.at_least = at_least
+
+    def __call__(self, completions):
+        return [float(len(text) >= self.at_least) for text in completions]
+"""
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_reward_is_found_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REGISTERING)
+    for name in (f"{tmp_path}/mine.py:long_enough", "long_enough(at_least=3)"):
+        assert reward_by_name(name)(completions=["a", "ab", "abc"])[2] == 1.0
+    runner = RewardRunner(named_rewards(["long_enough(at_least=3)", "numeric_reward"]))
+    scores = runner.score(["", ""], ["ab", "abc"], [[1], [2]], {"answer": ["1", "1"]})
+    assert scores.by_name == {"long_enough": [0.0, 1.0], "numeric_reward": [0.0, 0.0]}
+    with pytest.raises(ConfigError, match="Did you mean 'long_enough'"):
+        reward_by_name("long_enoug")
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_name_is_registered_once() -> None:
+    register_reward("mine")(numeric)
+    register_reward("mine")(numeric)  # its module is loaded again
+    for name, text in (("mine", "there is another"), ("numeric_reward", "there is another"), ("a.b", "identifier")):
+        with pytest.raises(ConfigError, match=text):
+            register_reward(name)(score)
+
+
+def numeric(completions: list[str]) -> list[float]:
+    """A reward."""
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("b", "B", 1.0),
+        (" (B)", "B", 0.0),
+        ("<think><answer>A</answer></think><answer> B </answer>", "B", 1.0),
+        ("<answer>A</answer> no, <answer>B</answer>", "<answer>b</answer>", 1.0),
+        ("<answer>A</answer>", "B", 0.0),
+        ("A", None, None),
+    ],
+)
+def test_a_single_choice_is_the_right_letter(completion: str, answer: str | None, value: float | None) -> None:
+    assert reward_by_name("single_choice_reward")(completions=[completion], answer=[answer]) == [value]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("reward/numeric_reward", "rewards/numeric_reward/mean"),
+        ("eval_completion_length", "eval_completions/mean_length"),
+        ("eval_test_reward/f", "eval_test_rewards/f/mean"),
+        ("rewards/f/mean", "rewards/f/mean"),
+        ("reward", "reward"),
+    ],
+)
+def test_old_names_of_metrics_mean_those_of_today(old: str, new: str) -> None:
+    assert current_metric(old) == new
 
 
 ROWS = {

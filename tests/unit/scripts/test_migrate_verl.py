@@ -222,9 +222,9 @@ def test_an_answer_that_rewards_read_under_two_names_is_to_do() -> None:
 
 
 def test_a_reward_that_is_not_there_is_to_do() -> None:
-    options, left = migrated("[train.train_policy.reward_function]\nsingle_choice = 0.5\nformat = 0.25\n")
-    assert (options["reward_funcs"], options["reward_weights"]) == (["format_reward"], [0.25])
-    assert "single_choice: write a function" in left
+    options, left = migrated("[train.train_policy.reward_function]\nmy_own = 0.5\nsingle_choice = 0.25\n")
+    assert (options["reward_funcs"], options["reward_weights"]) == (["single_choice_reward"], [0.25])
+    assert "my_own: write a function" in left
 
 
 def test_dapo_selects_prompts_by_the_reward_under_its_name_here() -> None:
