@@ -34,7 +34,6 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "argparse": ("_StoreFalseAction",),
     "argparse:ArgumentParser": ("_actions", "_check_value", "_get_value", "_option_string_actions"),
     "argparse:HelpFormatter": ("_expand_help", "_format_action_invocation"),
-    "dataclasses": ("_FIELD_INITVAR",),
     "dataclasses:Field": ("_field_type",),
     "os": ("_exit",),
     "sys": ("_base_executable", "_current_frames"),

@@ -92,8 +92,7 @@ class Loop(Trainer):
 
         Args:
             resume_from_checkpoint: A checkpoint, which may be a URL; True or "auto" for the last complete one in
-                `output_dir`, or else in `upload_to`, and if there is none, training starts at step 0; None or
-                "disable" for a new training.
+                `output_dir`, or else in `upload_to`, or a new training without one; None or "disable": a new one.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
@@ -332,10 +331,9 @@ class Loop(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics on the evaluation dataset, or on raw data given here.
+        """Metrics on the evaluation dataset, or on raw data given here; with `evaluate_training_set`, on both.
 
-        With `evaluate_training_set`, the training dataset is evaluated, too. If a moving average of the weights is
-        kept, it is evaluated as `<prefix>_ema_...`.
+        If a moving average of the weights is kept, it is evaluated as `<prefix>_ema_...`.
         """
         metrics = self.evaluate_policy(eval_dataset, ignore_keys, metric_key_prefix)
         for name, weights in self.parts.other_weights(self):

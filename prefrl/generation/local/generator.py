@@ -84,12 +84,12 @@ def batches_of(
 def in_space(positions: Tensor, places: Sequence[RowPositions | None]) -> Tensor:
     """[R, 4, W] the positions [R, W] of rows, and those in time, height and width below."""
     length = positions.size(1)
-    columns = []
-    for row, place in zip(positions, places, strict=True):
-        if place is None:
-            columns.append(row.expand(3, -1))
-        else:
-            columns.append(place.of(0, length).to(row.device, non_blocking=True)[:, row.clamp(min=0)])
+    columns = [
+        row.expand(3, -1)
+        if place is None
+        else place.of(0, length).to(row.device, non_blocking=True)[:, row.clamp(min=0)]
+        for row, place in zip(positions, places, strict=True)
+    ]
     return torch.cat([positions[:, None], torch.stack(columns)], 1)
 
 
@@ -183,9 +183,8 @@ class LocalGenerator:
         limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
         self._check_prompts(prompts, limits)
         completions: dict[SampleRow, Completion] = {}
-        stop_ids = {*sampling.stop_token_ids}
-        if not sampling.ignores_eos:
-            stop_ids.update(end_token_ids(self._base, self._tokenizer))
+        ends = () if sampling.ignores_eos else end_token_ids(self._base, self._tokenizer)
+        stop_ids = {*sampling.stop_token_ids, *ends}
         stops = StopStrings(self._tokenizer, sampling.stop, prompts) if sampling.stop else None
         sampler = TokenSampler(sampling, never=self._never)
         most_tokens = max(limits, default=0)
@@ -262,9 +261,7 @@ class LocalGenerator:
     def close(self) -> None:
         """No-op: nothing is held between calls."""
 
-    def _decode(
-        self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int], stops: StopStrings | None = None
-    ) -> None:
+    def _decode(self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int], stops: StopStrings | None) -> None:
         logits = wave.first_logits
         for step in range(wave.max_tokens):
             place = wave.width + step  # of the token that is drawn
@@ -428,10 +425,9 @@ class _Wave:
         found = []
         for row, token, has_ended in zip(self._live, tokens, has_stopped, strict=True):
             which = self._rows[row]
-            is_complete = not has_ended and stops.is_complete(which.request, which.sample, token)
-            if is_complete:
-                self._reasons[row] = "stop_string"
-            found.append(has_ended or is_complete)
+            if not has_ended and stops.is_complete(which.request, which.sample, token):
+                self._reasons[row], has_ended = "stop_string", True
+            found.append(has_ended)
         return found
 
     def advance(self, step: int, draw: Draw, has_stopped: list[bool]) -> list[int]:

@@ -149,7 +149,9 @@ def test_batches_of_online_dpo_count_prompts(prompts: int, samples: int, tmp_pat
 def test_options_of_episodes_need_tools_or_environments(name: str, tmp_path: Path) -> None:
     for config in (GRPOConfig, PPOConfig, OnlineDPOConfig):
         args = config(output_dir=str(tmp_path), use_cpu=True, **{name: EPISODES[name]})
-        with pytest.raises(ConfigError, match=f"{name}=.* has no effect because there are no episodes. Give the trai"):
+        with pytest.raises(
+            ConfigError, match=f"{name}=.* has no effect because there are no episodes. Set environment"
+        ):
             Episodes(args, None, None)
 
 
