@@ -34,7 +34,6 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "argparse": ("_StoreFalseAction",),
     "argparse:ArgumentParser": ("_actions", "_check_value", "_get_value", "_option_string_actions"),
     "argparse:HelpFormatter": ("_expand_help", "_format_action_invocation"),
-    "dataclasses:Field": ("_field_type",),
     "os": ("_exit",),
     "sys": ("_base_executable", "_current_frames"),
     "typing:Protocol": ("_is_protocol",),
@@ -131,7 +130,7 @@ REPLACED = {"init_hf_repo", "push_to_hub"}
 # Public in spite of the underscore: what a named tuple has.
 PUBLIC = frozenset({"_asdict", "_fields", "_replace"})
 # Private names of prefrl that another of its files uses.
-SHARED = frozenset({"_by_name", "_flat_values", "_train"})
+SHARED = frozenset({"_by_name", "_train"})
 # What only some installations have, and prefrl does without.
 ABSENT = {("httpx", ""), ("torch.distributed", "ProcessGroupNCCL")}
 # Where vLLM defines its routes, flags and environment variables, in the folder of its package.

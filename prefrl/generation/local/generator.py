@@ -274,8 +274,7 @@ class LocalGenerator:
             has_stopped = [token in stop_ids for token in drawn]
             if stops is not None:
                 has_stopped = wave.stopped_by(stops, drawn, has_stopped)
-            kept = wave.advance(step, draw, has_stopped)
-            if not kept:
+            if not (kept := wave.advance(step, draw, has_stopped)):
                 return
             tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[sent(kept, draw.tokens.device)]
             mask = None if wave.mask is None else wave.mask[:, : place + 1]
@@ -286,8 +285,7 @@ class LocalGenerator:
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = sent(ids, device)
         left = [width - len(prompt.ids) for prompt in prompts]
-        padding = sent(left, device)
-        has_padding = any(left)
+        padding, has_padding = sent(left, device), any(left)
         columns = torch.arange(width, device=device)
         positions = (columns - padding[:, None]).clamp(min=0)
         mask = (columns >= padding[:, None]).long() if has_padding else None
