@@ -209,6 +209,7 @@ def test_completions_and_their_scores_go_to_weave_at_each_evaluation(
     assert (score, ended) == (("length", len(first[1])), "finish")
     mean = (len(first[1]) + len(second[1])) / 2
     assert summary == {"total_predictions": 2, "successful_predictions": 2, "avg_length": mean}
+    assert [entry for entry in weave.logged if isinstance(entry, dict)] == [about, summary]
     callback.scorers = {"fails": lambda prompt, completion: 1 / 0}
     trainer.state.global_step = 1
     trainer.evaluate()

@@ -25,10 +25,14 @@ from prefrl.data.chat_templates import (
     apply_chat_template,
     clone_chat_template,
     get_training_chat_template,
+    has_generation_markers,
+    is_chat_template_prefix_preserving,
+    is_chat_template_stop_token_trained,
     is_conversational,
     is_conversational_from_value,
     maybe_apply_chat_template,
     maybe_convert_to_chatml,
+    parse_response,
     prepare_multimodal_messages,
     supports_tool_calling,
 )
@@ -292,6 +296,54 @@ def test_a_response_schema_reads_calls_and_text(template: str, arguments: object
     call = {"type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
     assert read(content="", tool_calls=[written])["tool_calls"] == [call]
     assert read(content="Hello.") == {"role": "assistant", "content": "Hello."}
+
+
+def test_a_response_is_a_message_and_what_cannot_be_read_is_a_text() -> None:
+    tokenizer = add_response_schema(chat_tokenizer(HERMES))
+    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, return_dict=False)
+
+    def read(text: str) -> dict[str, Any]:
+        return parse_response(tokenizer, tokenizer(text)["input_ids"], prefix=prompt)
+
+    call = {"name": "add", "arguments": ARGUMENTS}
+    message = read(f"\n<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>")
+    assert (message["content"], message["tool_calls"]) == ("", [{"type": "function", "function": call}])
+    assert read("Hello.<|im_end|>") == {"role": "assistant", "content": "Hello."}
+    for broken in ("{", '{"arguments": {}}', '{"name": 1}'):
+        text = f"<tool_call>\n{broken}\n</tool_call>"
+        assert read(f"\n{text}") == {"role": "assistant", "content": f"\n{text}"}
+
+
+@pytest.mark.parametrize(
+    ("template", "keeps"),
+    [
+        (templates.CHATML, True),
+        (HERMES, True),
+        (DEEPSEEK_NEW, True),
+        (templates.ENDS_TEXT, False),
+        (templates.STRICT, False),  # refuses the role of a tool
+    ],
+    ids=["chatml", "hermes", "deepseek", "ends text", "strict"],
+)
+def test_a_template_keeps_prefixes_if_a_call_has_the_same_tokens_with_its_result(template: str, keeps: bool) -> None:
+    assert is_chat_template_prefix_preserving(chat_tokenizer(template)) is keeps
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{%- generation -%}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+ENDS_OUTSIDE = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+
+
+def test_a_stop_token_is_trained_if_the_markers_include_it() -> None:
+    tokenizer = chat_tokenizer(MARKED)
+    assert is_chat_template_stop_token_trained(tokenizer)
+    assert not is_chat_template_stop_token_trained(tokenizer, ENDS_OUTSIDE)
+    assert not is_chat_template_stop_token_trained(tokenizer, templates.CHATML)
+    assert not is_chat_template_stop_token_trained(chat_tokenizer(None))
+    assert has_generation_markers({"default": MARKED, "other": ""})
+    assert not has_generation_markers({"default": templates.CHATML, "other": MARKED})
 
 
 def test_calls_that_the_parser_of_transformers_cannot_read_are_refused() -> None:
