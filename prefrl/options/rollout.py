@@ -188,6 +188,12 @@ class RolloutOptions(BaseOptions):
         "Time limit of a reward function for a batch, in seconds; None: no limit.",
         decides=False,
     )
+    reward_num_workers: Annotated[int, Ge(0)] = opt(
+        0,
+        "Processes, for each training process, in which plain reward functions score, each the completions of one "
+        "prompt at a time; 0: they run in the training process, one function after another.",
+        decides=False,
+    )
     on_reward_error: Literal["raise", "skip"] = opt(
         "raise",
         "What happens on an error in a reward function. raise: the run ends. skip: the function's rewards are None "

@@ -6,15 +6,19 @@ What reward functions return and what they log is checked here, too.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -116,6 +120,25 @@ def check_threshold(who: str, parameter: str, value: float | None) -> None:
     """
     if value is not None and not (is_number(value) and math.isfinite(value)):
         raise ConfigError(f"grader {who!r}: {parameter}={value!r}: must be a finite number or None")
+
+
+# What the names of modules begin with that rewards were loaded from as files.
+REWARD_FILES = "prefrl_rewards_of_"
+
+
+def module_of_file(path: Path) -> ModuleType:
+    """The module in a file, imported once."""
+    name = f"{REWARD_FILES}{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path.resolve()):
+        return known
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look for it there
+    spec.loader.exec_module(module)
+    return module
 
 
 def is_number(value: object) -> bool:
@@ -299,7 +322,7 @@ class RewardLog:
         self.size = size
         self.columns: dict[str, list[Any]] = {}
         self._taken = _COLUMNS | set(rewards)
-        self._metrics: dict[str, list[float]] = {}
+        self.values: dict[str, list[float]] = {}
 
     def metric(self, name: str, value: float) -> None:
         """Log a number; several under one name are averaged.
@@ -312,7 +335,7 @@ class RewardLog:
                 f"log_metric({name!r}): this name belongs to the trainer, as do all that start with "
                 f"{name.partition('/')[0]}/. Choose another, such as {'my_' + name!r}"
             )
-        self._metrics.setdefault(name, []).append(float(value))
+        self.values.setdefault(name, []).append(float(value))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a column for the table of completions; a later one of the same name replaces it.
@@ -333,7 +356,7 @@ class RewardLog:
 
     def means(self) -> dict[str, float]:
         """Mean of the values of each metric."""
-        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        return {name: sum(values) / len(values) for name, values in self.values.items()}
 
 
 def _of_one_type(values: list[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import sys
@@ -16,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import datasets
 
 from prefrl.errors import ConfigError, RewardError, require
 from prefrl.options.names import nearest
-from prefrl.rewards.base import Grader, RewardFunction, completion_text, is_number
+from prefrl.rewards.base import Grader, RewardFunction, completion_text, is_number, module_of_file
 from prefrl.rewards.format import (
     format_reward,
     get_length_reward,
@@ -186,7 +184,7 @@ def _imported(name: str) -> Any:
         raise ConfigError(f"reward_funcs={name!r}: is neither a built-in reward nor {_WAYS}. {remedy}")
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     try:
-        module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, AttributeError, ValueError, OSError, TypeError) as error:
         raise ConfigError(f"reward_funcs={name!r}: cannot be imported: {error}. Write {_WAYS}") from error
     finally:
@@ -197,21 +195,6 @@ def _imported(name: str) -> Any:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"reward_funcs={name!r}: {place} has no {function!r}. {nearest(function, known)}")
     return getattr(module, function)
-
-
-def _file(path: Path) -> ModuleType:
-    """The module in a file, imported once."""
-    name = f"prefrl_rewards_of_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path.resolve()):
-        return known
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look for it there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _from_call(text: str) -> RewardFunction:

@@ -147,6 +147,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             named_rewards(reward_funcs or []),
             weights=args.reward_weights,
             timeout=args.reward_timeout,
+            num_workers=args.reward_num_workers,
             on_error=args.on_reward_error,
             processing_classes=reward_processing_classes,
             environments=self.episodes.rewards,
