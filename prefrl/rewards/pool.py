@@ -163,7 +163,7 @@ class RewardPool:
                 process.kill()
 
 
-def _pickled(name: str, function: Callable[..., Any]) -> bytes:
+def _pickled(name: str, function: object) -> bytes:
     try:
         return pickle.dumps(function)
     except Exception as error:  # objects say in many ways that they cannot be pickled

@@ -122,6 +122,7 @@ class RewardRunner:
             weight 1, after the others. None: there are no environments, so rewards cannot ask for them.
         device: Where reward models are put; None: they stay where they are.
         model_init_kwargs: See `ModelReward`; for models given by name or folder.
+        model_kwargs: Other arguments of `ModelReward`, for models that are not given as its instances.
     Raises:
         ConfigError: No rewards, one that cannot work, or weights, timeout or tokenizers that do not match.
         ImportError: A reward needs a package that is not installed.
@@ -140,6 +141,7 @@ class RewardRunner:
         environments: Mapping[str, type] | None = None,
         device: torch.device | str | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
@@ -163,10 +165,13 @@ class RewardRunner:
         self._failures: Counter[str] = Counter()  # batches one after another in which a reward failed
         self._warned: set[str] = set()  # of errors of these rewards
         self.weights = _weights(weights, len(sources)) + [1.0] * len(self._environments)
-        tokenizers = _tokenizers(
-            processing_classes, [isinstance(source, str | os.PathLike | nn.Module) for source in sources]
-        )
-        reward_of_model = functools.partial(ModelReward, device=device)
+        is_model = [isinstance(source, str | os.PathLike | nn.Module) for source in sources]
+        if model_kwargs and not any(is_model):
+            raise ConfigError(
+                f"reward_model_kwargs={dict(model_kwargs)} has no effect: no reward is a model. Remove it"
+            )
+        tokenizers = _tokenizers(processing_classes, is_model)
+        reward_of_model = functools.partial(ModelReward, device=device, **(model_kwargs or {}))
         reward_of_name = functools.partial(reward_of_model, model_init_kwargs=model_init_kwargs)
         functions = [
             _function(source, reward_of_model if isinstance(source, nn.Module) else reward_of_name, tokenizer)

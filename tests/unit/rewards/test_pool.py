@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ def stuck(completions: list[str]) -> list[float]:
     return [1.0 for _ in completions]
 
 
-def crashing(completions: list[str]) -> list[float]:
-    """Ends its process."""
-    if completions[0] == "zzzz":
+def crashing_once(completions: list[str], marker: str) -> list[float]:
+    """Ends the first process that comes to the last prompt."""
+    if completions[0] == "zzzz" and not Path(marker).exists():
+        Path(marker).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return [1.0 for _ in completions]
 
@@ -120,16 +122,23 @@ def test_processes_score_as_this_process_does_in_order() -> None:
     assert scores.extra == {"said": [*TEXTS[:5], None]}
 
 
-def test_a_function_that_takes_too_long_or_crashes_ends_its_processes_and_others_follow() -> None:
-    runner = RewardRunner([stuck, crashing], num_workers=1, timeout=1.0, on_error="skip")
+def test_a_function_that_takes_too_long_ends_its_processes() -> None:
+    runner = RewardRunner(stuck, num_workers=1, timeout=1.0)
     assert len(multiprocessing.active_children()) == 1
-    for _ in range(2):
-        scores = runner.score(**ROWS)
-        assert scores.by_name == {"stuck": [None] * 6, "crashing": [None] * 6}
+    with pytest.raises(RewardError, match=r"'stuck' took more than reward_timeout=1.0 s"):
+        runner.score(**ROWS)
     deadline = time.monotonic() + PATIENCE
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not multiprocessing.active_children()
+
+
+def test_a_process_that_ends_is_an_error_and_another_follows(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    runner = RewardRunner(partial(crashing_once, marker=str(marker)), num_workers=1, timeout=PATIENCE)
+    with pytest.raises(RewardError, match="one of the reward_num_workers=1 processes ended while it worked"):
+        runner.score(**ROWS)
+    assert runner.score(**ROWS).by_name == {"crashing_once": [1.0] * 6}
 
 
 SCRIPT = """\
@@ -139,7 +148,7 @@ from tests.unit.rewards.test_pool import stuck, ROWS
 import multiprocessing
 
 if __name__ == "__main__":
-    runner = RewardRunner(stuck, num_workers=2, timeout=None)
+    runner = RewardRunner(stuck, num_workers=1, timeout=None)
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     runner.score(**ROWS)
 """
@@ -154,7 +163,7 @@ def test_a_killed_trainer_leaves_no_process(tmp_path: Path) -> None:
         assert trainer.stdout is not None
         workers = [int(pid) for pid in trainer.stdout.readline().split()]
         trainer.kill()
-    assert len(workers) == 2
+    assert len(workers) == 1
     deadline = time.monotonic() + PATIENCE
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
