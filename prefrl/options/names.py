@@ -237,6 +237,10 @@ class CodeName:
         return getattr(module, self.name)
 
 
+# How the modules of a user's files are called.
+CODE_OF_FILE = "prefrl_code_of_"
+
+
 def imported(place: str, where: str, *, remedy: str = "") -> ModuleType:
     """The module in a file, or with a name, which is also looked for in the working directory.
 
@@ -250,7 +254,7 @@ def imported(place: str, where: str, *, remedy: str = "") -> ModuleType:
     """
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     path = Path(place).resolve()
-    name = f"prefrl_code_of_{path.stem}" if place.endswith(".py") else place
+    name = f"{CODE_OF_FILE}{path.stem}" if place.endswith(".py") else place
     known = sys.modules.get(name)
     if known is not None and name != place and known.__file__ == str(path):
         return known

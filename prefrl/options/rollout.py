@@ -96,6 +96,22 @@ class ShapingParams(Params):
     )
 
 
+@hyperparameters
+class RewardModelParams(Params):
+    """How reward models score that are not given as instances of `ModelReward`."""
+
+    head: str | int | None = opt(
+        None, "Label of a model with several that is the reward: its name or its index; None: the model has one."
+    )
+    per_token: bool = opt(False, "Divide the score by the number of tokens of the completion.")
+    batch_size: Annotated[int, Ge(1)] = opt(16, "The most completions that the model scores at once.")
+    max_length: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Remove tokens from the beginning of prompt and completion until this many are left; None: a text that is "
+        "longer than the model's positions is an error.",
+    )
+
+
 SelectionRule = Literal["max_variance", "best", "random"]
 
 
@@ -203,10 +219,17 @@ class RolloutOptions(BaseOptions):
     reward_shaping_kwargs: KwargsValue = kwargs(
         "How total rewards are shaped before advantages are computed, in this order.", ShapingParams
     )
+    reward_model_kwargs: KwargsValue = kwargs("How reward models score.", RewardModelParams)
     reward_weights: list[float] | None = opt(None, "Weight of each reward. By default, each weight is 1.")
     reward_timeout: Seconds | None = opt(
         600.0,
         "Time limit, in seconds, for one call of a reward function with a batch. None means no limit.",
+        decides=False,
+    )
+    reward_num_workers: Annotated[int, Ge(0)] = opt(
+        0,
+        "Processes, for each training process, in which plain reward functions score, each the completions of one "
+        "prompt at a time; 0: they run in the training process, one function after another.",
         decides=False,
     )
     on_reward_error: Literal["raise", "skip"] = opt(
@@ -332,6 +355,7 @@ class RolloutOptions(BaseOptions):
     )
 
     shaping_params = ParamsOf("reward_shaping_kwargs", ShapingParams)
+    reward_model_params = ParamsOf("reward_model_kwargs", RewardModelParams)
     resampling_params = ParamsOf("dynamic_sampling_kwargs", ResamplingParams)
     curriculum_params = ParamsOf("curriculum_kwargs", CurriculumParams)
     vllm_params = ParamsOf("vllm_kwargs", VLLMParams)
