@@ -23,8 +23,8 @@ from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
 OTHERS = (
-    *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "replay"),
-    *("report", "resume", "soup", "verify", "vllm-serve", "watch"),
+    *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "play"),
+    *("replay", "report", "resume", "soup", "verify", "vllm-serve", "watch"),
 )
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
