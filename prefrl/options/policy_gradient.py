@@ -450,7 +450,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
 
     @property
     def bonus_has_own_count(self) -> bool:
-        """Whether the bonus is a mean over something else than the items that the loss is divided by."""
+        """Whether the bonus is a mean over something other than the items that the loss is divided by."""
         selects = self.top_entropy_quantile < 1 or self.loss_params.min_filter_prefix_tokens is not None
         return self.has_bonus and (selects or self.reduction != "token")
 

@@ -143,7 +143,7 @@ def command_to_resume(folder: Path) -> list[str]:
     identity = read_identity(folder)
     starts = [] if identity is None else read_starts(folder, identity.run)
     if identity is None or not starts:
-        raise ConfigError(f"{folder}: nothing to resume: no run has written its command there ({STARTS})")
+        raise ConfigError(f"{folder}: nothing to resume: this is not the folder of a run (it has no {STARTS})")
     found = find_last(folder, run=identity.run)
     if found.folder is None:
         unusable = f" ({'; '.join(found.unusable)})" if found.unusable else ""
