@@ -111,11 +111,11 @@ STOP_RULES = (
         "stop={stop!r}: must be one or more strings that are not empty, or None",
         example("grpo", stop=["</answer>", ""]),
     ),
-    *unset(
-        {"include_stop_str_in_output": False},
-        lambda o: o.stop is None,
-        "stop is None. Set stop to the strings that end a completion.",
-        example("grpo"),
+    when(
+        lambda o: not o.include_stop_str_in_output and o.stop is None,
+        "include_stop_str_in_output=False has no effect because stop is None. Set stop to the strings that end a "
+        "completion, or remove it.",
+        example("grpo", include_stop_str_in_output=False),
     ),
     when(
         lambda o: _counts_cut_offs(o) if o.ignore_eos and o.stop is None else None,

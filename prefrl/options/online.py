@@ -187,7 +187,6 @@ class OnlineOptions(RolloutOptions):
     shuffle_minibatches: bool = opt(
         False,
         "Visit the minibatches of a generation batch in a new random order in each pass after the first.",
-        needs=["num_iterations"],
     )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
