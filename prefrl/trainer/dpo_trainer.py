@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll
-from prefrl.losses.preference.unpaired import wpo_weights
+from prefrl.metrics import Mean
 from prefrl.trainer.arguments import check_arguments
+from prefrl.trainer.offline.loss_balance import LossBalance
 from prefrl.trainer.offline.preference import (
     RowScores,
     StepPairs,
     make_pairs,
     pair_groups,
+    pair_weights,
     pairs_per_chosen_token,
     preference_metrics,
 )
@@ -48,6 +50,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     algorithm = "dpo"
     args: DPOConfig
+    _plain = ("sft", "rpo")  # losses of full sums of log-probs, without ld_alpha
     _step_pairs: StepPairs  # all pairs of the current step, for losses that sort them
 
     def __init__(
@@ -63,9 +66,25 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
-        self._losses = self.args.weighted_losses
+        self._losses = self._step_losses = self.args.weighted_losses
+        if self.args.loss_balance is not None:
+            self.loss_balance = LossBalance(self.args.loss_balance, self.args.loss_balance_params, self._losses)
         self._loss_params = {name: PAIR_LOSSES[name].params.from_options(self.args) for name in self.args.loss_type}
         self._pairs_per_chosen_token = 0.0
+
+    def micro_batches_of_step(self, items: list[LabeledBatch | None]) -> tuple[list[ReferencedBatch], float]:
+        """See `OfflineTrainer`; also weights the losses of the step."""
+        batches, count = super().micro_batches_of_step(items)
+        if self.loss_balance is not None:
+            logprobs = self.logprobs_of_step(self.scorer.of_policy, batches)
+            self._step_losses = self.loss_balance.of_step(batches, logprobs, self._each)
+        return batches, count
+
+    def _each(self, batch: ReferencedBatch, logprobs: Tensor) -> list[Tensor]:
+        policy = self._rows(logprobs, batch)
+        pairs = self._pairs(policy, self._rows(batch.ref_logprobs, batch))
+        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
+        return [self._values(name, plain if name in self._plain else pairs) for name, _ in self._losses]
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """See `OfflineTrainer`; also computes what some losses need to know about all pairs of the step."""
@@ -101,32 +120,31 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         scores = self.scorer.scores(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
         policy, reference = self._rows(scores.logprobs, batch), self._rows(batch.ref_logprobs, batch)
         pairs = self._pairs(policy, reference)
-        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # full sums, without ld_alpha
+        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
         total = torch.zeros((), device=batch.device)
-        for name, weight in self._losses:
-            total = total + weight * self._sum(name, plain if name == "sft" else pairs, scores, batch)
-        if self.args.rpo_alpha is not None:
-            total = total + self.args.rpo_alpha * rpo_nll(plain).sum()
+        weighted = self._step_losses if model.training else self._losses
+        for name, weight in weighted:
+            total = total + weight * self._sum(name, plain if name in self._plain else pairs, scores, batch)
         rewards = self.args.beta * (policy.logps - reference.logps).detach()
         if self.reward_mean is not None and model.training:
             self.reward_mean.add(rewards)
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
+        if self.loss_balance is not None:
+            metrics |= {f"loss_balance/{name}": Mean(weight, 1) for name, weight in weighted}
         return LossOutput(total=total, metrics=metrics, predictions=rewards)
 
     def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: LabeledBatch) -> Tensor:
         """Scalar: one loss, summed over the micro-batch."""
-        row, params = PAIR_LOSSES[name], self._loss_params[name]
-        if row.is_batch_loss:
-            return self._step_pairs.loss(lambda everyone: row.function(everyone, params), pairs, pair_groups(batch))
-        losses = row.function(pairs, params)
-        if name == "sft":  # a mean over tokens, although the step's sum is divided by the number of pairs
-            losses = losses * self._pairs_per_chosen_token
-        if self.args.use_weighting:
-            losses = losses * self._pair_weights(scores, batch)
+        if name in PAIR_LOSSES and PAIR_LOSSES[name].is_batch_loss:
+            return self._step_pairs.loss(lambda everyone: self._values(name, everyone), pairs, pair_groups(batch))
+        losses = self._values(name, pairs)
+        if self.args.use_weighting and name != "rpo":
+            losses = losses * pair_weights(scores, batch)
         return losses.sum()
 
-    def _pair_weights(self, scores: TokenScores, batch: LabeledBatch) -> Tensor:
-        layout = (batch.trainable, batch.row_index, batch.num_rows)
-        weights = wpo_weights(scores.logprobs, scores.log_collision, *layout)
-        chosen, rejected = batch.pair_index
-        return weights[chosen] * weights[rejected]
+    def _values(self, name: str, pairs: Pairs) -> Tensor:
+        if name == "rpo":
+            return rpo_nll(pairs)
+        losses: Tensor = PAIR_LOSSES[name].function(pairs, self._loss_params[name])
+        # sft is a mean over tokens, although the step's sum is divided by the number of pairs.
+        return losses * self._pairs_per_chosen_token if name == "sft" else losses
