@@ -66,25 +66,19 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self.set_up_reference(ref_model)
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
-        self._losses = self._step_losses = self.args.weighted_losses
+        self._losses = self.args.weighted_losses
         if self.args.loss_balance is not None:
-            self.loss_balance = LossBalance(self.args.loss_balance, self.args.loss_balance_params, self._losses)
+            params = self.args.loss_balance_params
+            self.loss_balance = LossBalance(self.args.loss_balance, params, self._losses, self._each)
         self._loss_params = {name: PAIR_LOSSES[name].params.from_options(self.args) for name in self.args.loss_type}
         self._pairs_per_chosen_token = 0.0
-
-    def micro_batches_of_step(self, items: list[LabeledBatch | None]) -> tuple[list[ReferencedBatch], float]:
-        """See `OfflineTrainer`; also weights the losses of the step."""
-        batches, count = super().micro_batches_of_step(items)
-        if self.loss_balance is not None:
-            logprobs = self.logprobs_of_step(self.scorer.of_policy, batches)
-            self._step_losses = self.loss_balance.of_step(batches, logprobs, self._each)
-        return batches, count
 
     def _each(self, batch: ReferencedBatch, logprobs: Tensor) -> list[Tensor]:
         policy = self._rows(logprobs, batch)
         pairs = self._pairs(policy, self._rows(batch.ref_logprobs, batch))
         plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
-        return [self._values(name, plain if name in self._plain else pairs) for name, _ in self._losses]
+        sides = [plain if name in self._plain else pairs for name, _ in self._losses]
+        return [self._loss(name, side, None, batch) for (name, _), side in zip(self._losses, sides, strict=True)]
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """See `OfflineTrainer`; also computes what some losses need to know about all pairs of the step."""
@@ -122,29 +116,26 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         pairs = self._pairs(policy, reference)
         plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
         total = torch.zeros((), device=batch.device)
-        weighted = self._step_losses if model.training else self._losses
+        balance = self.loss_balance if model.training else None
+        weighted = self._losses if balance is None else balance.weighted
         for name, weight in weighted:
-            total = total + weight * self._sum(name, plain if name in self._plain else pairs, scores, batch)
+            total = total + weight * self._loss(name, plain if name in self._plain else pairs, scores, batch).sum()
         rewards = self.args.beta * (policy.logps - reference.logps).detach()
         if self.reward_mean is not None and model.training:
             self.reward_mean.add(rewards)
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
-        if self.loss_balance is not None:
+        if balance is not None:
             metrics |= {f"loss_balance/{name}": Mean(weight, 1) for name, weight in weighted}
         return LossOutput(total=total, metrics=metrics, predictions=rewards)
 
-    def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: LabeledBatch) -> Tensor:
-        """Scalar: one loss, summed over the micro-batch."""
-        if name in PAIR_LOSSES and PAIR_LOSSES[name].is_batch_loss:
-            return self._step_pairs.loss(lambda everyone: self._values(name, everyone), pairs, pair_groups(batch))
-        losses = self._values(name, pairs)
-        if self.args.use_weighting and name != "rpo":
-            losses = losses * pair_weights(scores, batch)
-        return losses.sum()
-
-    def _values(self, name: str, pairs: Pairs) -> Tensor:
+    def _loss(self, name: str, pairs: Pairs, scores: TokenScores | None, batch: LabeledBatch) -> Tensor:
+        """[P] one loss, with `scores` weighted by `use_weighting`; its sum if it sorts the pairs."""
         if name == "rpo":
             return rpo_nll(pairs)
-        losses: Tensor = PAIR_LOSSES[name].function(pairs, self._loss_params[name])
-        # sft is a mean over tokens, although the step's sum is divided by the number of pairs.
-        return losses * self._pairs_per_chosen_token if name == "sft" else losses
+        row, params = PAIR_LOSSES[name], self._loss_params[name]
+        if row.is_batch_loss:
+            return self._step_pairs.loss(lambda everyone: row.function(everyone, params), pairs, pair_groups(batch))
+        losses: Tensor = row.function(pairs, params)
+        if name == "sft":  # a mean over tokens, although the step's sum is divided by the number of pairs
+            losses = losses * self._pairs_per_chosen_token
+        return losses * pair_weights(scores, batch) if self.args.use_weighting and scores is not None else losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from prefrl.options.params import Params
 Batch = TypeVar("Batch")
 
 
-class LossBalance:
+class LossBalance(Generic[Batch]):
     """The weights of K losses for each step; see `losses.advantage.balance`, where minus a loss is the reward.
 
     L_k is the distance of a loss's mean over the pairs of the step from the lowest loss of a pair so far, as a share
@@ -28,21 +28,27 @@ class LossBalance:
         method: A name in `REWARD_BALANCES`.
         params: The hyperparameters of the method.
         losses: The names of the losses with their weights, the preferences, which are not negative.
+        losses_of: Maps a micro-batch and [N] log-probs of the policy to the K losses, [P] of its pairs each.
     """
 
-    def __init__(self, method: str, params: Params, losses: Sequence[tuple[str, float]]) -> None:
+    def __init__(
+        self,
+        method: str,
+        params: Params,
+        losses: Sequence[tuple[str, float]],
+        losses_of: Callable[[Batch, Tensor], list[Tensor]],
+    ) -> None:
+        self.weighted = list(losses)  # with the weights of the current step, the same on all ranks
+        self._losses_of = losses_of
         self._balancer = RewardBalancer(method, params, reward_weights=[weight for _, weight in losses])
         self._names = [name for name, _ in losses]
 
-    def of_step(
-        self, batches: Sequence[Batch], logprobs: Sequence[Tensor], losses_of: Callable[[Batch, Tensor], list[Tensor]]
-    ) -> list[tuple[str, float]]:
-        """The losses with their weights in a step, the same on all ranks. All ranks must call it.
+    def weigh(self, batches: Sequence[Batch], logprobs: Sequence[Tensor]) -> None:
+        """Set the weights for a step. All ranks must call it.
 
         Args:
             batches: The micro-batches of this rank.
             logprobs: [N] nats for each of them, of the policy before the step.
-            losses_of: Maps a micro-batch and its log-probs to the K losses, [P] of its pairs each.
         """
         size = len(self._names)
         gram = torch.zeros(size, size, dtype=torch.float64)
@@ -50,7 +56,7 @@ class LossBalance:
         for batch, own in zip(batches, logprobs, strict=True):
             with torch.enable_grad():
                 leaf = own.detach().requires_grad_()
-                losses = losses_of(batch, leaf)
+                losses = self._losses_of(batch, leaf)
                 gradients = [torch.autograd.grad(loss.sum(), leaf, retain_graph=True)[0] for loss in losses]
             each = torch.stack(gradients).to("cpu").double()
             gram = gram + each @ each.T
@@ -58,7 +64,7 @@ class LossBalance:
         found = distributed.gather_objects((gram, values))
         grams, rows = torch.stack([matrix for matrix, _ in found]), torch.cat([part for _, part in found])
         weights = self._balancer.weights(grams.sum(0), -rows)
-        return list(zip(self._names, weights.tolist(), strict=True))
+        self.weighted = list(zip(self._names, weights.tolist(), strict=True))
 
     def save(self, path: Path, *, writes: bool) -> None:
         """Write the state, which all ranks share."""

@@ -125,7 +125,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             sampling = GenerationConfig(do_sample=True)
             self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
-        self.loss_balance: LossBalance | None = None  # for several losses
+        self.loss_balance: LossBalance[Ready] | None = None  # for several losses
 
     # The reference policy.
 
@@ -366,7 +366,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             batches = whole.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
         if self.reward_mean is not None:
             self.reward_mean.fold()
-        return self.prepare_step(batches), count
+        ready = self.prepare_step(batches)
+        if self.loss_balance is not None:
+            self.loss_balance.weigh(ready, self.logprobs_of_step(self.scorer.of_policy, ready))
+        return ready, count
 
     def evaluation_step(self, model: nn.Module, item: Loaded | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
