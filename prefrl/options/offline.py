@@ -8,8 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import apply, check_unset, example, mapping_of, opt, parse_json, unset, when
+from prefrl.options.params import KwargsValue, Params, ParamsOf, kwargs
 from prefrl.options.preference import (
     CPO_LOSS_FACTS,
     PAIR_LOSS_FACTS,
@@ -115,6 +117,32 @@ PAIR_LOSS_RULES = (
         "use_weighting=True with loss_type={found}: its values belong to positions in the sorted batch, not to pairs. "
         "Set use_weighting=False.",
         example("dpo", loss_type=["aot"], use_weighting=True),
+    ),
+)
+BALANCE_RULES = (
+    when(
+        lambda o: o.loss_balance is not None and len(o.weighted_losses) < 2,
+        "loss_balance={loss_balance!r} has no effect with one loss. List several in loss_type, or set rpo_alpha.",
+        example("dpo", loss_balance="nash"),
+    ),
+    when(
+        lambda o: o.loss_balance is not None and min(o.loss_weights or [1.0]) < 0,
+        "loss_weights={loss_weights}: loss_balance={loss_balance!r} needs weights >= 0.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], loss_weights=[1.0, -1.0]),
+    ),
+    when(
+        lambda o: (
+            [name for name in o.loss_type if o.pair_losses[name].is_batch_loss] if o.loss_balance is not None else None
+        ),
+        "loss_balance={loss_balance!r} with loss_type={found}: these losses sort the batch, so a pair has no loss of "
+        "its own. Remove them, or loss_balance.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "aot"]),
+    ),
+    when(
+        lambda o: o.loss_balance is not None and o.use_weighting,
+        "loss_balance={loss_balance!r} with use_weighting=True: losses are compared without the weights of pairs. Use "
+        "one of them.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], use_weighting=True),
     ),
 )
 DIVERGENCE_RULES = (
@@ -328,11 +356,24 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
         "Weight of an additional term, the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733). "
         "By default, there is no such term.",
     )
+    loss_balance: Literal["log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = opt(
+        None,
+        "How to weight several losses in each step, from their values and gradients; loss_weights and rpo_alpha are "
+        "the preferences. Each step needs another forward pass. None: the weights are fixed.",
+    )
+    loss_balance_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of loss_balance.",
+        {name: params for name, params in BALANCE_PARAMS.items() if name != "fixed"},
+        switch="loss_balance",
+    )
+
+    loss_balance_params = ParamsOf("loss_balance_kwargs", Params)
 
     @property
     def weighted_losses(self) -> list[tuple[str, float]]:
-        """The names of the losses with their weights."""
-        return list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
+        """The names of the losses with their weights. `rpo` is the term of `rpo_alpha`."""
+        losses = list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
+        return losses if self.rpo_alpha is None else [*losses, ("rpo", self.rpo_alpha)]
 
     @property
     def pair_losses(self) -> Mapping[str, PairLossFacts]:
@@ -344,7 +385,7 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
         super().validate()
         apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, PAIR_LOSS_RULES)
         check_loss_options(self, PAIR_LOSS_FACTS, self.loss_type)
-        apply(self, DIVERGENCE_RULES)
+        apply(self, DIVERGENCE_RULES, BALANCE_RULES)
 
 
 @dataclass(init=False, repr=False, eq=False)

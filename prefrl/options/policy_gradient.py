@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.fields import Rule, apply, ascending, example, flat, opt, when
 from prefrl.options.generation_rules import TRUNCATION_RULES
 from prefrl.options.online import OnlineOptions
@@ -129,44 +130,6 @@ class BaselineParams(AdvantageParams):
     )
 
 
-@hyperparameters
-class UncertaintyParams(Params):
-    """Hyperparameters of `uncertainty`."""
-
-    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-scales.")
-
-
-@hyperparameters
-class GradnormParams(Params):
-    """Hyperparameters of `gradnorm`."""
-
-    alpha: Annotated[float, Ge(0)] = opt(1.5, "How strongly rewards that lag behind are favored.")
-    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-weights.")
-
-
-@hyperparameters
-class FamoParams(Params):
-    """Hyperparameters of `famo`."""
-
-    rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
-    decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits. rate * decay must be below 1.")
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        when(
-            lambda p: p.rate * p.decay >= 1,
-            "rate={rate} * decay={decay}: must be below 1. Lower one of them.",
-            example("grpo", reward_balance="famo", balance_kwargs={"decay": 1.0}),
-        ),
-    )
-
-
-@hyperparameters
-class ParetoParams(Params):
-    """Hyperparameters of `pareto`."""
-
-    smoothing: Annotated[float, Gt(0)] = opt(0.5, "Smoothing of the maximum. A smaller value comes closer to it.")
-
-
 @dataclass(frozen=True)
 class EstimatorFacts:
     """What is known of an advantage estimator without its function, which is in `prefrl.losses.advantage`."""
@@ -203,17 +166,6 @@ ESTIMATOR_FACTS: dict[str, EstimatorFacts] = {
         "Li et al. 2026, arXiv 2602.07078",
         needs=frozenset({"logprobs", "log_collision"}),
     ),
-}
-
-# The hyperparameters of each method of `reward_balance`.
-BALANCE_PARAMS: dict[str, type[Params]] = {
-    "fixed": Params,
-    "log_transform": Params,
-    "uncertainty": UncertaintyParams,
-    "gradnorm": GradnormParams,
-    "famo": FamoParams,
-    "nash": Params,
-    "pareto": ParetoParams,
 }
 
 

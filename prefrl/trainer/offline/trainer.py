@@ -34,6 +34,7 @@ from prefrl.trainer.arguments import (
 )
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks import LogCompletionsCallback
+from prefrl.trainer.offline.loss_balance import LossBalance
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.preference import half_pairs, prepare_pairs
 from prefrl.trainer.offline.rows import RunningMean, longest_rows, predicted_pairs
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.evaluation import ComputeMetrics
 
 _REWARD_MEAN_FILE = "reward_mean.json"
+_LOSS_BALANCE_FILE = "loss_balance.json"
 
 
 class TrainerArguments(TypedDict, total=False):
@@ -123,6 +125,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             sampling = GenerationConfig(do_sample=True)
             self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
+        self.loss_balance: LossBalance[Ready] | None = None  # for several losses
 
     # The reference policy.
 
@@ -363,7 +366,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             batches = whole.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
         if self.reward_mean is not None:
             self.reward_mean.fold()
-        return self.prepare_step(batches), count
+        ready = self.prepare_step(batches)
+        if self.loss_balance is not None:
+            self.loss_balance.weigh(ready, self.logprobs_of_step(self.scorer.of_policy, ready))
+        return ready, count
 
     def evaluation_step(self, model: nn.Module, item: Loaded | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
@@ -386,16 +392,20 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     # Checkpoints.
 
     def _save_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer._save_update_state`; also writes the reward mean."""
+        """See `BaseTrainer._save_update_state`; also writes the reward mean and the balance of losses."""
         super()._save_update_state(folder)
         if self.reward_mean is not None:
             self.reward_mean.save(folder / _REWARD_MEAN_FILE, writes=self.args.should_save)
+        if self.loss_balance is not None:
+            self.loss_balance.save(folder / _LOSS_BALANCE_FILE, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
         """See `BaseTrainer._load_update_state`."""
         super()._load_update_state(folder)
         if self.reward_mean is not None:
             self.reward_mean.load(folder / _REWARD_MEAN_FILE)
+        if self.loss_balance is not None:
+            self.loss_balance.load(folder / _LOSS_BALANCE_FILE)
 
     def _reference_fingerprint(self) -> str | None:
         """See `BaseTrainer`; log-probs that were precomputed stand for a reference, too."""
