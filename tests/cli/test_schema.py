@@ -86,7 +86,7 @@ def test_help_is_written_in_sentences() -> None:
 def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path) -> None:
     given = parse(tmp_path, "top_k: 5\nfreeze: [a]\n", "--top_k", "null", "--freeze", "null")
     assert (given.values["top_k"], given.values["freeze"]) == (None, None)
-    with pytest.raises(ConfigError, match="invalid int value: 'null'"):
+    with pytest.raises(ConfigError, match="seed='null': must be a whole number"):
         parse(tmp_path, "", "--seed", "null")
 
 
@@ -112,7 +112,7 @@ def test_a_feature_that_is_switched_off_takes_its_options_of_the_file_along(
         ("vllm_mode: colocate", "run.yaml:4: unknown option 'vllm_mode'. 'vllm_mode', an option of TRL,"),
         ("base_model: m", "run.yaml:4: unknown option 'base_model'. 'base_model', an option of axolotl,"),
         ("packing: true", "run.yaml:4: unknown option .packing.. It is an option of sft"),
-        ("seed: x", "run.yaml:4: seed='x': must be of type int"),
+        ("seed: x", "run.yaml:4: seed='x': must be a whole number"),
         ("dtype: int8", "run.yaml:4: dtype='int8': must be one of auto, bfloat16"),
         ("temperature: -1", r"run.yaml:4: temperature=-1.0: must be a number >= 0.001"),
         ("max_staleness: 2", "run.yaml:4: max_staleness=2 has no effect because use_vllm=False"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import logging
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -336,6 +337,7 @@ def load_part(
     path, arguments = source_of(part, where)
     import datasets  # not needed for --help, or to see that a file is missing
 
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says what they would
     try:
         dataset: AnyDataset = datasets.load_dataset(
             path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
@@ -345,7 +347,7 @@ def load_part(
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # datasets puts the place and the cause of a damaged file into the error that its own one comes from.
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
-        reason = _bad_line(Path(part.path)) or cause
+        reason = _bad_line(Path(part.path)) or _not_utf8(Path(part.path)) or cause
         named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
         what = f"{where} with {split_option}={part.split!r}"
         raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
@@ -369,6 +371,35 @@ def _bad_line(path: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None  # what datasets says of it is better
     return None
+
+
+def _not_utf8(path: Path) -> str | None:
+    """Where the first line is that is not UTF-8, and what to do; None if there is none, or if it is no plain text."""
+    if not path.is_file() or path.suffix.lower() not in (".csv", ".json", ".jsonl", ".txt"):
+        return None
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return (
+                    f"line {number} is not UTF-8, byte {error.start + 1} is 0x{line[error.start]:02x}. Convert the "
+                    f"file, for example with iconv -f latin1 -t utf-8 {path} > {path.stem}-utf8{path.suffix}"
+                )
+    return None
+
+
+_DELIMITERS = (";", "\t", "|")
+
+
+def _delimiter(path: Path) -> dict[str, str]:
+    """The argument for a CSV file whose first line has another delimiter and no comma."""
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with opened(path, "rb") as file:
+        header = file.readline(1 << 16).decode("utf-8", "replace")
+    counts = {mark: header.count(mark) for mark in _DELIMITERS}
+    found = max(_DELIMITERS, key=counts.__getitem__)
+    return {"sep": found} if counts[found] and "," not in header else {}
 
 
 def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
@@ -395,7 +426,8 @@ def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
         raise DataError(f"{where}: there is no such file")
     if (part.data_files, part.data_dir) != (None, None):
         raise ConfigError(f"{where} is a file: remove data_files and data_dir")
-    return file_format[0], {"data_files": part.path, **file_format[1]}
+    delimiter = _delimiter(path) if file_format[0] == "csv" else {}
+    return file_format[0], {"data_files": part.path, **file_format[1], **delimiter}
 
 
 def _first_rows(parts: dict[str, AnyDataset], fractions: dict[str, float]) -> dict[str, AnyDataset]:
