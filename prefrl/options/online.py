@@ -284,7 +284,7 @@ class OnlineOptions(RolloutOptions):
             setattr(self, field.name, default_of(field))
 
     def validate_episodes(self, *, has_episodes: bool) -> None:
-        """Reject options of episodes if there are none, and parse the parser.
+        """Reject options of episodes if there are none, and read `tool_parser` if it is JSON.
 
         Raises:
             ConfigError: An option has no effect.
