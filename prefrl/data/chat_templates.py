@@ -340,7 +340,7 @@ def add_response_schema(processing_class: _T) -> _T:
         processing_class: A tokenizer, or a processor, whose tokenizer is changed.
 
     Returns:
-        What was given.
+        The tokenizer or processor that was given.
 
     Raises:
         ConfigError: There is no chat template, it renders no tool calls, or no known format reads them.

@@ -305,7 +305,7 @@ class OnlineOptions(RolloutOptions):
             setattr(self, field.name, default_of(field))
 
     def validate_episodes(self, *, has_episodes: bool) -> None:
-        """Reject options of episodes if there are none, and those that episodes exclude; parse the parser.
+        """Reject options of episodes if there are none, and what episodes exclude; read `tool_parser` if it is JSON.
 
         Raises:
             ConfigError: An option has no effect, or cannot be combined with episodes.
