@@ -126,6 +126,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneWorkerForWhatIsShared(config, log)
 
 
+_has_begun = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """The worker with the vLLM servers is the last that ends, so the others let it go first."""
+    global _has_begun
+    if not _has_begun and "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith("tests/vllm/"):
+        os.nice(5)
+    _has_begun = True
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """After some errors of an earlier test a process can use its device no more: xdist starts another one then."""
     if item.get_closest_marker("gpu") is None or "PYTEST_XDIST_WORKER" not in os.environ:
