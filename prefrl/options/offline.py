@@ -21,6 +21,7 @@ from prefrl.options.preference import (
     ReferenceOptions,
 )
 from prefrl.options.types import LengthBound, TruncationMode
+from prefrl.options.unlisted import ENCODER_RULES, EncoderNames
 
 
 def check_loss_options(config: Any, losses: Mapping[str, Any], chosen: Sequence[str]) -> None:
@@ -241,8 +242,10 @@ class SFTOptions(OfflineOptions):
     adds_tokens: ClassVar[bool] = True
 
     learning_rate: float = opt(2e-5, "Initial learning rate.")
-    loss_type: Literal["nll", "dft"] = opt(
-        "nll", "nll: negative log-likelihood. dft: each token weighted by its own probability (arXiv 2508.05629)."
+    loss_type: Literal["nll", "dft", "chunked_nll"] = opt(
+        "nll",
+        "nll: negative log-likelihood; chunked_nll is TRL's name of a way to compute it, and is the same here. dft: "
+        "each token weighted by its own probability (arXiv 2508.05629).",
     )
     completion_only_loss: bool | None = opt(
         None, "Compute the loss only on the completion. None: yes for prompt-completion data, no otherwise."
@@ -270,6 +273,12 @@ class SFTOptions(OfflineOptions):
         "bfd", "bfd: best-fit decreasing, sequences stay whole. wrapped: one stream of tokens, cut at max_length."
     )
     eval_packing: bool | None = opt(None, "Pack the evaluation dataset, too. None: same as packing.")
+
+    def take_other_forms(self) -> None:
+        """See `BaseOptions.take_other_forms`: TRL computes the same loss in two ways."""
+        super().take_other_forms()
+        if self.loss_type == "chunked_nll":
+            self.loss_type = "nll"
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -352,16 +361,21 @@ class KTOOptions(OfflineReferenceOptions, OfflineOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class ORPOOptions(SampleOptions, OfflineOptions):
+class ORPOOptions(EncoderNames, SampleOptions, OfflineOptions):
     """Options of ORPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term; lambda in the paper.")
 
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, ENCODER_RULES)
+
 
 @dataclass(init=False, repr=False, eq=False)
-class CPOOptions(SampleOptions, OfflineOptions):
+class CPOOptions(EncoderNames, SampleOptions, OfflineOptions):
     """Options of CPO, SimPO and AlphaPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
@@ -388,7 +402,7 @@ class CPOOptions(SampleOptions, OfflineOptions):
         """See `BaseOptions.validate`."""
         super().validate()
         check_loss_options(self, CPO_LOSS_FACTS, [self.loss_type])
-        apply(self, SHAPE_RULES)
+        apply(self, ENCODER_RULES, SHAPE_RULES)
 
 
 @dataclass(init=False, repr=False, eq=False)
