@@ -23,6 +23,7 @@ from prefrl.options.preference import (
     ReferenceOptions,
 )
 from prefrl.options.types import LengthBound, TruncationMode
+from prefrl.options.unlisted import ENCODER_RULES, EncoderNames
 
 
 def check_loss_options(config: Any, losses: Mapping[str, Any], chosen: Sequence[str]) -> None:
@@ -271,10 +272,10 @@ class SFTOptions(OfflineOptions):
     adds_tokens: ClassVar[bool] = True
 
     learning_rate: float = opt(2e-5, "Initial learning rate.")
-    loss_type: Literal["nll", "dft"] = opt(
+    loss_type: Literal["nll", "dft", "chunked_nll"] = opt(
         "nll",
-        "'nll' is the negative log-likelihood; 'dft' also weights each token by its own probability (arXiv "
-        "2508.05629).",
+        "'nll' is the negative log-likelihood; 'chunked_nll', TRL's name of a way to compute it, is the same. 'dft' "
+        "also weights each token by its own probability (arXiv 2508.05629).",
     )
     completion_only_loss: bool | None = opt(
         None,
@@ -306,6 +307,12 @@ class SFTOptions(OfflineOptions):
         "cuts it every max_length tokens.",
     )
     eval_packing: bool | None = opt(None, "Also pack the evaluation dataset. The default is the value of packing.")
+
+    def take_other_forms(self) -> None:
+        """See `BaseOptions.take_other_forms`: TRL computes the same loss in two ways."""
+        super().take_other_forms()
+        if self.loss_type == "chunked_nll":
+            self.loss_type = "nll"
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -407,16 +414,21 @@ class KTOOptions(OfflineReferenceOptions, OfflineOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class ORPOOptions(SampleOptions, OfflineOptions):
+class ORPOOptions(EncoderNames, SampleOptions, OfflineOptions):
     """Options of ORPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term, called lambda in the paper.")
 
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, ENCODER_RULES)
+
 
 @dataclass(init=False, repr=False, eq=False)
-class CPOOptions(SampleOptions, OfflineOptions):
+class CPOOptions(EncoderNames, SampleOptions, OfflineOptions):
     """Options of CPO, SimPO and AlphaPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
@@ -445,7 +457,7 @@ class CPOOptions(SampleOptions, OfflineOptions):
         """See `BaseOptions.validate`."""
         super().validate()
         check_loss_options(self, CPO_LOSS_FACTS, [self.loss_type])
-        apply(self, SHAPE_RULES)
+        apply(self, ENCODER_RULES, SHAPE_RULES)
 
 
 @dataclass(init=False, repr=False, eq=False)

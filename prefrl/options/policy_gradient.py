@@ -9,7 +9,6 @@ from annotated_types import Ge, Gt, Le
 
 from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.fields import Rule, apply, ascending, example, flat, opt, when
-from prefrl.options.generation_rules import TRUNCATION_RULES
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import (
@@ -176,7 +175,7 @@ KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "seq
 class CreditOptions(OnlineOptions):
     """Which completions are learned from, and how rewards become advantages of turns and of several rewards."""
 
-    # Keywords that fill keys of mappings.
+    # Names of TRL for keys of mappings.
     sapo_temperature_pos: float | None = flat("loss_kwargs", "temperature_pos")
     sapo_temperature_neg: float | None = flat("loss_kwargs", "temperature_neg")
     vespo_k_pos: float | None = flat("loss_kwargs", "k_pos")
@@ -414,4 +413,4 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
         super().validate()
-        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TRUNCATION_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)
+        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)

@@ -80,6 +80,7 @@ KL_RULES = (
         lambda o: o.beta == 0,
         "beta=0.0: there is no KL term. Set beta > 0.",
         example("grpo", beta=0.0),
+        hint=True,
     ),
     when(
         lambda o: o.kl_estimator == "full" and o.sync_ref_model,
@@ -214,12 +215,6 @@ REINFORCE_PLUS_PLUS_RULES = (
     ),
 )
 CRITIC_RULES = (
-    *unset(
-        {"detach_trunk": True},
-        lambda o: o.critic == "model",
-        "critic='model' shares nothing with the policy. Use critic='head'.",
-        example("ppo", critic="model"),
-    ),
     when(
         lambda o: 0 < o.max_steps <= o.critic_warmup,
         "critic_warmup={critic_warmup}: must be below max_steps={max_steps}, or the policy never learns",

@@ -15,6 +15,7 @@ from prefrl.options.fields import Rule, ascending, example, flat, opt, when
 from prefrl.options.generation_rules import unscored
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.types import Seconds
+from prefrl.options.unlisted import SamplerNames
 
 CurriculumWeighting = Literal["variance", "band"]
 
@@ -206,10 +207,10 @@ class EvalSamplingParams(Params):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class RolloutOptions(BaseOptions):
+class RolloutOptions(SamplerNames, BaseOptions):
     """Rewards, prompts, and the servers or the process that samples completions."""
 
-    # Keywords that fill keys of mappings.
+    # Names of TRL for keys of mappings.
     reward_clip_range: list[float] | None = flat("reward_shaping_kwargs", "clip_range")
     missing_eos_penalty: float | None = flat("reward_shaping_kwargs", "missing_eos_penalty")
     vllm_structured_outputs_regex: str | None = flat("vllm_guided_decoding_regex")
@@ -297,10 +298,9 @@ class RolloutOptions(BaseOptions):
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
-        "trainer's and async samples come from older weights. It is on by default, except when guided decoding, or "
-        "truncated sampling with truncated_logprobs='softmax', makes the trainer score a distribution that differs "
-        "from the sampler's.",
-        needs=["use_vllm"],
+        "trainer's and async samples come from older weights. It is on by default with a server, except when guided "
+        "decoding, or truncated sampling with truncated_logprobs='softmax', makes the trainer score a distribution "
+        "that differs from the sampler's.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -380,9 +380,8 @@ class RolloutOptions(BaseOptions):
     @property
     def corrects_sampling(self) -> bool:
         """The effective value of `vllm_importance_sampling_correction`."""
-        if self.vllm_importance_sampling_correction is None:
-            return self.use_vllm and not unscored(self)
-        return self.vllm_importance_sampling_correction
+        is_wanted = self.vllm_importance_sampling_correction
+        return self.use_vllm and (not unscored(self) if is_wanted is None else is_wanted)
 
 
 def _is_loopback(host: str) -> bool:

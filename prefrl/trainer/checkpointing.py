@@ -359,7 +359,7 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
         checkpoint: What training resumes from. None means nothing.
 
     Raises:
-        ConfigError: It cannot, it does so anyway, or the checkpoint lacks something.
+        ConfigError: It cannot, or the checkpoint lacks something.
     """
     for name, value in (("save_optimizer", params.save_optimizer), ("load_optimizer", params.load_optimizer)):
         if not value and not distributed.keeps_optimizer_apart(accelerator):
@@ -367,11 +367,6 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
                 f"checkpoint_kwargs: {name}=False is not supported with ZeRO and FSDP2, which save weights and "
                 "optimizer state together. Leave it out; save_only_model=True saves only the model."
             )
-    if params.export_weights and not distributed.keeps_checkpoints_partitioned(accelerator):
-        raise ConfigError(
-            "checkpoint_kwargs: export_weights=True has no effect because this backend, with its current settings, "
-            "writes complete weights to every checkpoint. Leave it out."
-        )
     if checkpoint is None or not params.load_optimizer or not distributed.keeps_optimizer_apart(accelerator):
         return
     if not (checkpoint / OPTIMIZER_NAME).exists():

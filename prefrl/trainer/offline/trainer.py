@@ -20,6 +20,7 @@ from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.options.fields import warn_of_hint
 from prefrl.options.names import ARGUMENTS
 from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
 from prefrl.trainer.arguments import (
@@ -309,7 +310,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             collate_fn=self.collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=False,  # batches are moved by _prepare_inputs
-            persistent_workers=self.args.dataloader_persistent_workers,
+            persistent_workers=self.args.dataloader_num_workers > 0 and self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
             # They lay out rows with this trainer, which cannot be sent to a process. A fork has it, and uses no GPU.
             multiprocessing_context="fork" if self.args.dataloader_num_workers else None,
@@ -326,9 +327,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         repeat: bool = False,
     ) -> StreamLoader:
         if self.args.dataloader_num_workers:
-            raise ConfigError(
-                f"dataloader_num_workers={self.args.dataloader_num_workers} with an IterableDataset: a stream is read "
-                "by one process. Set 0."
+            warn_of_hint(
+                self.args,
+                f"dataloader_num_workers={self.args.dataloader_num_workers} has no effect because an IterableDataset "
+                "is read by the training process itself. Set 0.",
             )
         return StreamLoader(
             dataset,

@@ -104,7 +104,7 @@ RULES = [
 @pytest.mark.parametrize(("cls", "options", "message"), RULES)
 def test_sizes_that_contradict_each_other_are_refused(cls: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config(cls, **options)
+        config(cls, strict_options=True, **options)
 
 
 def test_a_generation_keeps_its_size_however_it_is_cut() -> None:
