@@ -16,7 +16,7 @@ from torch import nn
 
 from prefrl.distributed import is_main, is_sharded
 from prefrl.errors import ConfigError, RewardError, require
-from prefrl.options.names import unpinned_code
+from prefrl.options.names import nearest, unpinned_code
 from prefrl.pictures import has_images, images_of, in_blocks, opened, with_placeholders
 from prefrl.rewards.base import message_text
 
@@ -342,6 +342,12 @@ def _load_model(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> P
         raise ConfigError(
             f"reward_funcs={source!r}: is the name of a function, but a text must be the name of a model. Pass the "
             f"function: from prefrl.rewards import {source}"
+        )
+    guess = nearest(source, rewards.__all__, otherwise=" ").strip()
+    if guess and "/" not in source and not Path(source).exists():
+        raise ConfigError(
+            f"reward_funcs={source!r}: there is no folder with this name, and it is like that of a function. {guess} "
+            "Pass the function, or the path of a model."
         )
     try:
         adapter = find_adapter_config_file(source)

@@ -70,8 +70,9 @@ def main(algorithm: Algorithm, given: Given) -> int:
         # With options of columns, the command that evaluates would be too long for the panel.
         dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
         print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
-    except KeyboardInterrupt:
-        _say_stopped(algorithm.name, trainer)
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:  # else training stopped in order, and has said so
+            _say_stopped(algorithm.name, trainer)
         raise
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted

@@ -23,7 +23,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
-from prefrl.run.folder import Stopped, check_space, leave, write_identity
+from prefrl.run.folder import Stopped, check_space, how_to_resume, leave, write_identity
 from prefrl.trainer.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.model_card import RunFacts, write_model_card
 from prefrl.trainer.scheduler import refresh
@@ -89,10 +89,8 @@ def until_stopped(run: Run, train: Callable[[], TrainOutput]) -> TrainOutput:
     run.parts.tell("left", run, is_complete)
     if not is_complete:
         if distributed.is_main():
-            sys.stderr.write(
-                f"stopped after step {run.state.global_step} of {run.state.max_steps}. To continue, start the "
-                f"same training with resume_from_checkpoint=True; output_dir is {run.args.output_dir}\n"
-            )
+            way = how_to_resume(run.args.output_dir)
+            sys.stderr.write(f"stopped after step {run.state.global_step} of {run.state.max_steps}. {way}\n")
         leave(code)
     return output
 
