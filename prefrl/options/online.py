@@ -159,9 +159,7 @@ class OnlineOptions(RolloutOptions):
     )
     include_stop_str_in_output: bool = opt(
         True,
-        "Show the stop string to rewards, at the end of the text. False: the text ends before it; what is trained on "
-        "stays the same.",
-        needs=["stop"],
+        "Whether rewards see the stop string at the end of the text. What is trained on is the same in both cases.",
     )
     ignore_eos: bool = opt(
         False,

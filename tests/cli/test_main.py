@@ -332,7 +332,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
         pytest.param(["sft", "--learning_rate", "x"], "learning_rate='x': must be a number, or auto.", id="type"),
         pytest.param(
             ["sft", "--loss_type", "nlll"],
-            "loss_type='nlll': must be one of nll, dft. Did you mean 'nll'",
+            "loss_type='nlll': must be one of nll, dft, chunked_nll. Did you mean 'nll'",
             id="choice",
         ),
         pytest.param(["sft"], "model_name_or_path: not given.", id="missing"),

@@ -173,10 +173,10 @@ def test_a_namesake_stays_imported_from_trl() -> None:
 
 
 def test_imports_of_what_is_not_there_stay() -> None:
-    script = 'import trl\nfrom trl import SFTTrainer, WeaveCallback\nx = trl.SFTTrainer\n# "trl"\n'
+    script = 'import trl\nfrom trl import SFTTrainer, WinRateCallback\nx = trl.SFTTrainer\n# "trl"\n'
     result = migrate_script(script)
     assert result.text == (
-        'import prefrl\nfrom prefrl import SFTTrainer\nfrom trl import WeaveCallback\nx = prefrl.SFTTrainer\n# "trl"\n'
+        'import prefrl\nfrom prefrl import SFTTrainer\nfrom trl import WinRateCallback\nx = prefrl.SFTTrainer\n# "trl"\n'
     )
     assert [line for line, _ in result.open] == [2]
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, AnyStr
 
+from prefrl.options.fields import flat_names
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.migrate.rows import Counterpart
+from prefrl.scripts.schema import early_class
 from prefrl.scripts.schema import options_of as schema_options
 
 
@@ -64,8 +66,10 @@ def switches() -> dict[str, list[str]]:
 
 @cache
 def option_names_of(command: str) -> frozenset[str]:
-    """The options of `prefrl <command>`."""
-    return frozenset(option["name"] for option in schema_options(command))
+    """The options of `prefrl <command>`, without the names that it takes only because TRL has them."""
+    places = flat_names(early_class(command))
+    every = schema_options(command)
+    return frozenset(option["name"] for option in every if not option.get("is_hidden") or option["name"] in places)
 
 
 @cache

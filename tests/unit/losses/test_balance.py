@@ -468,7 +468,7 @@ def test_state_of_a_fresh_balancer_goes_through_json():
 
 @pytest.mark.parametrize(("balance", "weights"), [("nash", [1.0, 1.0]), ("famo", [1.0, 1.0, 1.0])])
 def test_state_of_another_method_or_number_of_rewards_is_refused(balance, weights):
-    with pytest.raises(ValueError, match=r"'famo'.*resume with the rewards and the reward_balance of the checkpoint"):
+    with pytest.raises(ValueError, match=r"'famo', this run .*: resume with those of the checkpoint"):
         make(balance, reward_weights=weights).load_state_dict(make("famo").state_dict())
 
 
