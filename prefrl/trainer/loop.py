@@ -60,7 +60,6 @@ class Loop(Trainer):
     step_loss: Tensor  # this process's share of its loss
     keeps_steps = True  # whether the first step that is not applied is written to `output_dir`
     _averages_weights = False  # whether the optimizer has two sets of weights
-    _logged: Mapping[str, float] = {}  # the metrics of the last log of steps
     _lacks_weights = False  # whether HuggingFace did not find all weights in a checkpoint
     _parallelism: Any  # how processes share the work
     dataset_name: str | None = None  # for the model card
@@ -316,15 +315,12 @@ class Loop(Trainer):
             raise self.failure
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics since the last log, under TRL's names; the last entry of the history repeats them."""
+        """Adds the metrics since the last log, under TRL's names; the last entry has those that no other has."""
         is_rest = "train_runtime" in logs and self._globalstep_last_logged < self.state.global_step
         if "loss" in logs or is_rest:
             merge(self.metrics["train"], self.account.drain(self.phases))
-            self._logged = drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
-            logs |= self._logged
+            logs |= drained(self.metrics, "train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
         super().log(logs, start_time)
-        if "train_runtime" in logs:  # only the history: trackers have had them
-            self.state.log_history[-1] |= self._logged
 
     # ... in an evaluation, ...
 

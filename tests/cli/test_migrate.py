@@ -176,7 +176,8 @@ def test_imports_of_what_is_not_there_stay() -> None:
     script = 'import trl\nfrom trl import SFTTrainer, WinRateCallback\nx = trl.SFTTrainer\n# "trl"\n'
     result = migrate_script(script)
     assert result.text == (
-        'import prefrl\nfrom prefrl import SFTTrainer\nfrom trl import WinRateCallback\nx = prefrl.SFTTrainer\n# "trl"\n'
+        "import prefrl\nfrom prefrl import SFTTrainer\nfrom trl import WinRateCallback\n"
+        'x = prefrl.SFTTrainer\n# "trl"\n'
     )
     assert [line for line, _ in result.open] == [2]
 
