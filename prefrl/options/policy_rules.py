@@ -220,6 +220,19 @@ CRITIC_RULES = (
         "critic='model' shares nothing with the policy. Use critic='head'.",
         example("ppo", critic="model"),
     ),
+    *unset(
+        {"value_model_name_or_path": "m"},
+        lambda o: o.critic == "head",
+        "critic='head' is part of the policy. Leave critic out.",
+        example("ppo", critic="head"),
+    ),
+    *unset(
+        {"detach_trunk": True},
+        lambda o: o.value_model_name_or_path is not None,
+        "the critic value_model_name_or_path={value_model_name_or_path!r} shares nothing with the policy. Remove one "
+        "of them.",
+        example("ppo", value_model_name_or_path="m"),
+    ),
     when(
         lambda o: 0 < o.max_steps <= o.critic_warmup,
         "critic_warmup={critic_warmup}: must be below max_steps={max_steps}, or the policy never learns",
