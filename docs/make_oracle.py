@@ -26,7 +26,7 @@ def content(name: str) -> str:
         changed = [
             f"`{name}`: {', '.join(f'`{k}={v}`' for k, v in keys.items())}" for name, keys in HYPERPARAMETERS.items()
         ]
-        return f"`epsilon_high={EPSILON_HIGH}` where there is one; {'; '.join(changed)}; else the defaults."
+        return f"`epsilon_high={EPSILON_HIGH}` for losses that have it; {'; '.join(changed)}; defaults otherwise."
     return TABLES[name].markdown()
 
 

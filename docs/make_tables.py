@@ -390,6 +390,21 @@ def own_tables(config: type[Any]) -> str:
     return "\n".join([*own, lead, "", *links, ""])
 
 
+# What the options of a class that several trainers share are about.
+_TOPICS = {
+    "BaseOptions": "Checkpoints, logs, memory and what happens when a step goes wrong",
+    "TrainingOptions": "Optimizer, schedules, batch sizes, evaluation and tokenizer",
+    "OfflineOptions": "Lengths and rows of a dataset",
+    "OfflineReferenceOptions": "Reference log-probs",
+    "ReferenceOptions": "KL term and reference model",
+    "SampleOptions": "Samples during evaluation",
+    "PolicyGradientOptions": "Policy loss, KL and entropy",
+    "CreditOptions": "Advantages: credit, selection and balance of rewards",
+    "OnlineOptions": "Sampling, episodes and generation batches",
+    "RolloutOptions": "Rewards, prompts and vLLM",
+}
+
+
 def shared_tables() -> str:
     """A section for each set of trainers that have options in common, with a table for each option group."""
     sections: dict[str, list[str]] = {}
@@ -397,8 +412,7 @@ def shared_tables() -> str:
         config = algorithm.load_config()
         for group in groups(config):
             if group in audiences():
-                heading = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", group.__name__)
-                text = f"### {heading}\n\n{table(config, group)}"
+                text = f"### {_TOPICS[group.__name__]}\n\n{table(config, group)}"
                 sections.setdefault(audiences()[group], []).append(text)
     ordered = sorted(sections.items(), key=lambda section: section[0] != "All trainers")
     return "\n".join(f"## {title}\n\n" + "\n".join(dict.fromkeys(parts)) for title, parts in ordered)

@@ -79,7 +79,7 @@ def apply_chat_template(
         example: A row with `messages`; with `prompt`; with `prompt`, `completion` and perhaps `label`; or with
             `chosen`, `rejected` and perhaps `prompt`. `chat_template_kwargs` of the row go to the template, too. Other
             columns are left out.
-        processing_class: Has the chat template.
+        processing_class: Tokenizer or processor with the chat template.
         tools: Functions or JSON schemas that the template describes to the model.
         template_kwargs: For the chat template.
 
@@ -340,7 +340,7 @@ def add_response_schema(processing_class: _T) -> _T:
         processing_class: A tokenizer, or a processor, whose tokenizer is changed.
 
     Returns:
-        What was given.
+        The tokenizer or processor that was given.
 
     Raises:
         ConfigError: There is no chat template, it renders no tool calls, or no known format reads them.

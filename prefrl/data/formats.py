@@ -289,7 +289,9 @@ def _missing_columns_message(columns: Sequence[str], layouts: Sequence[_Layout])
         for name in missing
         if near[name] is not None
     ]
-    start = f"column {', '.join(map(repr, missing))} is missing; columns present: {list(columns)}"
+    absent = ", ".join(map(repr, missing))
+    start = f"column {absent} is missing" if len(missing) == 1 else f"columns {absent} are missing"
+    start = f"{start}; columns present: {list(columns)}"
     return "; ".join([start, *hints, f"expected {_describe(layouts)}"])
 
 
@@ -378,8 +380,8 @@ def _check_content(message: Message, where: str, allow_empty: bool) -> None:
     if content or may_be_empty or any(message.get(key) for key in _CONTENT_SUBSTITUTES):
         return
     raise DataError(
-        f"{where} (role {message['role']!r}) has {'no content' if content is None else 'empty content'}: "
-        f"needs text; keys present: {sorted(message)}. Correct or drop the row"
+        f"{where} (role {message['role']!r}) has "
+        + ("empty content" if content == "" else f"no content, but the keys {sorted(message)}")
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -306,6 +307,8 @@ EncodeRow = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 _PROBLEM = "prefrl_problem"  # an extra column: why a row cannot be used, or None
 _SHOWN = 3  # how many problems a message lists
+_SAME = 2  # how many rows with the same problem it names after the first
+_NUMBER = re.compile(r"\d+")
 REMEDY = "Correct them, or set invalid_rows='drop' to train without them"
 
 
@@ -432,7 +435,24 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> NDArray[np.int64]:
 
 
 def _list_of(problems: Mapping[int, str], num_rows: int) -> str:
-    """`2 of 9 rows cannot be used: row 0: ...; row 3: ...`."""
-    shown = "; ".join(f"row {index}: {problems[index]}" for index in list(problems)[:_SHOWN])
-    more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
-    return f"{len(problems)} of {num_rows} rows cannot be used: {shown}{more}"
+    """`5 of 9 rows cannot be used: row 0: ...; the same in rows 3, 4 and 1 more; row 7: ...`.
+
+    Problems that differ in their numbers alone are the same.
+    """
+    kinds: dict[str, list[int]] = {}
+    for index, problem in problems.items():
+        kinds.setdefault(_NUMBER.sub("0", problem), []).append(index)
+    shown = list(kinds.values())[:_SHOWN]
+    texts = [f"row {first}: {problems[first]}{_same_in(others)}" for first, *others in shown]
+    left = len(problems) - sum(map(len, shown))
+    more = f" (and {left} more)" if left else ""
+    return f"{len(problems)} of {num_rows} rows cannot be used: {'; '.join(texts)}{more}"
+
+
+def _same_in(rows: Sequence[int]) -> str:
+    """`; the same in rows 3, 4 and 1 more`."""
+    if not rows:
+        return ""
+    listed = ", ".join(map(str, rows[:_SAME]))
+    more = f" and {len(rows) - _SAME} more" if len(rows) > _SAME else ""
+    return f"; the same in row{'s' if len(rows) > 1 else ''} {listed}{more}"

@@ -175,8 +175,8 @@ def mix_datasets(
 
     Args:
         parts: Datasets by name, all map-style or all streams, with the same columns.
-        weights: The datasets are drawn from in proportion to these; they need not sum to 1. None: the datasets are
-            concatenated, and `seed` and `stopping` are not used.
+        weights: Probabilities of the datasets, up to a common factor. Without weights, the datasets are concatenated,
+            and `seed` and `stopping` are not used.
         seed: Seed for the draws.
         stopping: "first_exhausted": stop when one dataset has no more rows, so that no row is seen twice.
             "all_exhausted": stop when all rows have been seen, and restart datasets that end earlier.

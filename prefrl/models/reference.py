@@ -316,7 +316,7 @@ _M = TypeVar("_M", bound="nn.Module")
 
 
 def create_reference_model(model: _M, num_shared_layers: int | None = None, pattern: str | None = None) -> _M:
-    """A copy of a model that is not trained, in eval mode.
+    """A frozen copy of a model, in eval mode.
 
     Trainers make their reference themselves: a copy is needed only to compare with other weights than those at the
     start of training.

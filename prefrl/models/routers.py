@@ -60,16 +60,10 @@ def sequence_balance(sums: Tensor, num_routed: Tensor) -> Tensor:
 def router_loss_coef(model: PreTrainedModel, coef: float | None) -> float:
     """The weight of the routers' loss: `coef` or, if it is None, that of the model's config; 0: there is no such loss.
 
-    Raises:
-        ConfigError: A weight is given, but transformers does not define this loss for the model.
+    It is also 0 for models for which transformers does not define this loss.
     """
     config = model.config.get_text_config()
     has_loss = hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef")
-    if coef and not has_loss:
-        raise ConfigError(
-            f"router_aux_loss_coef={coef} has no effect: a {type(model).__name__} is not a mixture of experts, or one "
-            "whose config has no router_aux_loss_coef. Leave it None."
-        )
     if not has_loss:
         return 0.0
     own: float | None = config.router_aux_loss_coef

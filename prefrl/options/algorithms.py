@@ -22,6 +22,7 @@ from prefrl.options.policy_rules import (
 from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.schedule import takes_warmup
 from prefrl.options.types import NumSamples
+from prefrl.options.unlisted import PAIRS_NAMES_RULES, PairsNames
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -219,7 +220,7 @@ class PPOOptions(PolicyGradientOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
+class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
     """Options of online DPO, and shared ones with other defaults."""
 
     loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "Use the loss of DPO ('sigmoid') or of IPO ('ipo').")
@@ -249,6 +250,6 @@ class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        apply(self, PAIRS_RULES)
+        apply(self, PAIRS_RULES, PAIRS_NAMES_RULES)
         super().validate()
         apply(self, REFERENCE_RULES)

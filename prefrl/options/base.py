@@ -52,12 +52,13 @@ from prefrl.options.schedule import (
 )
 from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
+from prefrl.options.unlisted import UNPADDED_RULES, UnpaddedNames
 
 _WATCHED = ("loss", "grad_norm", "kl")
 
 
 @dataclass(init=False, repr=False, eq=False)
-class BaseOptions(TrainingOptions):
+class BaseOptions(UnpaddedNames, TrainingOptions):
     """Options that every trainer has; see also docs/schedules.md, docs/autopilot.md and docs/checkpoints.md."""
 
     # Types of options that are not those of their annotations, from which command lines are made.
@@ -369,7 +370,7 @@ class BaseOptions(TrainingOptions):
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
         check_paths(self)
-        apply(self, COMMON_RULES)
+        apply(self, UNPADDED_RULES, COMMON_RULES)
         self._check_machine()
         apply(self, LIGER_RULES)
         self._set_kernels()

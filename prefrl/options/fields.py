@@ -48,11 +48,7 @@ class About:
     needs: tuple[str, ...] = ()
     kwargs: Any = None  # a `KwargsOption`, if the option maps names to hyperparameters
     place: FlatName | None = None
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether help, docs and trackers show the field. They leave out what only repeats another option."""
-        return self.place is None
+    is_listed: bool = True  # in help, docs and trackers
 
 
 class Help(str):
@@ -85,7 +81,14 @@ def flat(option: str, key: str | None = None, *, default: Any = None) -> Any:
         default: For fields of which None is a value.
     """
     place = option if key is None else f"the key {key} of {option}"
-    return _declared(default, f"TRL's name for {place}.", About(decides=False, place=FlatName(option, key)))
+    about = About(decides=False, place=FlatName(option, key), is_listed=False)
+    return _declared(default, f"TRL's name for {place}.", about)
+
+
+def hidden(default: Any) -> Any:
+    """A field of a config for which there is nothing to set here; a row of a table answers other values."""
+    text = "Accepted for scripts written for TRL; see docs/migrating_from_trl.md."
+    return _declared(default, text, About(decides=False, is_listed=False))
 
 
 def _declared(default: Any, description: str, about: About) -> Any:
@@ -238,7 +241,7 @@ def flat_names(config_class: Any) -> dict[str, FlatName]:
 
 
 def listed_fields(config_class: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a config that are options: all but those that only repeat another one."""
+    """The fields of a config that are options of prefrl: all but those that are only names of TRL."""
     return [field for field in fields(config_class) if about(field).is_listed]
 
 
@@ -264,7 +267,9 @@ def fill_places(config: Any) -> None:
 
 def _fill(config: Any, name: str, value: Any, place: FlatName) -> None:
     if place.key is None:
-        is_taken, filled = getattr(config, place.option) is not None, value
+        config_class: Any = type(config)
+        unset = _typed_fields(config_class)[place.option][1]
+        is_taken, filled = getattr(config, place.option) != unset, value
     else:
         there = mapping_of(config, place.option)
         is_taken, filled = place.key in there, {**there, place.key: value}
@@ -294,6 +299,7 @@ class Rule:
         example: Options that break this row, and none before it.
         values: What the message takes from the options beyond their own values.
         hint: Whether the options that break the row change no update: they have nothing to act on.
+        resets: Values that options get after the warning, where code of HuggingFace reads them.
     """
 
     breaks: Callable[[Any], object]
@@ -301,6 +307,7 @@ class Rule:
     example: Example
     values: Mapping[str, Callable[[Any], object]] = field(default_factory=dict)
     hint: bool = False
+    resets: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, options: Any) -> None:
         """Refuse options that break the row, or warn of them if it is a hint.
@@ -314,6 +321,8 @@ class Rule:
         if not self.hint:
             raise ConfigError(text)
         warn_of_hint(options, text)
+        for name, value in self.resets.items():
+            setattr(options, name, value)
 
 
 def warn_of_hint(options: Any, text: str) -> None:
@@ -364,10 +373,11 @@ def when(
     /,
     *,
     hint: bool = False,
+    resets: Mapping[str, Any] = MappingProxyType({}),
     **values: Callable[[Any], object],
 ) -> Rule:
     """A row that refuses options for which `breaks` is true, or warns of them; see `Rule`."""
-    return Rule(breaks, message, example, values, hint)
+    return Rule(breaks, message, example, values, hint, resets)
 
 
 def unset(

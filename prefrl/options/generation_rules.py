@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 from urllib.parse import urlsplit
 
-from prefrl.options.fields import Example, Rule, example, unset, when
+from prefrl.options.fields import Example, Rule, example, mapping_of, unset, when
 
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
@@ -48,6 +48,7 @@ def _from_dataset(name: str, value: Any, *, unset: Any) -> Rule:
         f"{name}={{{name}!r}} has no effect because prompts are tokenized once at the start and come in full "
         f"generation batches. Leave it {unset}.",
         example("grpo", **{name: value}),
+        hint=True,
     )
 
 
@@ -80,8 +81,9 @@ PROMPTS_RULES = (
     _from_dataset("dataloader_multiprocessing_context", "spawn", unset=None),
     when(
         lambda o: o.filter_overlong_prompts and o.max_prompt_length is None,
-        "filter_overlong_prompts=True with max_prompt_length=None: nothing is dropped. Set max_prompt_length.",
+        "filter_overlong_prompts=True has no effect because max_prompt_length=None. Set max_prompt_length.",
         example("grpo", filter_overlong_prompts=True, max_prompt_length=None),
+        hint=True,
     ),
     *unset(
         {"num_completions_to_print": 3, "log_unique_prompts": True},
@@ -111,11 +113,11 @@ STOP_RULES = (
         "stop={stop!r}: must be one or more strings that are not empty, or None",
         example("grpo", stop=["</answer>", ""]),
     ),
-    *unset(
-        {"include_stop_str_in_output": False},
-        lambda o: o.stop is None,
-        "stop is None. Set stop to the strings that end a completion.",
-        example("grpo"),
+    when(
+        lambda o: not o.include_stop_str_in_output and o.stop is None,
+        "include_stop_str_in_output=False has no effect because stop is None. Set stop to the strings that end a "
+        "completion, or remove it.",
+        example("grpo", include_stop_str_in_output=False),
     ),
     when(
         lambda o: _counts_cut_offs(o) if o.ignore_eos and o.stop is None else None,
@@ -282,24 +284,33 @@ def _masks_nothing(o: Any) -> bool:
 
 _REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
 # Without use_vllm.
-NO_SERVER_RULES = unset(
-    {
-        "vllm_server_base_url": ["http://a:1"],
-        "vllm_server_host": "a",
-        "vllm_server_port": 1,
-        "vllm_server_timeout": 1.0,
-        "vllm_guided_decoding_regex": "a",
-        "vllm_kwargs": {},
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "token_mask",
-        "vllm_importance_sampling_kwargs": {},
-        "weight_sync": "gloo",
-        "generation_mode": "overlap",
-        "max_staleness": 2,
-    },
-    lambda o: not o.use_vllm,
-    "use_vllm=False. Set use_vllm=True.",
-    example("grpo"),
+NO_SERVER_RULES = (
+    when(
+        lambda o: [name for name in ("guided_json", "guided_grammar") if name in mapping_of(o, "vllm_kwargs")],
+        "vllm_kwargs: {found[0]} has no effect because use_vllm=False. Set use_vllm=True.",
+        example("grpo", vllm_kwargs={"guided_grammar": "a"}),
+    ),
+    *unset(
+        {"vllm_guided_decoding_regex": "a", "generation_mode": "overlap"},
+        lambda o: True,
+        "use_vllm=False. Set use_vllm=True.",
+        example("grpo"),
+    ),
+    *unset(
+        {
+            "vllm_server_base_url": ["http://a:1"],
+            "vllm_server_host": "a",
+            "vllm_server_port": 1,
+            "vllm_server_timeout": 1.0,
+            "vllm_importance_sampling_mode": "token_mask",
+            "weight_sync": "gloo",
+            "max_staleness": 2,
+        },
+        lambda o: True,
+        "use_vllm=False. Set use_vllm=True.",
+        example("grpo"),
+        hint=True,
+    ),
 )
 # With use_vllm.
 SERVER_RULES = (
@@ -308,6 +319,7 @@ SERVER_RULES = (
         lambda o: o.vllm_server_base_url is not None,
         "vllm_server_base_url is set. Remove one of them.",
         example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1"]),
+        hint=True,
     ),
     when(
         lambda o: o.vllm_server_base_url is None and not o.vllm_server_host,
@@ -330,6 +342,7 @@ SERVER_RULES = (
         "vllm_kwargs: sync_folder={vllm_params.sync_folder!r} has no effect because weight_sync={weight_sync!r} "
         "writes no files. Remove it, or set weight_sync='shm' or 'adapter'.",
         example("grpo", use_vllm=True, weight_sync="gloo", vllm_kwargs={"sync_folder": "/x"}),
+        hint=True,
     ),
     when(
         lambda o: o.weight_sync in ("shm", "adapter") and o.shared_folder is None,
@@ -367,6 +380,7 @@ SERVER_RULES = (
         lambda o: not o.corrects_sampling,
         f"sampling is not corrected. Leave vllm_importance_sampling_correction None, and {_REMEDY}.",
         example("grpo", use_vllm=True, vllm_importance_sampling_correction=False),
+        hint=True,
     ),
     when(
         _masks_nothing,
@@ -389,6 +403,7 @@ SERVER_RULES = (
         lambda o: o.generation_mode != "async",
         "generation_mode={generation_mode!r}. Set generation_mode='async'.",
         example("grpo", use_vllm=True),
+        hint=True,
     ),
 )
 
@@ -402,27 +417,20 @@ def cuts_of(options: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in _NEUTRAL[name]}
 
 
-TRUNCATION_RULES = (
-    when(
-        lambda o: o.truncated_logprobs != "exact" and not cuts_of(o),
-        "truncated_logprobs={truncated_logprobs!r} has no effect because sampling is not truncated. Remove it, or set "
-        "top_k, top_p, min_p or repetition_penalty.",
-        example("grpo", truncated_logprobs="softmax"),
-    ),
-)
-
-
 LOCAL_RULES = (
     *unset(
         {"ds3_gather_for_generation": False, "cache_implementation": "dynamic"},
         lambda o: o.use_vllm,
         "use_vllm=True: a server samples. Remove it.",
         example("grpo", use_vllm=True),
+        hint=True,
     ),
     when(
         lambda o: o.cache_implementation == "offloaded" and o.device.type == "cpu",
-        "cache_implementation='offloaded' has no effect on the CPU, where the cache is in host memory anyway. Remove "
-        "it.",
+        "cache_implementation='offloaded' has no effect because this run is on the CPU, where the cache is in host "
+        "memory anyway. Leave it out.",
         example("grpo", cache_implementation="offloaded"),
+        hint=True,
+        resets={"cache_implementation": None},
     ),
 )

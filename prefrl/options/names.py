@@ -28,10 +28,30 @@ def nearest(name: str, known: Collection[str], *, otherwise: str | None = None) 
         known: The possible names.
         otherwise: Text to return if the list of names is too long to print.
     """
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if matches:
-        return f"Did you mean {matches[0]!r}?"
+    match = _nearest_of(name, known)
+    if match is not None:
+        return f"Did you mean {match!r}?"
     return otherwise or f"Known: {', '.join(sorted(known))}."
+
+
+def _nearest_of(name: str, known: Collection[str]) -> str | None:
+    """The name that was misspelled, or None if no name is near enough that the guess would be a good one.
+
+    That is one that shares three quarters of its letters in their order, one with the same letters in another order,
+    or the only one that has all words of the name among its own, such as `record_shapes` for `shapes`.
+    """
+    plain = {match.lstrip("-"): match for match in known}  # dashes in front are no similarity
+    name = name.lstrip("-")
+    similar = difflib.get_close_matches(name, plain, n=1, cutoff=0.75)
+    swapped = [match for match in difflib.get_close_matches(name, plain) if sorted(match) == sorted(name)]
+    words = {*_words_of(name)}
+    longer = [match for match in plain if words and words <= {*_words_of(match)}]
+    found = [*similar, *swapped, *(longer if len(longer) == 1 else ())]
+    return plain[found[0]] if found else None
+
+
+def _words_of(name: str) -> list[str]:
+    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
 
 
 def check_known(option: str, name: str, known: Collection[str], what: str) -> None:
@@ -237,6 +257,10 @@ class CodeName:
         return getattr(module, self.name)
 
 
+# How the modules of a user's files are called.
+CODE_OF_FILE = "prefrl_code_of_"
+
+
 def imported(place: str, where: str, *, remedy: str = "") -> ModuleType:
     """The module in a file, or with a name, which is also looked for in the working directory.
 
@@ -250,7 +274,7 @@ def imported(place: str, where: str, *, remedy: str = "") -> ModuleType:
     """
     sys.path.insert(0, "")  # unlike python -m, the command does not search the working directory
     path = Path(place).resolve()
-    name = f"prefrl_code_of_{path.stem}" if place.endswith(".py") else place
+    name = f"{CODE_OF_FILE}{path.stem}" if place.endswith(".py") else place
     known = sys.modules.get(name)
     if known is not None and name != place and known.__file__ == str(path):
         return known

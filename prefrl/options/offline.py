@@ -8,8 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import apply, check_unset, example, mapping_of, opt, parse_json, unset, when
+from prefrl.options.params import KwargsValue, Params, ParamsOf, kwargs
 from prefrl.options.preference import (
     CPO_LOSS_FACTS,
     PAIR_LOSS_FACTS,
@@ -21,6 +23,7 @@ from prefrl.options.preference import (
     ReferenceOptions,
 )
 from prefrl.options.types import LengthBound, TruncationMode
+from prefrl.options.unlisted import ENCODER_RULES, EncoderNames
 
 
 def check_loss_options(config: Any, losses: Mapping[str, Any], chosen: Sequence[str]) -> None:
@@ -115,6 +118,32 @@ PAIR_LOSS_RULES = (
         "use_weighting=True with loss_type={found}: its values belong to positions in the sorted batch, not to pairs. "
         "Set use_weighting=False.",
         example("dpo", loss_type=["aot"], use_weighting=True),
+    ),
+)
+BALANCE_RULES = (
+    when(
+        lambda o: o.loss_balance is not None and len(o.weighted_losses) < 2,
+        "loss_balance={loss_balance!r} has no effect with one loss. List several in loss_type, or set rpo_alpha.",
+        example("dpo", loss_balance="nash"),
+    ),
+    when(
+        lambda o: o.loss_balance is not None and min(o.loss_weights or [1.0]) < 0,
+        "loss_weights={loss_weights}: loss_balance={loss_balance!r} needs weights >= 0.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], loss_weights=[1.0, -1.0]),
+    ),
+    when(
+        lambda o: (
+            [name for name in o.loss_type if o.pair_losses[name].is_batch_loss] if o.loss_balance is not None else None
+        ),
+        "loss_balance={loss_balance!r} with loss_type={found}: these losses sort the batch, so a pair has no loss of "
+        "its own. Remove them, or loss_balance.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "aot"]),
+    ),
+    when(
+        lambda o: o.loss_balance is not None and o.use_weighting,
+        "loss_balance={loss_balance!r} with use_weighting=True: losses are compared without the weights of pairs. Use "
+        "one of them.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], use_weighting=True),
     ),
 )
 DIVERGENCE_RULES = (
@@ -243,10 +272,10 @@ class SFTOptions(OfflineOptions):
     adds_tokens: ClassVar[bool] = True
 
     learning_rate: float = opt(2e-5, "Initial learning rate.")
-    loss_type: Literal["nll", "dft"] = opt(
+    loss_type: Literal["nll", "dft", "chunked_nll"] = opt(
         "nll",
-        "'nll' is the negative log-likelihood; 'dft' also weights each token by its own probability (arXiv "
-        "2508.05629).",
+        "'nll' is the negative log-likelihood; 'chunked_nll', TRL's name of a way to compute it, is the same. 'dft' "
+        "also weights each token by its own probability (arXiv 2508.05629).",
     )
     completion_only_loss: bool | None = opt(
         None,
@@ -278,6 +307,12 @@ class SFTOptions(OfflineOptions):
         "cuts it every max_length tokens.",
     )
     eval_packing: bool | None = opt(None, "Also pack the evaluation dataset. The default is the value of packing.")
+
+    def take_other_forms(self) -> None:
+        """See `BaseOptions.take_other_forms`: TRL computes the same loss in two ways."""
+        super().take_other_forms()
+        if self.loss_type == "chunked_nll":
+            self.loss_type = "nll"
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -328,11 +363,24 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
         "Weight of an additional term, the length-normalized NLL of the chosen response (RPO, arXiv 2404.19733). "
         "By default, there is no such term.",
     )
+    loss_balance: Literal["log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = opt(
+        None,
+        "How to weight several losses in each step, from their values and gradients; loss_weights and rpo_alpha are "
+        "the preferences. Each step needs another forward pass. By default, the weights are fixed.",
+    )
+    loss_balance_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of loss_balance.",
+        {name: params for name, params in BALANCE_PARAMS.items() if name != "fixed"},
+        switch="loss_balance",
+    )
+
+    loss_balance_params = ParamsOf("loss_balance_kwargs", Params)
 
     @property
     def weighted_losses(self) -> list[tuple[str, float]]:
-        """The names of the losses with their weights."""
-        return list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
+        """The names of the losses with their weights. `rpo` is the term of `rpo_alpha`."""
+        losses = list(zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True))
+        return losses if self.rpo_alpha is None else [*losses, ("rpo", self.rpo_alpha)]
 
     @property
     def pair_losses(self) -> Mapping[str, PairLossFacts]:
@@ -344,7 +392,7 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
         super().validate()
         apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, PAIR_LOSS_RULES)
         check_loss_options(self, PAIR_LOSS_FACTS, self.loss_type)
-        apply(self, DIVERGENCE_RULES)
+        apply(self, DIVERGENCE_RULES, BALANCE_RULES)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -366,16 +414,21 @@ class KTOOptions(OfflineReferenceOptions, OfflineOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class ORPOOptions(SampleOptions, OfflineOptions):
+class ORPOOptions(EncoderNames, SampleOptions, OfflineOptions):
     """Options of ORPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
     disable_dropout: bool = opt(True, "Set all dropout rates of the model to 0, including those of adapters.")
     beta: Annotated[float, Gt(0)] = opt(0.1, "Weight of the odds-ratio term, called lambda in the paper.")
 
+    def validate(self) -> None:
+        """See `BaseOptions.validate`."""
+        super().validate()
+        apply(self, ENCODER_RULES)
+
 
 @dataclass(init=False, repr=False, eq=False)
-class CPOOptions(SampleOptions, OfflineOptions):
+class CPOOptions(EncoderNames, SampleOptions, OfflineOptions):
     """Options of CPO, SimPO and AlphaPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
@@ -404,7 +457,7 @@ class CPOOptions(SampleOptions, OfflineOptions):
         """See `BaseOptions.validate`."""
         super().validate()
         check_loss_options(self, CPO_LOSS_FACTS, [self.loss_type])
-        apply(self, SHAPE_RULES)
+        apply(self, ENCODER_RULES, SHAPE_RULES)
 
 
 @dataclass(init=False, repr=False, eq=False)

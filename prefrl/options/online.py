@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about, apply, check_no_effect, default_of, json_mapping, opt, parse_json
+from prefrl.options.fields import about, apply, default_of, json_mapping, opt, parse_json, warn_of_hint
 from prefrl.options.generation_rules import (
     AT_K_RULES,
     GENERATION_MODE_RULES,
@@ -36,6 +36,7 @@ from prefrl.options.types import (
     ToolErrorMode,
     TruncationMode,
 )
+from prefrl.options.unlisted import SAMPLER_RULES, take_generation_kwargs
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -187,7 +188,6 @@ class OnlineOptions(RolloutOptions):
     shuffle_minibatches: bool = opt(
         False,
         "Visit the minibatches of a generation batch in a new random order in each pass after the first.",
-        needs=["num_iterations"],
     )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
@@ -311,10 +311,10 @@ class OnlineOptions(RolloutOptions):
             setattr(self, field.name, default_of(field))
 
     def validate_episodes(self, *, has_episodes: bool) -> None:
-        """Reject options of episodes if there are none, and those that episodes exclude; parse the parser.
+        """Warn of options of episodes if there are none, and refuse what episodes exclude; read a JSON `tool_parser`.
 
         Raises:
-            ConfigError: An option has no effect, or cannot be combined with episodes.
+            ConfigError: An option cannot be combined with episodes, or has no effect with `strict_options`.
         """
         if isinstance(self.tool_parser, str) and self.tool_parser.lstrip().startswith("{"):
             self.tool_parser = json_mapping(self.tool_parser, "tool_parser")
@@ -334,16 +334,20 @@ class OnlineOptions(RolloutOptions):
                 "second one. Remove it, or set stop to strings that end a turn."
             )
         for field in self._of_episodes() if not has_episodes else ():
-            check_no_effect(
-                name=field.name,
-                value=getattr(self, field.name),
-                unset=default_of(field),
-                because="there are no episodes",
-                remedy="Set environment or tools (in Python, environment_factory or tools), or leave it out.",
-            )
+            if (value := getattr(self, field.name)) != default_of(field):
+                warn_of_hint(
+                    self,
+                    f"{field.name}={value!r} has no effect because there are no episodes. Set environment or tools "
+                    "(in Python, environment_factory or tools), or leave it out.",
+                )
 
     def _of_episodes(self) -> list[dataclasses.Field[Any]]:
         return [field for field in dataclasses.fields(self) if "episodes" in about(field).needs]
+
+    def take_other_forms(self) -> None:
+        """See `BaseOptions.take_other_forms`: also the keys of TRL's `generation_kwargs`."""
+        super().take_other_forms()
+        take_generation_kwargs(self)
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -351,7 +355,7 @@ class OnlineOptions(RolloutOptions):
         parse_json(self, "chat_template_kwargs")
         if self.knows_sizes:
             apply(self, GENERATION_SIZE_RULES)
-        apply(self, PROMPTS_RULES, NUMBERS_RULES, STOP_RULES, AT_K_RULES, LOCAL_RULES)
+        apply(self, SAMPLER_RULES, PROMPTS_RULES, NUMBERS_RULES, STOP_RULES, AT_K_RULES, LOCAL_RULES)
         self._check_sampler()
         apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
         if self.knows_sizes:

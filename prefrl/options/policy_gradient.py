@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.fields import Rule, apply, ascending, example, flat, opt, when
-from prefrl.options.generation_rules import TRUNCATION_RULES
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import (
@@ -129,44 +129,6 @@ class BaselineParams(AdvantageParams):
     )
 
 
-@hyperparameters
-class UncertaintyParams(Params):
-    """Hyperparameters of `uncertainty`."""
-
-    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-scales.")
-
-
-@hyperparameters
-class GradnormParams(Params):
-    """Hyperparameters of `gradnorm`."""
-
-    alpha: Annotated[float, Ge(0)] = opt(1.5, "How strongly rewards that lag behind are favored.")
-    rate: Annotated[float, Gt(0), Le(1)] = opt(0.1, "Step size of the log-weights.")
-
-
-@hyperparameters
-class FamoParams(Params):
-    """Hyperparameters of `famo`."""
-
-    rate: Annotated[float, Gt(0)] = opt(1.0, "Step size of the logits.")
-    decay: Annotated[float, Ge(0)] = opt(0.001, "Decay of the logits. rate * decay must be below 1.")
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        when(
-            lambda p: p.rate * p.decay >= 1,
-            "rate={rate} * decay={decay}: must be below 1. Lower one of them.",
-            example("grpo", reward_balance="famo", balance_kwargs={"decay": 1.0}),
-        ),
-    )
-
-
-@hyperparameters
-class ParetoParams(Params):
-    """Hyperparameters of `pareto`."""
-
-    smoothing: Annotated[float, Gt(0)] = opt(0.5, "Smoothing of the maximum. A smaller value comes closer to it.")
-
-
 @dataclass(frozen=True)
 class EstimatorFacts:
     """What is known of an advantage estimator without its function, which is in `prefrl.losses.advantage`."""
@@ -205,17 +167,6 @@ ESTIMATOR_FACTS: dict[str, EstimatorFacts] = {
     ),
 }
 
-# The hyperparameters of each method of `reward_balance`.
-BALANCE_PARAMS: dict[str, type[Params]] = {
-    "fixed": Params,
-    "log_transform": Params,
-    "uncertainty": UncertaintyParams,
-    "gradnorm": GradnormParams,
-    "famo": FamoParams,
-    "nash": Params,
-    "pareto": ParetoParams,
-}
-
 
 KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "sequence"]
 
@@ -224,7 +175,7 @@ KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "seq
 class CreditOptions(OnlineOptions):
     """Which completions are learned from, and how rewards become advantages of turns and of several rewards."""
 
-    # Keywords that fill keys of mappings.
+    # Names of TRL for keys of mappings.
     sapo_temperature_pos: float | None = flat("loss_kwargs", "temperature_pos")
     sapo_temperature_neg: float | None = flat("loss_kwargs", "temperature_neg")
     vespo_k_pos: float | None = flat("loss_kwargs", "k_pos")
@@ -450,7 +401,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
 
     @property
     def bonus_has_own_count(self) -> bool:
-        """Whether the bonus is a mean over something else than the items that the loss is divided by."""
+        """Whether the bonus is a mean over something other than the items that the loss is divided by."""
         selects = self.top_entropy_quantile < 1 or self.loss_params.min_filter_prefix_tokens is not None
         return self.has_bonus and (selects or self.reduction != "token")
 
@@ -462,4 +413,4 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
         super().validate()
-        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TRUNCATION_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)
+        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)

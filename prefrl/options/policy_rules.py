@@ -80,6 +80,7 @@ KL_RULES = (
         lambda o: o.beta == 0,
         "beta=0.0: there is no KL term. Set beta > 0.",
         example("grpo", beta=0.0),
+        hint=True,
     ),
     when(
         lambda o: o.kl_estimator == "full" and o.sync_ref_model,
@@ -215,23 +216,10 @@ REINFORCE_PLUS_PLUS_RULES = (
 )
 CRITIC_RULES = (
     *unset(
-        {"detach_trunk": True},
-        lambda o: o.critic == "model",
-        "critic='model' shares nothing with the policy. Use critic='head'.",
-        example("ppo", critic="model"),
-    ),
-    *unset(
         {"value_model_name_or_path": "m"},
         lambda o: o.critic == "head",
         "critic='head' is part of the policy. Leave critic out.",
         example("ppo", critic="head"),
-    ),
-    *unset(
-        {"detach_trunk": True},
-        lambda o: o.value_model_name_or_path is not None,
-        "the critic value_model_name_or_path={value_model_name_or_path!r} shares nothing with the policy. Remove one "
-        "of them.",
-        example("ppo", value_model_name_or_path="m"),
     ),
     when(
         lambda o: 0 < o.max_steps <= o.critic_warmup,

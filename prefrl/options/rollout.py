@@ -15,6 +15,7 @@ from prefrl.options.fields import Rule, ascending, example, flat, opt, when
 from prefrl.options.generation_rules import unscored
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.types import Seconds
+from prefrl.options.unlisted import SamplerNames
 
 CurriculumWeighting = Literal["variance", "band"]
 
@@ -93,6 +94,22 @@ class ShapingParams(Params):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         ascending("clip_range", example("grpo", reward_shaping_kwargs={"clip_range": [2.0, 1.0]})),
+    )
+
+
+@hyperparameters
+class RewardModelParams(Params):
+    """How reward models score that are not given as instances of `ModelReward`."""
+
+    head: str | int | None = opt(
+        None, "Label of a model with several that is the reward: its name or its index; None: the model has one."
+    )
+    per_token: bool = opt(False, "Divide the score by the number of tokens of the completion.")
+    batch_size: Annotated[int, Ge(1)] = opt(16, "The most completions that the model scores at once.")
+    max_length: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "Remove tokens from the beginning of prompt and completion until this many are left; None: a text that is "
+        "longer than the model's positions is an error.",
     )
 
 
@@ -195,10 +212,10 @@ class EvalSamplingParams(Params):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class RolloutOptions(BaseOptions):
+class RolloutOptions(SamplerNames, BaseOptions):
     """Rewards, prompts, and the servers or the process that samples completions."""
 
-    # Keywords that fill keys of mappings.
+    # Names of TRL for keys of mappings.
     reward_clip_range: list[float] | None = flat("reward_shaping_kwargs", "clip_range")
     missing_eos_penalty: float | None = flat("reward_shaping_kwargs", "missing_eos_penalty")
     vllm_structured_outputs_regex: str | None = flat("vllm_guided_decoding_regex")
@@ -208,10 +225,17 @@ class RolloutOptions(BaseOptions):
     reward_shaping_kwargs: KwargsValue = kwargs(
         "How total rewards are shaped before advantages are computed, in this order.", ShapingParams
     )
+    reward_model_kwargs: KwargsValue = kwargs("How reward models score.", RewardModelParams)
     reward_weights: list[float] | None = opt(None, "Weight of each reward. By default, each weight is 1.")
     reward_timeout: Seconds | None = opt(
         600.0,
         "Time limit, in seconds, for one call of a reward function with a batch. None means no limit.",
+        decides=False,
+    )
+    reward_num_workers: Annotated[int, Ge(0)] = opt(
+        0,
+        "Processes, for each training process, in which plain reward functions score, each the completions of one "
+        "prompt at a time; 0: they run in the training process, one function after another.",
         decides=False,
     )
     on_reward_error: Literal["raise", "skip"] = opt(
@@ -279,10 +303,9 @@ class RolloutOptions(BaseOptions):
     vllm_importance_sampling_correction: bool | None = opt(
         None,
         "Multiply losses by importance weights policy / sampler, because a server's log-probs differ from the "
-        "trainer's and async samples come from older weights. It is on by default, except when guided decoding, or "
-        "truncated sampling with truncated_logprobs='softmax', makes the trainer score a distribution that differs "
-        "from the sampler's.",
-        needs=["use_vllm"],
+        "trainer's and async samples come from older weights. It is on by default with a server, except when guided "
+        "decoding, or truncated sampling with truncated_logprobs='softmax', makes the trainer score a distribution "
+        "that differs from the sampler's.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -337,6 +360,7 @@ class RolloutOptions(BaseOptions):
     )
 
     shaping_params = ParamsOf("reward_shaping_kwargs", ShapingParams)
+    reward_model_params = ParamsOf("reward_model_kwargs", RewardModelParams)
     resampling_params = ParamsOf("dynamic_sampling_kwargs", ResamplingParams)
     curriculum_params = ParamsOf("curriculum_kwargs", CurriculumParams)
     vllm_params = ParamsOf("vllm_kwargs", VLLMParams)
@@ -361,9 +385,8 @@ class RolloutOptions(BaseOptions):
     @property
     def corrects_sampling(self) -> bool:
         """The effective value of `vllm_importance_sampling_correction`."""
-        if self.vllm_importance_sampling_correction is None:
-            return self.use_vllm and not unscored(self)
-        return self.vllm_importance_sampling_correction
+        is_wanted = self.vllm_importance_sampling_correction
+        return self.use_vllm and (not unscored(self) if is_wanted is None else is_wanted)
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,12 +53,6 @@ class UploadParams(Params):
 
 
 CHECKPOINTS_RULES = (
-    when(
-        lambda o: o.save_only_model and not o.checkpoint_params.save_optimizer,
-        "checkpoint_kwargs: save_optimizer=False has no effect because save_only_model=True saves no training state "
-        "at all. Remove one of them.",
-        example("sft", save_only_model=True, checkpoint_kwargs={"save_optimizer": False}),
-    ),
     when(
         lambda o: o.on_spike == "rollback" and not o.checkpoint_params.save_optimizer,
         "checkpoint_kwargs: save_optimizer=False with on_spike='rollback': training cannot go back to a checkpoint "
@@ -246,12 +241,17 @@ def _lacks_gpu(o: Any) -> bool:
 
 
 def _ignored(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
-    """An option of HuggingFace that has no effect here; its default depends on the release, so `unset` says it."""
+    """An option of HuggingFace that is refused; its default depends on the release, so `unset` says it."""
     return when(
         lambda o: getattr(o, name) != unset,
         f"{name}={{{name}!r}} has no effect because {because}. {remedy}",
         example("sft", **{name: value}),
     )
+
+
+def _idle(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
+    """An option of HuggingFace that has nothing to act on here, and is therefore set back to `unset`."""
+    return replace(_ignored(name, value, unset=unset, because=because, remedy=remedy), hint=True, resets={name: unset})
 
 
 def _ignored_part(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
@@ -280,8 +280,11 @@ STEPS_RULES = (
 COMMON_RULES = (
     when(
         lambda o: o.remove_unused_columns,
-        "remove_unused_columns=True: must be False, because the data layer chooses the columns",
+        "remove_unused_columns=True has no effect because the data layer chooses the columns, and rewards may read "
+        "any of them. Leave it False.",
         example("sft", remove_unused_columns=True),
+        hint=True,
+        resets={"remove_unused_columns": False},
     ),
     when(
         lambda o: o.train_sampling_strategy not in ("random", "sequential"),
@@ -317,7 +320,7 @@ COMMON_RULES = (
     *unset(
         {"activation_checkpointing_kwargs": {"use_reentrant": True}},
         lambda o: not o.activation_checkpointing,
-        "activation_checkpointing=False. Set activation_checkpointing=True.",
+        "activation_checkpointing=False. Set activation_checkpointing=True; its old name is gradient_checkpointing.",
         example("sft"),
         hint=True,
     ),
@@ -335,12 +338,13 @@ CPU_RULES = (
         "fp16=True on the CPU: float16 is for GPUs, and has no effect here. Set bf16=True, or neither.",
         example("sft", fp16=True),
     ),
-    *unset(
-        {"activation_offloading": True},
-        lambda o: o.device.type == "cpu",
-        "this run is on the CPU, where activations are already in host memory. Leave it False; "
-        "activation_checkpointing and max_tokens_per_micro_batch save memory here.",
-        example("sft"),
+    when(
+        lambda o: o.activation_offloading and o.device.type == "cpu",
+        "activation_offloading=True has no effect because this run is on the CPU, where activations are already in "
+        "host memory. Leave it False; activation_checkpointing and max_tokens_per_micro_batch save memory here.",
+        example("sft", activation_offloading=True),
+        hint=True,
+        resets={"activation_offloading": False},
     ),
 )
 LIGER_RULES = (
@@ -361,12 +365,11 @@ COMPILATION_RULES = (
     ),
 )
 IGNORED_RULES = (
-    _ignored(
-        "average_tokens_across_devices",
-        False,
-        unset=True,
-        because="losses are always divided by the count over all devices",
-        remedy="Leave it True.",
+    when(
+        lambda o: not o.average_tokens_across_devices and o.world_size > 1,
+        "average_tokens_across_devices=False with {world_size} processes: losses are always divided by the count over "
+        "all of them. Leave it True.",
+        example("sft", average_tokens_across_devices=False, processes=2),
     ),
     _ignored(
         "label_smoothing_factor",
@@ -375,35 +378,35 @@ IGNORED_RULES = (
         because="the losses here are computed from token log-probs",
         remedy="Leave it at 0.",
     ),
-    _ignored(
+    _idle(
         "include_num_input_tokens_seen",
         "all",
         unset="no",
         because="the metric num_tokens counts every token that was processed",
         remedy="Read num_tokens.",
     ),
-    _ignored(
+    _idle(
         "bf16_full_eval",
         True,
         unset=False,
         because=_PRECISION,
         remedy="Set bf16=True, or load the model with a dtype of bfloat16.",
     ),
-    _ignored(
+    _idle(
         "fp16_full_eval",
         True,
         unset=False,
         because=_PRECISION,
         remedy="Set fp16=True, or load the model with a dtype of float16.",
     ),
-    _ignored(
+    _idle(
         "prediction_loss_only",
         True,
         unset=False,
         because=_NO_LOGITS,
         remedy="Leave it False: evaluate() returns only metrics.",
     ),
-    _ignored(
+    _idle(
         "eval_accumulation_steps",
         2,
         unset=None,
@@ -411,7 +414,7 @@ IGNORED_RULES = (
         remedy="Leave it None; per_device_eval_batch_size decides the memory of evaluation.",
     ),
     _ignored("eval_do_concat_batches", False, unset=True, because=_NO_LOGITS, remedy="Leave it True."),
-    _ignored(
+    _idle(
         "eval_use_gather_object",
         True,
         unset=False,
@@ -426,15 +429,21 @@ IGNORED_RULES = (
         remedy="Leave it empty; a TrainerCallback reads the metrics.",
     ),
     _ignored("batch_eval_metrics", True, unset=False, because=_NO_LOGITS, remedy="Leave it False."),
-    _ignored("label_names", ["labels"], unset=None, because=_OWN_COLUMNS, remedy="Leave it None."),
-    _ignored(
+    when(
+        lambda o: o.label_names not in (None, ["labels"]),
+        f"label_names={{label_names!r}} has no effect because {_OWN_COLUMNS}. Leave it None.",
+        example("sft", label_names=["label"]),
+        hint=True,
+        resets={"label_names": None},
+    ),
+    _idle(
         "length_column_name",
         "n",
         unset="length",
         because=_OWN_COLUMNS,
         remedy="Leave it out; rows are not grouped by length.",
     ),
-    _ignored("dataloader_in_order", False, unset=True, because=_SEED, remedy="Leave it True."),
+    _idle("dataloader_in_order", False, unset=True, because=_SEED, remedy="Leave it True."),
 )
 IGNORED_PARTS_RULES = (
     _ignored_part("split_batches", True, unset=False, because=_OWN_BATCHES, remedy="Set per_device_train_batch_size."),
@@ -456,6 +465,7 @@ def _interval(what: str, example: Example) -> tuple[Rule, ...]:
         lambda o: plain_value(getattr(o, f"{what}_strategy")) != "epoch",
         f"{what}_strategy={{{what}_strategy!r}}. Set {what}_strategy='epoch'.",
         example,
+        hint=True,
     )
 
 

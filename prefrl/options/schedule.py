@@ -189,6 +189,7 @@ SCHEDULE_RULES = (
         "weight_decay_schedule={weight_decay_schedule!r} has no effect because weight_decay=0. Set weight_decay, "
         "which the factors of the schedule multiply.",
         example("sft", weight_decay_schedule="linear"),
+        hint=True,
     ),
     *unset(
         {"lr_decay_steps": 3},

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
-from prefrl.options.fields import apply, default_of, example, mapping_of, opt, when
+from prefrl.options.fields import apply, default_of, example, mapping_of, opt, warn_of_hint, when
 from prefrl.options.optimizers import OPTIMIZERS, optimizer_of
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.run import HUGGINGFACE, ProfileParams
@@ -87,9 +86,10 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
     if _ROWS in automatic and _has_budget(config):
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
     if not automatic and mapping_of(config, "auto_size_kwargs"):
-        raise ConfigError(
+        warn_of_hint(
+            config,
             f"auto_size_kwargs={config.auto_size_kwargs!r} has no effect because no size is found by trial. Set "
-            f"{_TOKENS}='auto', or {_ROWS}='auto'."
+            f"{_TOKENS}='auto', or {_ROWS}='auto'.",
         )
     return frozenset(automatic)
 

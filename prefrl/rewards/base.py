@@ -299,7 +299,7 @@ class RewardLog:
         self.size = size
         self.columns: dict[str, list[Any]] = {}
         self._taken = _COLUMNS | set(rewards)
-        self._metrics: dict[str, list[float]] = {}
+        self.values: dict[str, list[float]] = {}
 
     def metric(self, name: str, value: float) -> None:
         """Log a number; several under one name are averaged.
@@ -312,7 +312,7 @@ class RewardLog:
                 f"log_metric({name!r}): this name belongs to the trainer, as do all that start with "
                 f"{name.partition('/')[0]}/. Choose another, such as {'my_' + name!r}"
             )
-        self._metrics.setdefault(name, []).append(float(value))
+        self.values.setdefault(name, []).append(float(value))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a column for the table of completions; a later one of the same name replaces it.
@@ -333,7 +333,7 @@ class RewardLog:
 
     def means(self) -> dict[str, float]:
         """Mean of the values of each metric."""
-        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        return {name: sum(values) / len(values) for name, values in self.values.items()}
 
 
 def _of_one_type(values: list[Any]) -> list[Any]:

@@ -200,12 +200,13 @@ def _call_sync(call: Call, timeout: float | None, num_completions: int) -> Outco
         with logged_wait(
             f"reward {call.name!r}", num_completions=num_completions, timeout=timeout, interrupts=interrupts
         ):
-            return _call_in_thread(call, timeout) if in_thread else _outcome(call, _REPORTED)
+            return _call_in_thread(call, timeout) if in_thread else outcome_of(call)
     except DeadlineError as error:
         return Outcome(error=error)
 
 
-def _outcome(call: Call, caught: type[BaseException] | tuple[type[BaseException], ...]) -> Outcome:
+def outcome_of(call: Call, caught: type[BaseException] | tuple[type[BaseException], ...] = _REPORTED) -> Outcome:
+    """What becomes of a call in this thread, with the exceptions that are reported as errors of the reward."""
     owner = os.getpid()
     try:
         return Outcome(call.function(**call.arguments))
@@ -219,7 +220,7 @@ def _call_in_thread(call: Call, timeout: float | None) -> Outcome:
     """The thread of a function that takes too long keeps running, because a thread cannot be ended."""
     outcomes: list[Outcome] = []
     context = contextvars.copy_context()
-    run = distributed.on_own_gpu(lambda: outcomes.append(context.run(_outcome, call, BaseException)))
+    run = distributed.on_own_gpu(lambda: outcomes.append(context.run(outcome_of, call, BaseException)))
     thread = threading.Thread(target=run, name=call.name, daemon=True)
     thread.start()
     thread.join(timeout)

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from prefrl.distributed import is_main, is_sharded
 from prefrl.errors import ConfigError, RewardError, require
-from prefrl.options.names import unpinned_code
+from prefrl.options.names import nearest, unpinned_code
 from prefrl.pictures import has_images, images_of, in_blocks, opened, with_placeholders
 from prefrl.rewards.base import message_text
 
@@ -142,12 +142,14 @@ class ModelReward:
             model's name. A tokenizer without a padding token pads with its end-of-sequence token.
         device: Device for the model. By default, it stays where it is.
         batch_size: Maximum number of completions that the model scores at once.
+        max_length: Maximum number of tokens of a text; longer ones lose their first tokens. By default, a text that is
+            longer than the model can read is an error. Texts with images are not shortened.
         model_init_kwargs: For `from_pretrained` of a model that is given by name or folder; of an adapter, for that of
             its base model. Weights have the type of the files unless it has a `dtype`.
     Raises:
         ConfigError: The model or tokenizer cannot be loaded, has no trained score head or no token to pad with, has
-            several labels and no `head`, or one label and a `head`; `batch_size` is below 1; `model_init_kwargs` are
-            given, and the model is loaded already.
+            several labels and no `head`, or one label and a `head`; `batch_size` or `max_length` is below 1;
+            `model_init_kwargs` are given, and the model is loaded already.
         ImportError: The model is an adapter and peft is not installed.
     """
 
@@ -160,16 +162,18 @@ class ModelReward:
         tokenizer: ProcessingClass | None = None,
         device: torch.device | str | None = None,
         batch_size: int = 16,
+        max_length: int | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: must be at least 1")
+        for parameter, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{parameter}={value}: must be at least 1")
         if model_init_kwargs and isinstance(model, nn.Module):
             raise ConfigError(
                 f"model_init_kwargs={dict(model_init_kwargs)} has no effect, because the reward model is loaded "
                 "already. Remove it, or give the model by name."
             )
-        self.batch_size = batch_size
+        self.batch_size, self._max_length = batch_size, max_length
         arguments = model_init_kwargs or {}
         self.model: PreTrainedModel = model if isinstance(model, nn.Module) else _load_model(model, arguments)
         name = _short_name(model)
@@ -208,13 +212,18 @@ class ModelReward:
         """
         self._check_whole()
         stored: Sequence[Sequence[Any] | None] = [None] * len(prompts) if images is None else images
-        rows = [self._reader.row(*row) for row in zip(prompts, completions, stored, strict=True)]
+        rows = [self._shortened(self._reader.row(*row)) for row in zip(prompts, completions, stored, strict=True)]
         scores = [0.0] * len(rows)
         with _evaluating(self.model):
             for chosen in self._batches(rows):
                 for row, score in zip(chosen, self._scores(rows, chosen), strict=True):
                     scores[row] = score
         return self._divided(scores, completion_ids) if self._is_per_token else scores
+
+    def _shortened(self, row: ModelRow) -> ModelRow:
+        if self._max_length is None or row.pictures:
+            return row
+        return replace(row, token_ids=row.token_ids[-self._max_length :])
 
     def idle_pass(self) -> None:
         """Run one token without using its score: other processes wait for this pass if weights are partitioned."""
@@ -255,7 +264,7 @@ class ModelReward:
             if limit is not None and length > limit:
                 raise RewardError(
                     f"reward model {self.__name__!r}, row {row}: {length} tokens, but the model reads at most "
-                    f"{limit}. Lower max_prompt_length or max_completion_length, or use another model"
+                    f"{limit}. Lower max_prompt_length or max_completion_length, set max_length, or use another model"
                 )
 
     def _check_whole(self) -> None:
@@ -333,6 +342,12 @@ def _load_model(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> P
         raise ConfigError(
             f"reward_funcs={source!r}: is the name of a function, but a text must be the name of a model. Pass the "
             f"function: from prefrl.rewards import {source}"
+        )
+    guess = nearest(source, rewards.__all__, otherwise=" ").strip()
+    if guess and "/" not in source and not Path(source).exists():
+        raise ConfigError(
+            f"reward_funcs={source!r}: there is no folder with this name, and it is like that of a function. {guess} "
+            "Pass the function, or the path of a model."
         )
     try:
         adapter = find_adapter_config_file(source)

@@ -46,6 +46,7 @@ from prefrl.types import Episode
 
 if TYPE_CHECKING:
     from prefrl.rewards.model import ProcessingClass
+    from prefrl.rewards.pool import RewardPool
 
 
 def reward_fingerprint(function: Callable[..., Any]) -> str:
@@ -110,6 +111,8 @@ class RewardRunner:
             names; one with numbers as values gives its keys, which are rewards, their weights.
         weights: K weights. None means 1 each.
         timeout: Seconds for one function and one batch. None means no limit.
+        num_workers: Processes in which plain functions score, each the completions of one prompt at a time. With 0,
+            they run in this process. Reward models, async functions, and rewards that read environments stay here.
         on_error: What happens if a function fails. "raise" raises its error. "skip" makes the function's values for
             that batch None, and raises an error only after 10 such batches in a row.
         processing_classes: Tokenizers of reward models, or processors of those that read images: one for all of them,
@@ -119,6 +122,7 @@ class RewardRunner:
             weight 1, after the others. None means there are no environments, so rewards cannot ask for them.
         device: Device for reward models. By default, they stay where they are.
         model_init_kwargs: See `ModelReward`. They are used for models given by name or folder.
+        model_kwargs: Other arguments of `ModelReward`, for models that are not given as its instances.
     Raises:
         ConfigError: There are no rewards, one cannot work, or weights, timeout or tokenizers do not match them.
         ImportError: A reward needs a package that is not installed.
@@ -130,12 +134,14 @@ class RewardRunner:
         *,
         weights: Sequence[float] | None = None,
         timeout: float | None = 600.0,
+        num_workers: int = 0,
         on_error: Literal["raise", "skip"] = "raise",
         processing_classes: ProcessingClass | Sequence[ProcessingClass | None] | None = None,
         columns: Collection[str] | None = None,
         environments: Mapping[str, type] | None = None,
         device: torch.device | str | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
@@ -159,23 +165,46 @@ class RewardRunner:
         self._failures: Counter[str] = Counter()  # batches one after another in which a reward failed
         self._warned: set[str] = set()  # of errors of these rewards
         self.weights = _weights(weights, len(sources)) + [1.0] * len(self._environments)
-        tokenizers = _tokenizers(
-            processing_classes, [isinstance(source, str | os.PathLike | nn.Module) for source in sources]
-        )
-        reward_of_model = functools.partial(ModelReward, device=device)
+        is_model = [isinstance(source, str | os.PathLike | nn.Module) for source in sources]
+        if model_kwargs and not any(is_model):
+            raise ConfigError(
+                f"reward_model_kwargs={dict(model_kwargs)} has no effect: no reward is a model. Remove it"
+            )
+        tokenizers = _tokenizers(processing_classes, is_model)
+        reward_of_model = functools.partial(ModelReward, device=device, **(model_kwargs or {}))
         reward_of_name = functools.partial(reward_of_model, model_init_kwargs=model_init_kwargs)
         functions = [
             _function(source, reward_of_model if isinstance(source, nn.Module) else reward_of_name, tokenizer)
             for source, tokenizer in zip(sources, tokenizers, strict=True)
         ]
-        given = cast("Mapping[str, RewardFunction]", reward_funcs) if isinstance(reward_funcs, Mapping) else None
-        names = _unique(map(_name, functions) if given is None else given)
+        names = _unique(map(str, reward_funcs) if isinstance(reward_funcs, Mapping) else map(_name, functions))
         self._rewards = [_inspected(name, function) for name, function in zip(names, functions, strict=True)]
         # K names. A second reward of the same name is `name_2`.
         self.names = _unique([*(reward.name for reward in self._rewards), *self._environments])
         self._loop = EventLoopThread()
+        self._pool = self._make_pool(num_workers) if num_workers else None
         if columns is not None:
             self.check_columns(columns)
+
+    def _make_pool(self, num_workers: int) -> RewardPool:
+        from prefrl.rewards.pool import RewardPool, can_be_sent  # few runs have one
+
+        reads_environments = _ENVIRONMENTS in self._standard
+        functions = {
+            reward.name: (reward.function, reward.accepted)
+            for reward in self._rewards
+            if not reward.is_async
+            and not isinstance(reward.function, ModelReward)
+            and not (reads_environments and (reward.accepted is None or _ENVIRONMENTS in reward.accepted))
+            and not (isinstance(reward.function, Grader) and not can_be_sent(reward.function))
+        }
+        if not functions:
+            raise ConfigError(
+                f"reward_num_workers={num_workers} has no effect: none of the rewards {self.names} is a plain "
+                "function that other processes can run. Set it to 0"
+            )
+        self._pooled = frozenset(functions)
+        return RewardPool(functions, num_workers=num_workers, timeout=self.timeout)
 
     @property
     def required(self) -> frozenset[str]:
@@ -258,6 +287,10 @@ class RewardRunner:
         for reward in self._rewards:
             # Each function gets its own lists, so that changes to them do not affect the next one.
             available: dict[str, Any] = {name: list(values) for name, values in given.items() if name not in _HIDDEN}
+            if self._pool is not None and reward.name in self._pooled:
+                pooled = {"name": reward.name, "given": available, "log": log, "trainer_state": trainer_state}
+                calls.append(Call(reward.name, self._pool.score, pooled, is_async=False))
+                continue
             available |= {"trainer_state": trainer_state, "log_metric": log.metric, "log_extra": log.extra}
             if _ENVIRONMENTS in self._standard:
                 available[_ENVIRONMENTS] = [episode.environment for episode in episodes or ()]

@@ -383,7 +383,7 @@ class SignalHealth:
             option = f"max_completion_length={args.max_completion_length}"
             reasons.append(f"{cut_off / num:.0%} were cut off{masked}: raise {option}")
         if without_reward < num:
-            reasons.append("completions that are compared have equal rewards: check the rewards, or raise temperature")
+            reasons.append("those of each prompt got the same reward: check the rewards, or raise temperature")
         return (
             f"no learning signal in {self._num_steps} consecutive optimizer steps. Of {num} completions, "
             f"{'; '.join(reasons)}."

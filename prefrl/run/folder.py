@@ -240,9 +240,9 @@ class StopRequest:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with an exit code; after Ctrl-C, with KeyboardInterrupt."""
+    """End the process with an exit code; after Ctrl-C, with a KeyboardInterrupt whose argument is that code."""
     if code == 128 + signal.SIGINT:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(code)
     raise SystemExit(code)
 
 
@@ -349,6 +349,31 @@ def read_starts(folder: Path, run: str) -> list[Start]:
         except (ValueError, TypeError):
             continue  # the last line of a killed process
     return [start for start in starts if start.run == run]
+
+
+def how_to_resume(output_dir: str) -> str:
+    """A sentence that says how the run of this process goes on: by the command, if that has started it."""
+    if command_of(sys.orig_argv).startswith("prefrl ") or "prefrl.scripts.main" in sys.orig_argv:
+        return f"To continue: {shlex.join(['prefrl', 'resume', output_dir])}"
+    return f"To continue, start the same training with resume_from_checkpoint=True; output_dir is {output_dir}"
+
+
+def is_trained(run_folder: Path) -> bool | None:
+    """Whether the process that last trained in a folder is alive; None: it was on another host, or is unknown."""
+    try:
+        writer = json.loads((run_folder / _FILE).read_bytes())
+        host, pid = writer["host"], int(writer["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != socket.gethostname():
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def command_of(argv: Sequence[str]) -> str:

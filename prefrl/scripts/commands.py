@@ -143,7 +143,7 @@ def command_to_resume(folder: Path) -> list[str]:
     identity = read_identity(folder)
     starts = [] if identity is None else read_starts(folder, identity.run)
     if identity is None or not starts:
-        raise ConfigError(f"{folder}: nothing to resume: no run has written its command there ({STARTS})")
+        raise ConfigError(f"{folder}: nothing to resume: this is not the folder of a run (it has no {STARTS})")
     found = find_last(folder, run=identity.run)
     if found.folder is None:
         unusable = f" ({'; '.join(found.unusable)})" if found.unusable else ""
@@ -250,20 +250,28 @@ _PACKAGES = (
 @command("env", about="Print the versions and devices of this machine.", takes_config=False)
 def env() -> int:
     """Print it."""
-    import torch  # its import takes seconds, which --help does not
-
     import prefrl
 
     lines = {"prefrl": prefrl.__version__, "python": platform.python_version(), "platform": platform.platform()}
     lines |= {name: _version(name) for name in _PACKAGES}
-    lines["CPU"] = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
-    lines["CUDA of torch"] = torch.version.cuda or "none"
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        lines[f"GPU {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    lines["CPU"] = f"{os.cpu_count()} cores"
+    lines |= _devices()
     for name, text in lines.items():
         print(f"- {name}: {text}")
     return 0
+
+
+def _devices() -> dict[str, str]:
+    """The GPUs and the CUDA of torch, which is imported only where there is a driver: it takes seconds."""
+    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/kfd").exists():  # of CUDA and of ROCm
+        return {"GPU": "none (no driver of CUDA or ROCm)"}
+    import torch
+
+    found = {"CUDA of torch": torch.version.cuda or "none"}
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        found[f"GPU {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    return found
 
 
 def _version(package: str) -> str:

@@ -24,7 +24,8 @@ class CommandParser(OptionParser):
         dataclass_types: Their fields are the options.
         description: What the command does, for its help.
         takes_config: See `OptionParser`.
-        positional: Options that may be given without their names, in the order of the words. They need a default.
+        positional: Options that may be given without their names, in the order of the words. They need a default. If
+            the last one is a list, it takes all words that are left.
     """
 
     see: ClassVar[str] = "See --help."
@@ -50,7 +51,7 @@ class CommandParser(OptionParser):
             for field in _fields(cls):
                 self.add_option(option_of(field, hints[field.name]), *field.metadata.get("aliases", ()))
         if positional:
-            words = " ".join(f"[{name.upper()}]" for name in positional)
+            words = " ".join(f"[{name.upper()}{' ...' * self._is_list(name)}]" for name in positional)
             config = "[--config FILE.yaml] " if takes_config else ""
             self.usage = f"%(prog)s {words} {config}[--option value ...]"
 
@@ -76,10 +77,17 @@ class CommandParser(OptionParser):
     def _named(self, argv: Sequence[str]) -> list[str]:
         words: list[str] = []
         rest = list(argv)
-        while rest and not rest[0].startswith("-") and len(words) < len(self._positional):
+        takes_all = bool(self._positional) and self._is_list(self._positional[-1])
+        while rest and not rest[0].startswith("-") and (takes_all or len(words) < len(self._positional)):
             words.append(rest.pop(0))
-        named = [part for name, word in zip(self._positional, words, strict=False) for part in (f"--{name}", word)]
-        return [*named, *rest]
+        # The last option takes what is left, which is one word unless its value is a list.
+        given = [(name, [word]) for name, word in zip(self._positional[:-1], words, strict=False)]
+        if left := words[len(given) :]:
+            given.append((self._positional[-1], left))
+        return [*(part for name, values in given for part in (f"--{name}", *values)), *rest]
+
+    def _is_list(self, name: str) -> bool:
+        return self._by_name[name].nargs == "+"
 
     def _made(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(

@@ -357,7 +357,7 @@ def run_smollm2(seed: int, output_dir: Path, console: Console, *, model_folder: 
             f"held-out answers that end with the right number, {name} GRPO: {summary[f'accuracy_{stage}']:.3f}"
         )
     console.print(f"{summary['seconds_total']} s, {summary['cpu_seconds']} of CPU; everything is in {output_dir}")
-    console.print(f"To go on: prefrl chat {output_dir / 'model'}, or prefrl report {output_dir}")
+    console.print(f"Next steps: prefrl chat {output_dir / 'model'}, or prefrl report {output_dir}")
     return summary
 
 

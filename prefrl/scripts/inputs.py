@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_no_effect, flat_names, warn_of_hint
+from prefrl.options.fields import flat_names, warn_of_hint
 from prefrl.options.presets import PRESETS, combined
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
@@ -134,7 +134,7 @@ def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> An
 
 
 def _check_run(script: CommandArguments, config: Any) -> None:
-    """Reject streams without an end, and switches of HuggingFace's scripts that have no effect here.
+    """Reject streams without an end, and warn of switches of HuggingFace's scripts that have no effect here.
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
@@ -147,14 +147,15 @@ def _check_run(script: CommandArguments, config: Any) -> None:
             "given. Set max_steps."
         )
     remedy = "Remove it, and set eval_strategy for evaluations during training."
-    check_no_effect(
-        name="do_predict", value=config.do_predict, unset=False, because="this command trains", remedy=remedy
-    )
-    if config.eval_strategy == "no":
-        if script.eval_datasets:
-            paths = ", ".join(part.path for part in script.eval_datasets)
-            warn_of_hint(config, f"eval_datasets={paths}: nothing is evaluated because eval_strategy='no'. {remedy}")
-        check_no_effect(name="do_eval", value=config.do_eval, unset=False, because="eval_strategy='no'", remedy=remedy)
+    if config.do_predict:
+        warn_of_hint(config, f"do_predict=True has no effect because this command trains. {remedy}")
+    if config.eval_strategy != "no":
+        return
+    if script.eval_datasets:
+        paths = ", ".join(part.path for part in script.eval_datasets)
+        warn_of_hint(config, f"eval_datasets={paths} has no effect because eval_strategy='no'. {remedy}")
+    if config.do_eval:
+        warn_of_hint(config, f"do_eval=True has no effect because eval_strategy='no'. {remedy}")
 
 
 def _check_without_dataset(config: Any) -> None:

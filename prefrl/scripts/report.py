@@ -12,7 +12,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -119,17 +120,19 @@ def watch(options: WatchArguments) -> int:
 
 
 class LivePage:
-    """The page of today's files: it is made anew when a file has changed.
+    """The page of today's files: it is made anew when a file has changed, and once a minute.
 
     Args:
         folders: `output_dir` of one run, or of two.
+        clock: Returns seconds.
 
     Attributes:
         path: The page's path on the server, with a random token: the page shows prompts and completions, and every
             user of the machine can reach the port.
     """
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self.path = f"/?token={secrets.token_urlsafe(32)}"
         self._folders = list(folders)
         self._lock = Lock()  # guards what follows
@@ -143,7 +146,7 @@ class LivePage:
             ConfigError: A folder is not that of a run, or not any more.
         """
         with self._lock:
-            stamp = _stamp_of(self._folders)
+            stamp = _stamp_of(self._folders, minute=int(self._clock() // 60))
             if stamp != self._stamp:
                 self._page = page(self._folders, is_live=True).encode()
                 self._stamp = stamp
@@ -203,9 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Print no line for each request."""
 
 
-def _stamp_of(folders: Sequence[Path]) -> str:
-    """A hash of the sizes and times of the files that the page is made of."""
-    found = hashlib.sha256()
+def _stamp_of(folders: Sequence[Path], *, minute: int) -> str:
+    """A hash of the sizes and times of the files that the page is made of, and of the minute, as silence is shown."""
+    found = hashlib.sha256(f"{minute}\n".encode())
     for folder in folders:
         for path in sorted(path for pattern in _WATCHED for path in folder.glob(pattern)):
             try:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from prefrl import __version__
 from prefrl.errors import printable
-from prefrl.scripts.report_record import Point, events_of, read_run, series_of, thinned
+from prefrl.scripts.report_record import Point, events_of, read_run, series_of, state_of, thinned
 
 _FOLDER = Path(__file__).parent / "page"
 _MAX_POINTS = 300  # of a curve
@@ -76,18 +77,22 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
         ),
         now=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
+        states=(states := [state_of(run, time.time()) for run in runs]),
         is_live=is_live,
+        status="live" if "live" in states else " and ".join(dict.fromkeys(states)),
     )
     return printable(text)  # names of metrics, options and packages, and commands, come from files
 
 
 def _main_metrics(series: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the metrics whose curves come first."""
+    """The names of the metrics whose curves come first: as many as fit, but the mean of every reward in any case."""
     names = {name for of_run in series for name in of_run}
     if "reward" in names:  # the loss of a policy gradient says nothing about progress
         names -= {"loss", "eval_loss"}
     parts = sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean"))
-    return [*(name for name in _FIRST if name in names), *parts][:_NUM_FIRST]
+    head = [name for name in _FIRST[:2] if name in names]  # the reward in training and in evaluations
+    rest = [name for name in _FIRST[2:] if name in names]
+    return [*head, *parts, *rest[: max(0, _NUM_FIRST - len(head) - len(parts))]]
 
 
 def _ordered(series: Sequence[Mapping[str, Any]], main: Sequence[str]) -> list[str]:

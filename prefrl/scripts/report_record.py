@@ -12,7 +12,17 @@ from typing import Any, TypeGuard
 
 from prefrl.errors import ConfigError, masked, printable
 from prefrl.run.checkpoints import step_of
-from prefrl.run.folder import IDENTITY, METRICS_FILE, Identity, Start, read_identity, read_metrics, read_starts
+from prefrl.run.folder import (
+    IDENTITY,
+    METRICS_FILE,
+    STARTS,
+    Identity,
+    Start,
+    is_trained,
+    read_identity,
+    read_metrics,
+    read_starts,
+)
 
 _TIME = re.compile(r"time/(\w+)_s")
 _NOT_METRICS = ("step", "epoch", "stage", "run", "time")
@@ -86,6 +96,28 @@ def read_run(folder: Path) -> RunRecord:
         read_starts(folder, identity.run) if identity else [],
         planned if planned > 0 else None,
     )
+
+
+_SILENCE_S = 180.0  # after which a run that may still be under way is said to have no news
+
+
+def state_of(run: RunRecord, now: float) -> str:
+    """What a run is doing, in words: finished, ended early, stopped, live, or without news.
+
+    Args:
+        run: The run.
+        now: Seconds since the epoch, as files have their times.
+    """
+    of = f" of {run.num_steps}" if run.num_steps else ""
+    has_ended = bool(run.rows) and "train_runtime" in run.rows[-1]  # the last log of a training
+    is_complete = run.num_steps is None or run.step >= run.num_steps
+    if has_ended:
+        return "finished" if is_complete else f"ended at step {run.step}{of}"
+    if is_trained(run.folder) is False:
+        return f"stopped at step {run.step}{of}"
+    files = [run.folder / name for name in (METRICS_FILE, STARTS)]
+    silence = now - max((path.stat().st_mtime for path in files if path.is_file()), default=now)
+    return "live" if silence < _SILENCE_S else f"no news for {silence // 60:.0f} min"
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:

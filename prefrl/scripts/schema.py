@@ -137,7 +137,8 @@ class SchemaParser(OptionParser):
         """The options that are given, checked as far as it costs nothing.
 
         Raises:
-            ConfigError: An unknown or missing option, or a value of the wrong type or out of bounds.
+            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, or an option of the
+                command whose feature is off.
             SystemExit: Help was asked for.
         """
         values = self.read(argv)[0]
@@ -156,6 +157,7 @@ class SchemaParser(OptionParser):
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
+                self._check_switches(name, values)
         except ConfigError as error:
             raise given.located(error) from None
         return given
@@ -204,6 +206,14 @@ class SchemaParser(OptionParser):
         if "bounds" in option:
             hint = Annotated[(hint, *(_LIMITS[kind](limit) for kind, limit in option["bounds"].items()))]
         check_value(name, value, list[hint] if option.get("is_list") else hint)
+
+    def _check_switches(self, name: str, values: Mapping[str, Any]) -> None:
+        """Check whether the feature of an option is on; the rules of the config answer for its own."""
+        if name in early_class(self._algorithm).__dataclass_fields__:
+            return
+        off = [switch for switch in self._needs[name] if values.get(switch, True) is False]
+        if off and values[name] != self._options[name].get("default"):
+            raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
 
     def remedy(self, name: str, known: Collection[str]) -> str:
         """See `OptionParser.remedy`; also names the algorithms that have the option."""

@@ -115,7 +115,13 @@ class SoupArguments:
         return sorted(paths, key=lambda path: int(path.name.split("-", 1)[1]))
 
 
-@command("soup", SoupArguments, about="Average the weights of checkpoints, or the updates of LoRA adapters.")
+@command(
+    "soup",
+    SoupArguments,
+    about="Average the weights of checkpoints, or the updates of LoRA adapters. "
+    "Example: prefrl soup runs/a/checkpoint-100 runs/a/checkpoint-200 --output_dir averaged",
+    positional=("checkpoints",),
+)
 def main(options: SoupArguments) -> int:
     """Average, write and report."""
     check_folders(options.folders, Path(options.output_dir), options.top_k)

@@ -70,8 +70,9 @@ def main(algorithm: Algorithm, given: Given) -> int:
         # With options of columns, the command that evaluates would be too long for the panel.
         dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
         print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
-    except KeyboardInterrupt:
-        _say_stopped(algorithm.name, trainer)
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args:  # else training stopped in order, and has said so
+            _say_stopped(algorithm.name, trainer)
         raise
     finally:
         trainer.end()  # a process that exits while its process group is open may be aborted
@@ -82,7 +83,7 @@ def _say_stopped(command: str, trainer: Any) -> None:
     """Say after Ctrl-C where the run stopped, and how it goes on."""
     last = find_last(trainer.run_folder.path, run=trainer.run_folder.run).folder
     way = "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}"
-    remedy = "" if last is None else f". To go on: prefrl resume {trainer.run_folder.path}"
+    remedy = "" if last is None else f". To continue: prefrl resume {trainer.run_folder.path}"
     text = f"prefrl {command}: stopped in step {trainer.state.global_step + 1}; {way}{remedy}"
     print(text, file=sys.stderr)
 
@@ -116,7 +117,7 @@ def print_ending(trainer: BaseTrainer[Any], *, dataset: str | None, rewards: Seq
     console, folder, state = Console(), trainer.args.output_dir, trainer.state
     steps = {"steps": state.global_step, "max_steps": state.max_steps}
     console.print(ending(trainer.algorithm, state.log_history, folder=folder, **steps))
-    console.print("To go on:")
+    console.print("Next steps:")
     is_chat = trainer.processing_class.chat_template is not None
     for command in next_commands(trainer.algorithm, folder, dataset=dataset, rewards=rewards, is_chat=is_chat):
         console.print(Text(f"  {command}"), soft_wrap=True)  # in one piece, so that it can be copied

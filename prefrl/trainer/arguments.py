@@ -78,7 +78,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ref_model": (_is_model, "a name, a path, a model or None"),
     "reward_funcs": (
         _is_rewards,
-        "a reward, a list of them or a mapping to their weights: functions, reward models, or names",
+        "a reward, a list of them or a mapping to their weights: functions, and reward models or their names",
     ),
     "processing_class": (
         lambda value: isinstance(value, PreTrainedTokenizerBase | ProcessorMixin),

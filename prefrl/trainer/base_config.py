@@ -26,7 +26,7 @@ from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import apply, flat_names, mapping_of, read_json
+from prefrl.options.fields import apply, listed_fields, mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
 from prefrl.options.run import COMPILATION_RULES, check_device
@@ -122,7 +122,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
             cls.__repr__ = BaseConfig.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in listed_fields(type(self))}
         shown = ", ".join(f"{name}={value!r}" for name, value in masked(values).items())
         return f"{type(self).__name__}({shown})"
 
@@ -134,8 +134,8 @@ class BaseConfig(BaseOptions, TrainingArguments):
             name: getattr(self, name) for name in ("eos_token", "pad_token")
         }  # which HuggingFace takes for secrets
         values = {name: plain(value) for name, value in {**super().to_dict(), **tokens}.items()}
-        listed = {name: value for name, value in values.items() if name not in flat_names(type(self))}
-        return cast("dict[str, Any]", masked(listed))
+        listed = {field.name for field in listed_fields(type(self))}
+        return cast("dict[str, Any]", masked({name: value for name, value in values.items() if name in listed}))
 
     def _check_json(self) -> None:
         """See `BaseOptions._check_json`."""

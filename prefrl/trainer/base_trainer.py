@@ -392,7 +392,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         group_parameters(optimizer, model, self.args)
 
     def adapt_scheduler(self, scheduler: Any, num_training_steps: int) -> Any:
-        """A new schedule as this trainer needs it."""
+        """Adapt a new schedule to this trainer."""
         return scheduler
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:

@@ -16,7 +16,7 @@ from prefrl.data.collate import unpaired_batch
 from prefrl.data.images import ProcessingClass, tokenizer_of
 from prefrl.errors import ConfigError, DataError, require
 from prefrl.losses.preference.unpaired import bco, density_ratio_weights
-from prefrl.options.fields import check_no_effect
+from prefrl.options.fields import warn_of_hint
 from prefrl.trainer.arguments import check_arguments
 from prefrl.trainer.configs import BCOConfig
 from prefrl.trainer.offline.preference import RowScores, preference_metrics, prepare_unpaired
@@ -70,13 +70,12 @@ class BCOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self._mean = self.reward_mean = RunningMean(self.args.device)
         if embedding_func is None:
             for name, unset in (("prompt_sample_size", 1024), ("min_density_ratio", 0.5), ("max_density_ratio", 10.0)):
-                check_no_effect(
-                    name=name,
-                    value=getattr(self.args, name),
-                    unset=unset,
-                    because="there is no embedding_func to estimate densities with",
-                    remedy="Give embedding_func and embedding_tokenizer.",
-                )
+                if (value := getattr(self.args, name)) != unset:
+                    warn_of_hint(
+                        self.args,
+                        f"{name}={value!r} has no effect because there is no embedding_func to estimate densities "
+                        "with. Give embedding_func and embedding_tokenizer.",
+                    )
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Tokenize; with `embedding_func`, weight the undesirable rows."""

@@ -23,7 +23,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
-from prefrl.run.folder import Stopped, check_space, leave, write_identity
+from prefrl.run.folder import Stopped, check_space, how_to_resume, leave, write_identity
 from prefrl.trainer.memory import CHECKPOINT, UPDATE, explained
 from prefrl.trainer.model_card import RunFacts, write_model_card
 from prefrl.trainer.scheduler import refresh
@@ -89,10 +89,8 @@ def until_stopped(run: Run, train: Callable[[], TrainOutput]) -> TrainOutput:
     run.parts.tell("left", run, is_complete)
     if not is_complete:
         if distributed.is_main():
-            sys.stderr.write(
-                f"stopped after step {run.state.global_step} of {run.state.max_steps}. To continue, start the "
-                f"same training with resume_from_checkpoint=True; output_dir is {run.args.output_dir}\n"
-            )
+            way = how_to_resume(run.args.output_dir)
+            sys.stderr.write(f"stopped after step {run.state.global_step} of {run.state.max_steps}. {way}\n")
         leave(code)
     return output
 
@@ -359,7 +357,7 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
         checkpoint: What training resumes from. None means nothing.
 
     Raises:
-        ConfigError: It cannot, it does so anyway, or the checkpoint lacks something.
+        ConfigError: It cannot, or the checkpoint lacks something.
     """
     for name, value in (("save_optimizer", params.save_optimizer), ("load_optimizer", params.load_optimizer)):
         if not value and not distributed.keeps_optimizer_apart(accelerator):
@@ -367,11 +365,6 @@ def check_parts(params: CheckpointParams, accelerator: Any, checkpoint: Path | N
                 f"checkpoint_kwargs: {name}=False is not supported with ZeRO and FSDP2, which save weights and "
                 "optimizer state together. Leave it out; save_only_model=True saves only the model."
             )
-    if params.export_weights and not distributed.keeps_checkpoints_partitioned(accelerator):
-        raise ConfigError(
-            "checkpoint_kwargs: export_weights=True has no effect because this backend, with its current settings, "
-            "writes complete weights to every checkpoint. Leave it out."
-        )
     if checkpoint is None or not params.load_optimizer or not distributed.keeps_optimizer_apart(accelerator):
         return
     if not (checkpoint / OPTIMIZER_NAME).exists():

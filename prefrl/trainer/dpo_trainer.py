@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, Pairs, rpo_nll
-from prefrl.losses.preference.unpaired import wpo_weights
+from prefrl.metrics import Mean
 from prefrl.trainer.arguments import check_arguments
+from prefrl.trainer.offline.loss_balance import LossBalance
 from prefrl.trainer.offline.preference import (
     RowScores,
     StepPairs,
     make_pairs,
     pair_groups,
+    pair_weights,
     pairs_per_chosen_token,
     preference_metrics,
 )
@@ -48,6 +50,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     algorithm = "dpo"
     args: DPOConfig
+    _plain = ("sft", "rpo")  # losses of full sums of log-probs, without ld_alpha
     _step_pairs: StepPairs  # all pairs of the current step, for losses that sort them
 
     def __init__(
@@ -64,8 +67,18 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         if "bco_pair" in self.args.loss_type:
             self.reward_mean = RunningMean(self.args.device)
         self._losses = self.args.weighted_losses
+        if self.args.loss_balance is not None:
+            params = self.args.loss_balance_params
+            self.loss_balance = LossBalance(self.args.loss_balance, params, self._losses, self._each)
         self._loss_params = {name: PAIR_LOSSES[name].params.from_options(self.args) for name in self.args.loss_type}
         self._pairs_per_chosen_token = 0.0
+
+    def _each(self, batch: ReferencedBatch, logprobs: Tensor) -> list[Tensor]:
+        policy = self._rows(logprobs, batch)
+        pairs = self._pairs(policy, self._rows(batch.ref_logprobs, batch))
+        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
+        sides = [plain if name in self._plain else pairs for name, _ in self._losses]
+        return [self._loss(name, side, None, batch) for (name, _), side in zip(self._losses, sides, strict=True)]
 
     def prepare_step(self, batches: list[LabeledBatch]) -> list[ReferencedBatch]:
         """See `OfflineTrainer`; also computes what some losses need to know about all pairs of the step."""
@@ -101,32 +114,28 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         scores = self.scorer.scores(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
         policy, reference = self._rows(scores.logprobs, batch), self._rows(batch.ref_logprobs, batch)
         pairs = self._pairs(policy, reference)
-        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])  # full sums, without ld_alpha
+        plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
         total = torch.zeros((), device=batch.device)
-        for name, weight in self._losses:
-            total = total + weight * self._sum(name, plain if name == "sft" else pairs, scores, batch)
-        if self.args.rpo_alpha is not None:
-            total = total + self.args.rpo_alpha * rpo_nll(plain).sum()
+        balance = self.loss_balance if model.training else None
+        weighted = self._losses if balance is None else balance.weighted
+        for name, weight in weighted:
+            total = total + weight * self._loss(name, plain if name in self._plain else pairs, scores, batch).sum()
         rewards = self.args.beta * (policy.logps - reference.logps).detach()
         if self.reward_mean is not None and model.training:
             self.reward_mean.add(rewards)
         metrics = preference_metrics(batch, scores, logps=policy.logps, rewards=rewards)
+        if balance is not None:
+            metrics |= {f"loss_balance/{name}": Mean(weight, 1) for name, weight in weighted}
         return LossOutput(total=total, metrics=metrics, predictions=rewards)
 
-    def _sum(self, name: str, pairs: Pairs, scores: TokenScores, batch: LabeledBatch) -> Tensor:
-        """Scalar: one loss, summed over the micro-batch."""
+    def _loss(self, name: str, pairs: Pairs, scores: TokenScores | None, batch: LabeledBatch) -> Tensor:
+        """[P] one loss, with `scores` weighted by `use_weighting`; its sum if it sorts the pairs."""
+        if name == "rpo":
+            return rpo_nll(pairs)
         row, params = PAIR_LOSSES[name], self._loss_params[name]
         if row.is_batch_loss:
             return self._step_pairs.loss(lambda everyone: row.function(everyone, params), pairs, pair_groups(batch))
-        losses = row.function(pairs, params)
+        losses: Tensor = row.function(pairs, params)
         if name == "sft":  # a mean over tokens, although the step's sum is divided by the number of pairs
             losses = losses * self._pairs_per_chosen_token
-        if self.args.use_weighting:
-            losses = losses * self._pair_weights(scores, batch)
-        return losses.sum()
-
-    def _pair_weights(self, scores: TokenScores, batch: LabeledBatch) -> Tensor:
-        layout = (batch.trainable, batch.row_index, batch.num_rows)
-        weights = wpo_weights(scores.logprobs, scores.log_collision, *layout)
-        chosen, rejected = batch.pair_index
-        return weights[chosen] * weights[rejected]
+        return losses * pair_weights(scores, batch) if self.args.use_weighting and scores is not None else losses

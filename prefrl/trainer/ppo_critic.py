@@ -55,8 +55,6 @@ def make_critic(run: Run, args: PPOConfig, given: str | PreTrainedModel | None) 
         given = args.value_model_name_or_path
     if given is not None and args.critic == "head":
         raise ConfigError("value_model has no effect with critic='head'. Leave critic out, or remove value_model.")
-    if given is not None and args.detach_trunk:
-        raise ConfigError("detach_trunk=True has no effect because value_model shares nothing with the policy")
     if given is None and args.critic != "model":
         return HeadCritic(policy, detach_trunk=args.detach_trunk, plan=args.forward_plan)
     arguments: dict[str, Any] | None = None

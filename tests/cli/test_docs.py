@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
 import io
@@ -28,6 +27,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
 from prefrl.losses.preference.reference_free import CPO_LOSSES
+from prefrl.options.fields import listed_fields
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.inputs import read
@@ -79,7 +79,7 @@ def test_each_option_is_in_the_table_of_its_algorithm_or_in_a_shared_one_that_it
     listed = set(re.findall(r"^\| `(\w+)` \|", "".join(tables), re.M))
     groups = [group for group in row.load_config().__mro__ if group.__module__.startswith("prefrl.")]
     own = {name for group in groups for name in inspect.get_annotations(group)}
-    assert {field.name for field in dataclasses.fields(row.load_config())} & own <= listed
+    assert {field.name for field in listed_fields(row.load_config())} & own <= listed
 
 
 @pytest.mark.parametrize(("page", "losses"), [("dpo", PAIR_LOSSES), ("cpo", CPO_LOSSES)])

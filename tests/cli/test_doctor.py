@@ -361,7 +361,7 @@ def test_the_memory_of_other_devices_is_what_the_user_says(
     [
         ("0", "num_processes=0: must be a number >= 1"),
         ("-1", "num_processes=-1: must be a number >= 1"),
-        ("many", "invalid int value: 'many'"),
+        ("many", "'many': must be a whole number"),
         ("1000000000", "num_processes=1000000000: must be a number >= 1 and <= 1000000"),
     ],
 )

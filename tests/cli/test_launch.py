@@ -95,7 +95,7 @@ def test_when_a_process_fails_the_others_end_and_its_error_is_told(workspace: Pa
         (["demo"], "'demo' cannot be launched. Known: "),
         (["grop"], "'grop' cannot be launched. Did you mean 'grpo'?"),
         (["sft", "--learnin_rate", "1"], "unknown option '--learnin_rate'. Did you mean '--learning_rate'?"),
-        (["sft", "--num_processes", "two"], "invalid int value: 'two'"),
+        (["sft", "--num_processes", "two"], "num_processes='two': must be a whole number"),
         (["sft", "--config", "missing.yaml"], "config='missing.yaml': cannot be read"),
         (
             ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--num_processes", "2"],

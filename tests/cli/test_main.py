@@ -23,8 +23,8 @@ from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
 OTHERS = (
-    *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "replay"),
-    *("report", "resume", "soup", "verify", "vllm-serve", "watch"),
+    *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "play"),
+    *("replay", "report", "resume", "soup", "verify", "vllm-serve", "watch"),
 )
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
@@ -322,12 +322,19 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
             ["grpo", "--num-generation=4"], "Did you mean '--num-generations'?", id="flag with value, dashes"
         ),
         pytest.param(["sft", "--zzzzqqq", "1"], "unknown option '--zzzzqqq'. See --help_all", id="flag unlike any"),
-        pytest.param(["sft", "x.txt"], "unexpected argument 'x.txt'", id="no flag"),
+        pytest.param(["sft", "x.txt"], "unexpected argument 'x.txt'. Write --dataset_name x.txt.", id="no flag"),
+        pytest.param(
+            ["soup", "no/a", "no/b", "--output_dir", "s"], "'no/a': there is no such folder", id="bare paths"
+        ),
         pytest.param(["sft", "x.yaml"], "config='x.yaml': cannot be read", id="no file as the first word"),
         pytest.param(["sft", "--base_model", "m"], "is model_name_or_path here.", id="name of another library"),
         pytest.param(["sft", "--num_generations", "4"], "It is an option of grpo, ", id="of other algorithms"),
-        pytest.param(["sft", "--learning_rate", "x"], "invalid float value: 'x'", id="type"),
-        pytest.param(["sft", "--loss_type", "nlll"], "invalid choice: 'nlll' (choose from 'nll', 'dft')", id="choice"),
+        pytest.param(["sft", "--learning_rate", "x"], "learning_rate='x': must be a number, or auto.", id="type"),
+        pytest.param(
+            ["sft", "--loss_type", "nlll"],
+            "loss_type='nlll': must be one of nll, dft. Did you mean 'nll'",
+            id="choice",
+        ),
         pytest.param(["sft"], "model_name_or_path: not given.", id="missing"),
         pytest.param(
             ["grpo", "--model_name_or_path", "m", "--dataset_name", "d"],

@@ -428,7 +428,7 @@ def test_files_are_written_beside_or_in_place_or_not_at_all(
         ("a.yaml", "a: !!python/name:os.system x", [], "the tag '!!python/name:os.system' is not allowed"),
         ("a.toml", "a = 1", [], "no options of cosmos-rl are in this file"),
         ("a.py", "", ["--diff", "--in_place"], "diff, in_place, output: set one of them"),
-        ("a.py", "", ["--from", "torchtune"], "invalid choice: 'torchtune'"),
+        ("a.py", "", ["--from", "torchtune"], "'torchtune': must be one of trl"),
     ],
 )
 def test_what_cannot_be_migrated_is_an_error(

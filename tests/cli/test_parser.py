@@ -131,9 +131,13 @@ def test_two_runs_of_the_parser_do_not_influence_each_other(tmp_path: Path) -> N
             "\nlearnin_rate: 1", r"run.yaml:4: unknown option 'learnin_rate'. Did you mean 'learning_rate'\?"
         ),
         pytest.param("num_generations: 4", r"run.yaml:3: unknown option 'num_generations'"),
-        pytest.param("max_length: long", r"run.yaml:3: max_length='long': must be of type int"),
-        pytest.param("max_length: 1.5", r"run.yaml:3: max_length='1.5': must be of type int"),
-        pytest.param("packing: perhaps", r"run.yaml:3: packing='perhaps': Truthy value expected"),
+        pytest.param("max_length: long", r"run.yaml:3: max_length='long': must be a whole number"),
+        pytest.param("max_length: 1.5", r"run.yaml:3: max_length='1.5': must be a whole number"),
+        pytest.param(
+            "training:\n  learning_rate: 1e-5",
+            r"run.yaml:3: unknown option 'training'. Options are not in sections: write learning_rate",
+        ),
+        pytest.param("packing: perhaps", r"run.yaml:3: packing='perhaps': must be true or false"),
         pytest.param("loss_type: mse", r"run.yaml:3: loss_type='mse': must be one of nll, dft"),
         pytest.param("packing: null", r"run.yaml:3: packing='null': null is not allowed"),
         pytest.param("max_length: [1, 2]", r"run.yaml:3: max_length=sequence: a list is not allowed"),

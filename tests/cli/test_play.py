@@ -13,6 +13,7 @@ import pytest
 from prefrl.errors import printable
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
+from tests.contract.cases import ONLINE
 
 CODE = '''\
 from prefrl import Environment, Observation
@@ -196,3 +197,14 @@ def test_what_is_played_is_what_is_trained_on(
     assert "episodes: Guess was" in error
     assert "{'size': 2}" in error
     assert "{'size': 3}" in error
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ONLINE if name != "grpo"])
+@pytest.mark.usefixtures("env_file")
+def test_every_online_algorithm_takes_environments_and_tools(algorithm: str, model_folder: Path) -> None:
+    sizes = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", "2"]
+    run = ["--use_cpu", "--max_steps", "1", "--output_dir", "out", "--save_strategy", "no", "--report_to", "none"]
+    names = ["--environment", "my_env.py:Guess", "--tools", "my_env.py:search"]
+    assert main([algorithm, "--model_name_or_path", str(model_folder), *names, *sizes, *run]) == 0
+    table = pq.read_table(next(Path("out/completions").glob("*.parquet")))
+    assert {*table["environment"].to_pylist()} == {"Guess"}

@@ -354,11 +354,10 @@ def test_a_part_that_cannot_be_mixed_is_named(
             "dataset_train_split='validation' cannot be loaded",
         ),
         (
-            ["--reward_funcs", "my_rewards:short", "--do_train", "--do_eval"],
+            ["--reward_funcs", "my_rewards:short", "--do_train", "--do_eval", "--strict_options"],
             ConfigError,
             "do_eval=True has no effect because eval_strategy='no'",
         ),
-        (["--reward_funcs", "my_rewards:short", "--do_predict"], ConfigError, "do_predict=True has no effect"),
         (
             ["--reward_funcs", "my_rewards:short", "--eval_strategy", "steps", "--dataset_test_split", "held_out"],
             DataError,

@@ -12,8 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import EvalPrediction
 
-from prefrl import ConfigError, GRPOConfig, RewardError, SFTConfig, SFTTrainer
-from prefrl.options.run import IGNORED_PARTS_RULES, IGNORED_RULES
+from prefrl import ConfigError, RewardError, SFTTrainer
 from prefrl.rewards.at_k import best_at_k, pass_at_k
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import read_entry
@@ -248,46 +247,6 @@ def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path: Path) -> None
             trainer.evaluate()
     with pytest.raises(ConfigError, match="preprocess_logits_for_metrics=function: must be None: no logits are kept"):
         SFTTrainer("no/such-model", preprocess_logits_for_metrics=lambda logits, labels: logits)  # type: ignore[call-arg]
-
-
-SET: dict[str, Any] = {
-    "average_tokens_across_devices": False,
-    "label_smoothing_factor": 0.1,
-    "include_num_input_tokens_seen": True,
-    "bf16_full_eval": True,
-    "fp16_full_eval": True,
-    "prediction_loss_only": True,
-    "eval_accumulation_steps": 3,
-    "eval_do_concat_batches": False,
-    "eval_use_gather_object": True,
-    "include_for_metrics": ["loss"],
-    "batch_eval_metrics": True,
-    "label_names": ["labels"],
-    "length_column_name": "size",
-    "dataloader_in_order": False,
-    "split_batches": True,
-    "dispatch_batches": True,
-    "even_batches": False,
-    "use_seedable_sampler": False,
-}
-
-
-PARTS = {name for row in IGNORED_PARTS_RULES for name in row.example.options["accelerator_config"]}
-
-
-def test_every_row_of_the_table_has_a_case() -> None:
-    names = {name for row in IGNORED_RULES for name in row.example.options}
-    assert set(SET) == names | PARTS
-
-
-@pytest.mark.parametrize("cls", [SFTConfig, GRPOConfig])
-@pytest.mark.parametrize("name", SET)
-def test_an_option_that_nothing_reads_is_refused_with_a_remedy(name: str, cls: Any, tmp_path: Path) -> None:
-    option = {"accelerator_config": {name: SET[name]}} if name in PARTS else {name: SET[name]}
-    if name == "include_for_metrics":
-        option["eval_strategy"] = "no"
-    with pytest.raises(ConfigError, match=rf"{name}=.* has no effect because .+\. [A-Z]"):
-        cls(output_dir=str(tmp_path), use_cpu=True, report_to="none", **option)
 
 
 SOURCES = ["math", "code", "math", "code", None]

@@ -201,6 +201,7 @@ NEUTRAL = {
     "reasoning_in_history",  # test_play
     "tool_parser",  # test_play, test_tool_calls
     "reward_timeout",  # test_runner
+    "reward_num_workers",  # test_pool
     "on_reward_error",  # test_runner
     "stop_without_signal",  # test_arguments
     "chat_template_kwargs",  # test_tokenize

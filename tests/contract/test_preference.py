@@ -463,7 +463,12 @@ BAD_OPTIONS: list[Any] = [
     pytest.param("dpo", {"loss_type": []}, "one or several", id="no loss"),
     pytest.param("dpo", {"beta": 0.0}, "beta=0.0", id="beta"),
     pytest.param("cpo", {"simpo_gamma": 1.0}, "simpo_gamma=1.0 has no effect", id="gamma"),
-    pytest.param("bco", {"prompt_sample_size": 4}, "prompt_sample_size=4 has no effect", id="no embedding"),
+    pytest.param(
+        "bco",
+        {"prompt_sample_size": 4, "strict_options": True},
+        "prompt_sample_size=4 has no effect",
+        id="no embedding",
+    ),
     pytest.param("bco", {"embedding_func": print}, "embedding_tokenizer", id="half an embedding"),
 ]
 

@@ -74,7 +74,7 @@ def test_a_window_after_the_end_is_refused(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        config(tmp_path, **options)
+        config(tmp_path, strict_options=True, **options)
 
 
 def test_defaults_are_those_of_the_help(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def test_a_url_without_checkpoints_is_an_error_and_true_starts_at_step_0(tmp_pat
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_trainer("sft", tmp_path, **SAVING | options)
+        make_trainer("sft", tmp_path, **SAVING | options, strict_options=True)
 
 
 # Without the optimizer's state.
@@ -437,11 +437,6 @@ def test_the_schedule_of_the_weight_decay_goes_on_without_the_optimizer(tmp_path
     resumed.add_callback(Watch())
     resumed.train(resume_from_checkpoint=True)
     assert seen == expected
-
-
-def test_whole_weights_are_exported_where_they_are_not_anyway(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"export_weights=True has no effect"):
-        train(tmp_path, checkpoint_kwargs={"export_weights": True})
 
 
 def test_a_whole_checkpoint_can_be_read_without_its_optimizer(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "dpo": [
         {"loss_type": ["sigmoid"], "max_steps": 2},
         {"loss_type": ["sft", "hinge", "bco_pair"], "loss_weights": [0.1, 1.0, 0.5], "rpo_alpha": 0.5, "max_steps": 3},
+        {"loss_type": ["sigmoid", "sft"], "rpo_alpha": 0.5, "loss_balance": "gradnorm", "max_steps": 3},
         {"loss_type": ["aot"], "label_smoothing": 0.1, "max_steps": 2},
         {"loss_type": ["aot_unpaired"], "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2},
         {"loss_type": ["ipo"], "ld_alpha": 0.5, "use_weighting": True, "f_divergence_type": "js_divergence"},

@@ -21,8 +21,9 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
 from prefrl.losses.preference.reference_free import CPO_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
+from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS
-from prefrl.options.policy_gradient import BALANCE_PARAMS, ESTIMATOR_FACTS
+from prefrl.options.policy_gradient import ESTIMATOR_FACTS
 from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.trainer.base_trainer import BaseTrainer

@@ -14,7 +14,7 @@ import pytest
 import prefrl
 from prefrl import ConfigError, DPOConfig, GRPOConfig, PPOConfig, SFTConfig, rewards
 from prefrl.options.fields import flat_names
-from prefrl.options.names import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice
+from prefrl.options.names import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice, nearest
 from prefrl.options.params import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.scripts.generated import LIBRARIES, foreign_text
@@ -153,6 +153,9 @@ ADVICE = [
     ),
     (SFTConfig, "fp4", "'fp4', an option of cosmos-rl, works differently here: use fp8=True to compute in 8 bits"),
     (SFTConfig, "enable_profiler", "'enable_profiler', an option of cosmos-rl, becomes here: profile=True."),
+    (GRPOConfig, "clip_value", "'clip_value' is max_grad_value here."),
+    (GRPOConfig, "pct_start", "'pct_start' becomes here: the key 'pct_start' of lr_scheduler_kwargs."),
+    (GRPOConfig, "max_tokens", "'max_tokens' works differently here: set max_completion_length for completions"),
     (SFTConfig, "lerning_rate", "Did you mean 'learning_rate'?"),
 ]
 
@@ -162,6 +165,23 @@ def test_a_config_says_what_a_foreign_name_is(config: Any, name: str, words: str
     with pytest.raises(ConfigError) as caught:
         config(output_dir="x", **{name: 1})
     assert f"{config.__name__} has no option {name!r}. {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "guess"),
+    [
+        ("grop", ("gspo", "grpo"), "grpo"),
+        ("roh", ("rho", "beta"), "rho"),
+        ("shapes", ("record_shapes", "stacks"), "record_shapes"),
+        ("--seed_", ("--seed", "--speed"), "--seed"),
+        ("training", ("streaming",), None),
+        ("--stop", ("--top_p", "--top_k"), None),
+        ("steps", ("max_steps", "save_steps"), None),
+        ("???", ("max_steps",), None),
+    ],
+)
+def test_only_a_name_that_is_near_is_suggested(name: str, known: tuple[str, ...], guess: str | None) -> None:
+    assert nearest(name, known, otherwise="-") == ("-" if guess is None else f"Did you mean {guess!r}?")
 
 
 def test_there_is_no_advice_where_the_option_is_not_there() -> None:

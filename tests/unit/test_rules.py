@@ -74,7 +74,7 @@ def test_the_example_of_a_row_breaks_this_row_first_in_config_and_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for row in TABLES[name]:
-        options = {"output_dir": str(tmp_path), **row.example.options, "use_cpu": True, "strict_options": True}
+        options = {"output_dir": str(tmp_path), **row.example.options, "use_cpu": True, "strict_options": row.hint}
         found, said = broken(partial(config(row.example.algorithm, row.example.processes), **options))
         assert found is row, (row.example, said)
         monkeypatch.setenv("WORLD_SIZE", str(row.example.processes))
@@ -93,8 +93,10 @@ def test_hints_are_warnings_of_the_config_alone(name: str, tmp_path: Path, monke
         parser(row.example.algorithm).check(Given(options, places={}, takes_rewards=False))
         monkeypatch.delenv("WORLD_SIZE")
         assert said == []
-        config(row.example.algorithm, row.example.processes)(**options)
+        made: Any = config(row.example.algorithm, row.example.processes)(**options)
         assert len(said) == 1, row.example
+        assert re.search(r"ha(s|ve) no effect because .+\. [A-Z]", said[0])  # and what to do
+        assert {name: getattr(made, name) for name in row.resets} == row.resets
         with pytest.raises(ConfigError, match=re.escape(said[0])):
             config(row.example.algorithm, row.example.processes)(**options, strict_options=True)
 

@@ -21,8 +21,8 @@ from transformers import (
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
+from prefrl.generation.local.decoding import StopStrings
 from prefrl.generation.local.generator import LocalGenerator
-from prefrl.generation.local.stops import StopStrings
 from prefrl.generation.vllm.requests import Guided
 from prefrl.models.export import PolicyWeights
 from prefrl.types import Completion

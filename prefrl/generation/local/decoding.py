@@ -1,7 +1,8 @@
 """What decoding stands on: a KV cache with room for all tokens to come, the choice of a token, fast layers.
 
 The cache copies prompts to the rows that continue them. A token and its log-prob are sampled from logits, with random
-numbers that depend only on the sample. Legend: B rows that are sampled together, V vocabulary.
+numbers that depend only on the sample. Stop strings are looked for as a completion grows. Legend: B rows that are
+sampled together, V vocabulary.
 
 Fast layers are for a CPU. When each row decodes one token, a matrix product has only a few rows. With fp32 weights in
 PyTorch's layout, it takes longer than reading the weights would. With the weights in oneDNN's own layout, it takes a
@@ -14,10 +15,11 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import (
@@ -29,11 +31,12 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from prefrl.errors import ConfigError
 from prefrl.losses.truncation import cumsum_permitted
 from prefrl.models.scoring import HEAD_FORWARD
 
 if TYPE_CHECKING:
-    from transformers import Cache, LogitsProcessor
+    from transformers import Cache, LogitsProcessor, PreTrainedTokenizerBase
     from transformers.cache_utils import CacheLayerMixin
 
     from prefrl.generation.base import SamplingParams
@@ -231,6 +234,73 @@ def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     rest = rest.minimum(inside[:, -1:] * _BELOW_ONE)
     tokens = block * _BLOCK + torch.searchsorted(inside, rest, right=True)
     return tokens.where(is_valid, 0)[:, 0], is_valid[:, 0]
+
+
+@dataclass
+class _Text:
+    """The text of a completion so far, of which only the end can become part of a stop string."""
+
+    stream: Any
+    end: str = ""
+
+
+@dataclass
+class StopStrings:
+    """Reads completions token by token, as vLLM does, until their text contains one of the strings.
+
+    Special tokens are part of the text, so that they can be in a stop string. A character that is spread over tokens
+    counts once its last token is there. Only what was sampled counts: no string begins in the prompt.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        strings: The stop strings, none of them empty.
+        prompts: The prompts, which decide whether the first word of a completion has a space in front.
+
+    Raises:
+        ConfigError: The tokenizer cannot decode token by token.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    strings: Sequence[str]
+    prompts: Sequence[Sequence[int]]
+    _texts: dict[tuple[int, int], _Text] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Check the tokenizer."""
+        if self.tokenizer is None or not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"stop={list(self.strings)}: text is compared token by token, which needs a tokenizer of the library "
+                f"tokenizers, and {type(self.tokenizer).__name__} is none. Use such a tokenizer, or remove stop."
+            )
+        self._backend = self.tokenizer.backend_tokenizer
+        self._num_kept = max(map(len, self.strings)) - 1  # characters with which a stop string may begin
+
+    def is_complete(self, prompt: int, sample: int, token: int) -> bool:
+        """Whether the next token of a completion completes a stop string.
+
+        Args:
+            prompt: Number of the prompt.
+            sample: Number of the completion among those of the prompt.
+            token: Id of the token. Tokens have to come in order.
+        """
+        text = self._texts.get((prompt, sample))
+        if text is None:
+            stream = DecodeStream(ids=list(self.prompts[prompt]), skip_special_tokens=False)
+            text = self._texts[prompt, sample] = _Text(stream)
+        found = text.end + self._piece(text, token)
+        text.end = found[max(len(found) - self._num_kept, 0) :]
+        return any(stop in found for stop in self.strings)
+
+    def _piece(self, text: _Text, token: int) -> str:
+        """The text that a token adds."""
+        try:
+            return text.stream.step(self._backend, token) or ""
+        except Exception as error:
+            # After bytes that are no text, a stream may find that its text has changed; its class has no own error.
+            if "prefix" not in str(error):
+                raise
+            text.stream = DecodeStream(skip_special_tokens=False)
+            return text.stream.step(self._backend, token) or ""
 
 
 # Smallest number of elements of a weight for which packing pays off.

@@ -22,6 +22,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.decoding import (
+    StopStrings,
     TokenSampler,
     keep_rows,
     packed_linears,
@@ -29,7 +30,6 @@ from prefrl.generation.local.decoding import (
     sent,
     uniform_numbers,
 )
-from prefrl.generation.local.stops import StopStrings
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
@@ -271,12 +271,15 @@ class LocalGenerator:
             drawn, is_valid = torch.stack([draw.tokens, draw.is_valid.long()]).tolist()
             if not all(is_valid):
                 raise self._logits_error(wave.live_rows[is_valid.index(0)], step)
-            has_stopped = [token in stop_ids for token in drawn]
+            reasons: list[FinishReason | None] = ["stop" if token in stop_ids else None for token in drawn]
             if stops is not None:
-                has_stopped = wave.stopped_by(stops, drawn, has_stopped)
-            if not (kept := wave.advance(step, draw, has_stopped)):
+                for i, row in enumerate(wave.live_rows):
+                    if reasons[i] is None and stops.is_complete(row.request, row.sample, drawn[i]):
+                        reasons[i] = "stop_string"
+            kept = wave.advance(step, draw, reasons)
+            if not kept:
                 return
-            tokens = draw.tokens if len(kept) == len(has_stopped) else draw.tokens[sent(kept, draw.tokens.device)]
+            tokens = draw.tokens if len(kept) == len(drawn) else draw.tokens[sent(kept, draw.tokens.device)]
             mask = None if wave.mask is None else wave.mask[:, : place + 1]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions[..., place, None], mask)
 
@@ -418,38 +421,28 @@ class _Wave:
         """The rows that are not finished."""
         return [self._rows[row] for row in self._live]
 
-    def stopped_by(self, stops: StopStrings, tokens: Sequence[int], has_stopped: Sequence[bool]) -> list[bool]:
-        """Which live rows have stopped, those that complete a stop string with their tokens included."""
-        found = []
-        for row, token, has_ended in zip(self._live, tokens, has_stopped, strict=True):
-            which = self._rows[row]
-            if not has_ended and stops.is_complete(which.request, which.sample, token):
-                self._reasons[row], has_ended = "stop_string", True
-            found.append(has_ended)
-        return found
-
-    def advance(self, step: int, draw: Draw, has_stopped: list[bool]) -> list[int]:
+    def advance(self, step: int, draw: Draw, reasons: Sequence[FinishReason | None]) -> list[int]:
         """Store the tokens that were drawn, and remove rows that have stopped or reached their limit.
 
         Args:
             step: Number of tokens that each live row had before.
             draw: A token for each live row.
-            has_stopped: Which live rows have.
+            reasons: Why live rows have stopped; None: they have not.
         Returns:
             The positions of the live rows that stay, in their new order.
         """
         self.history[:, self.width + step] = draw.tokens
         self._draws.append(draw)
         self._drawn_for.append(self._live)
-        for row, is_last in zip(self._live, has_stopped, strict=True):
-            if is_last and self._reasons[row] == "length":
-                self._reasons[row] = "stop"
-        is_done = [s or self._limits[row] == step + 1 for row, s in zip(self._live, has_stopped, strict=True)]
+        is_done = []
+        for row, reason in zip(self._live, reasons, strict=True):
+            self._reasons[row] = reason or "length"
+            is_done.append(reason is not None or self._limits[row] == step + 1)
         # In an order that moves as few rows as possible: the last ones fill the gaps.
         num_kept = len(is_done) - sum(is_done)
         movers = (place for place in range(len(is_done) - 1, num_kept - 1, -1) if not is_done[place])
         kept = [next(movers) if is_done[place] else place for place in range(num_kept)]
-        if kept and len(kept) < len(has_stopped):
+        if kept and len(kept) < len(reasons):
             chosen = sent(kept, self._device)
             self._live = [self._live[place] for place in kept]
             self.uniforms, self.history, self.positions = (

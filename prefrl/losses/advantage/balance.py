@@ -40,9 +40,9 @@ from typing import Any, Generic, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
+from prefrl.options.balance import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
 from prefrl.options.params import Params
 from prefrl.options.policy import Reduction
-from prefrl.options.policy_gradient import BALANCE_PARAMS, FamoParams, GradnormParams, ParetoParams, UncertaintyParams
 
 SMALLEST_LOSS = 0.01
 # Added to the diagonal of the cosine matrix: without it, rewards in full conflict have no bargaining solution.
@@ -371,8 +371,8 @@ class RewardBalancer:
         size = len(self._reward_weights)
         if state["balance"] != self.balance or len(state["memory"]) != size:
             raise ValueError(
-                f"the checkpoint balances {len(state['memory'])} rewards by {state['balance']!r}, this run {size} by "
-                f"{self.balance!r}: resume with the rewards and the reward_balance of the checkpoint"
+                f"the checkpoint balances {len(state['memory'])} rewards or losses by {state['balance']!r}, this run "
+                f"{size} by {self.balance!r}: resume with those of the checkpoint"
             )
         self._highest, self._lowest = _tensor(state["highest"]), _tensor(state["lowest"])
         self._first_means, self._previous_means = _tensor(state["first_means"]), _tensor(state["previous_means"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
+import logging
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from annotated_types import Gt
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import nearest
+from prefrl.scripts.arguments.data_files import bad_line, delimiter, not_utf8
 from prefrl.scripts.arguments.own_datasets import check_code, code_of, dataset_of_code
 
 if TYPE_CHECKING:
@@ -349,6 +350,7 @@ def load_part(
     path, arguments = source_of(part, where)
     import datasets  # not needed for --help, or to see that a file is missing
 
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says what they would
     try:
         dataset = datasets.load_dataset(
             path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
@@ -358,29 +360,11 @@ def load_part(
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # datasets puts the place and the cause of a damaged file into the error that its own one comes from.
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
-        reason = _bad_line(Path(part.path)) or cause
+        reason = bad_line(Path(part.path)) or not_utf8(Path(part.path)) or cause
         named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
         what = f"{where} with {split_option}={part.split!r}"
         raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
     return dataset if shape is None else shape.apply(dataset, within=within)
-
-
-def _bad_line(path: Path) -> str | None:
-    """Where the first line is that is no JSON, in a file of lines of JSON; None if there is none, or no such file."""
-    if not path.is_file() or not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
-        return None
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    number = 0
-    try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007 - for the message below
-                if line.strip():
-                    json.loads(line)
-    except json.JSONDecodeError as error:
-        return f"line {number} is not JSON: {error.msg} in column {error.colno}"
-    except (OSError, UnicodeDecodeError):
-        return None  # what datasets says of it is better
-    return None
 
 
 def _format_of(path: str) -> tuple[str, dict[str, Any]] | None:
@@ -416,7 +400,8 @@ def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
         raise DataError(f"{where}: there is no such file")
     if (part.data_files, part.data_dir) != (None, None):
         raise ConfigError(f"{where} is a file: remove data_files and data_dir")
-    return file_format[0], {"data_files": part.path, **file_format[1]}
+    separator = delimiter(path) if file_format[0] == "csv" else {}
+    return file_format[0], {"data_files": part.path, **file_format[1], **separator}
 
 
 def _first_rows(parts: dict[str, AnyDataset], fractions: dict[str, float]) -> dict[str, AnyDataset]:

@@ -228,9 +228,10 @@ def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
     scores = [_scored(subject, runner, rows, completions) for completions in (own, [""] * len(rows))]
     each = (time.perf_counter() - started) / (2 * len(rows))
     source = f"the row's {column}" if column else "the prompt itself, because there is no answer"
-    section.ok(f"{', '.join(runner.names)}: {1000 * each:.3g} ms for a completion")
+    names = [name for name in runner.names if name not in (environments or {})]
+    section.ok(f"{', '.join(names)}: {1000 * each:.3g} ms for a completion")
     table = Table("reward", f"completion: {source}", "empty completion", box=None, header_style="dim")
-    for name in runner.names:
+    for name in names:
         first, second = (found.by_name[name] for found in scores)
         table.add_row(name, _shown(first), _shown(second))
         if column and first == second:

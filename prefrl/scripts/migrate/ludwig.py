@@ -44,7 +44,7 @@ LUDWIG: dict[str, Counterpart] = {
     "base_learning_rate": instead("use learning_rates, which gives some parameters other rates"),
     "preset": instead("use preset, which sets the options of a paper; docs/trainers/grpo.md lists its names"),
     "loss_balancing": instead(
-        "use reward_balance for the rewards of online trainers; several losses of DPO have fixed loss_weights"
+        "use reward_balance for the rewards of online trainers, or loss_balance for several losses of DPO"
     ),
     "loss_balancing_alpha": renamed("balance_kwargs", "alpha"),
     "loss_balancing_lr": renamed("balance_kwargs", "rate"),

@@ -257,6 +257,62 @@ OTHERS: dict[str, Counterpart] = {
     "tp_size": instead("give a server --tensor_parallel_size; for training, see docs/distributed.md"),
     "model_resume_path": renamed("resume_from_checkpoint"),
     "skip_save_progress": instead("set save_strategy='no'"),
+    # Names of schedules' hyperparameters, of parallelism, and of what reads none of these here.
+    **dict.fromkeys(("lr_scheduler", "learning_rate_scheduler"), renamed("lr_scheduler_type")),
+    **{
+        name: renamed("lr_scheduler_kwargs", name)
+        for name in ("t_0", "t_mult", "eta_min", "pct_start", "div_factor", "final_div_factor", "staircase")
+    },
+    "polynomial_power": instead("set the key 'power' of lr_scheduler_kwargs, with lr_scheduler_type='polynomial'"),
+    "inverse_sqrt_warmup_steps": renamed("warmup_steps"),
+    "wsd_stable_fraction": instead("set the keys warmup_fraction and decay_fraction of lr_scheduler_kwargs"),
+    "decay": instead("choose the decay by lr_scheduler_type, or set weight_decay"),
+    "eps": instead("set adam_epsilon for the optimizer, or epsilon for the clipping of the ratio"),
+    "momentum_decay": instead("set optim='nadam' and optim_args='momentum_decay=0.004'"),
+    "clip_value": renamed("max_grad_value"),
+    **dict.fromkeys(("cp_size", "sp_size"), instead("see sequence parallelism in docs/distributed.md")),
+    **dict.fromkeys(("pp_size", "pp_dynamic_shape"), not_there("pipeline parallelism is not supported")),
+    "ep_size": instead(LAUNCH),
+    "fsdp_size": instead(LAUNCH),
+    "min_num_params": instead("set the key min_num_params of fsdp_config"),
+    **dict.fromkeys(
+        ("param_offload", "optimizer_offload"), instead("use accelerate_config=zero3_offload; see docs/distributed.md")
+    ),
+    "attention_backend": renamed("attn_implementation"),
+    "enable_fp4": instead("use fp8=True to compute in 8 bits, or load_in_4bit=True to keep frozen weights in 4"),
+    "n_init_replicas": instead("set num_processes for training; each prefrl vllm-serve is one replica"),
+    "do_sample": instead("completions of a training are always sampled; set temperature"),
+    "enable_tools": instead("give the trainer tools"),
+    "enable_multi_turn": instead("give the trainer tools or an environment; max_turns bounds the turns"),
+    "kl_ctrl": instead("set beta, the constant weight of the KL term"),
+    "n_generation": renamed("num_generations"),
+    "timestamp": instead("choose another output_dir for each run"),
+    **dict.fromkeys(
+        ("buffer_length", "penalty_factor"),
+        instead("use the reward soft_overlong_punishment_reward(max_completion_len=..., soft_punish_cache=...)"),
+    ),
+    "model_max_length": instead("set max_length; online trainers have max_prompt_length and max_completion_length"),
+    "completions_per_sample": renamed("num_generations"),
+    "max_num_ppo_steps": renamed("max_steps"),
+    "lr_policy": renamed("learning_rate"),
+    "lr_value": instead("set critic_learning_rate of prefrl ppo"),
+    "policy_model": renamed("model_name_or_path"),
+    "value_model": instead("use prefrl ppo, whose critic is a head or a model of its own; see critic"),
+    "grader": instead("give the grader as one of reward_funcs"),
+    "samples_per_batch": instead(
+        "set steps_per_generation; a generation batch has per_device_train_batch_size * processes * "
+        "steps_per_generation completions"
+    ),
+    "samples_per_mini_batch": instead(
+        "set gradient_accumulation_steps; an optimizer step has per_device_train_batch_size * processes * "
+        "gradient_accumulation_steps completions"
+    ),
+    "save_model_safely": not_needed("a checkpoint gets its name only when it is complete"),
+    "max_tokens": instead("set max_completion_length for completions, or max_length for rows"),
+    "max_seq_len": renamed("max_length"),
+    "batch_size_per_device": renamed("per_device_train_batch_size"),
+    "wandb": instead("set report_to=wandb"),
+    "gpus": renamed("num_processes"),
 }
 
 

@@ -350,13 +350,13 @@ _REWARD: dict[str, Counterpart] = {
     "model.trust_remote_code": instead("load the reward model in Python, and pass the instance to the trainer"),
     "model.external_lib": instead("import it in a script of your own"),
     "model.fsdp_config": instead(f"{LAUNCH}; a reward model is partitioned like the policy"),
-    "micro_batch_size": instead("use prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"),
-    "micro_batch_size_per_gpu": instead(
-        "use prefrl.rewards.ModelReward(model, batch_size=...) in Python; otherwise it is 16"
-    ),
-    "max_length": not_there("a text that is too long for a reward model raises an error"),
-    "reward_manager": not_needed(
-        "rewards get whole batches; async ones run at the same time, and may share their work among processes"
+    "micro_batch_size": renamed("reward_model_kwargs", "batch_size"),
+    "micro_batch_size_per_gpu": renamed("reward_model_kwargs", "batch_size"),
+    "max_length": renamed("reward_model_kwargs", "max_length"),
+    "reward_manager": together(
+        "reward_num_workers, the number of processes that score in parallel, as the manager prime does; by_source, a "
+        "reward for each data source",
+        "reward_num_workers",
     ),
     "sandbox_fusion": instead("use prefrl.rewards.get_code_reward, which runs code in a sandbox"),
     "launch_reward_fn_async": not_needed("write the reward as an async function"),

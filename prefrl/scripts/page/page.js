@@ -82,7 +82,8 @@ async function refresh(state) {
       document.querySelector("main").replaceWith(fresh);
       drawAll();
     } else if (answer.status !== 304) throw new Error(String(answer.status));
-    document.getElementById("status").textContent = "live";
+    const status = document.getElementById("status");
+    status.textContent = status.dataset.state;
   } catch {
     document.getElementById("status").textContent = "the server does not answer";
   }

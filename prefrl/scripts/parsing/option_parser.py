@@ -29,6 +29,10 @@ BOOLEANS = {
 }
 _NULL = "null"
 _KINDS: dict[Any, str] = {int: "int", float: "float", bool: "bool", DatasetConfig: "dataset", RewardEntry: "reward"}
+_ENDINGS_OF_DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
+# What values of a type are called, by the name of the function that reads them.
+_IN_WORDS = {"int": "a whole number", "float": "a number"}
+_IN_WORDS |= dict.fromkeys(("boolean", "string_to_bool"), "true or false")
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
@@ -182,11 +186,19 @@ class OptionParser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if arg_string == _NULL and self._forms.get(action.dest, Form()).is_nullable:
             return None
-        return super()._get_value(action, arg_string)
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            is_told = isinstance(error.__context__, argparse.ArgumentTypeError)
+            if is_told and _name(action.type) not in _IN_WORDS:
+                raise ConfigError(f"{action.dest}={arg_string!r}: {error.message}") from None
+            raise ConfigError(f"{action.dest}={arg_string!r}: must be {_kind_in_words(action.type)}.") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if value is not None:
-            super()._check_value(action, value)
+        if value is not None and action.choices is not None and value not in action.choices:
+            if isinstance(action.choices, dict):  # commands
+                super()._check_value(action, value)
+            raise ConfigError(f"{action.dest}={value!r}: {_not_a_choice(value, action.choices)}")
 
     @property
     def _by_name(self) -> dict[str, argparse.Action]:
@@ -204,6 +216,8 @@ class OptionParser(argparse.ArgumentParser):
     def _refuse(self, unknown: Sequence[str]) -> typing.NoReturn:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
+            if word.lower().endswith(_ENDINGS_OF_DATA) and "dataset_name" in self._by_name:
+                raise ConfigError(f"unexpected argument {word!r}. Write --dataset_name {word}.")
             raise ConfigError(
                 f"unexpected argument {word!r}: options are written as --name value, and a YAML file comes first"
             )
@@ -227,7 +241,7 @@ class OptionParser(argparse.ArgumentParser):
                 unknown += [f"--{name}", str(loader.construct_object(node, deep=True))]
                 continue
             if name not in known:
-                raise ConfigError(f"{where}: unknown option {name!r}. {self.remedy(name, known)}")
+                raise ConfigError(f"{where}: unknown option {name!r}. {self._remedy_in_file(name, node, known)}")
             if name in off:
                 note = f"note: {where}: {name} is left out, because the command line switches {off[name]} off"
                 print(note, file=sys.stderr)
@@ -241,6 +255,14 @@ class OptionParser(argparse.ArgumentParser):
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
                 raise ConfigError(f"{where}: {name}={_text(node)}: {error}") from error
         return unknown
+
+    def _remedy_in_file(self, name: str, node: yaml.Node, known: Collection[str]) -> str:
+        """See `remedy`; of a section of options, which another library's file may have, that there are none here."""
+        inner = [str(key.value) for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        inside = [key for key in inner if key in known]
+        if not inside:
+            return self.remedy(name, known)
+        return f"Options are not in sections: write {inside[0]} and the others below {name!r} at the left margin."
 
     def _value(self, action: argparse.Action, node: yaml.Node, loader: yaml.SafeLoader) -> Any:
         form = self._forms.get(action.dest, Form())
@@ -340,7 +362,7 @@ def or_auto(convert: Any) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return AUTO if text == AUTO else convert(text)
 
-    read.__name__ = _name(convert)
+    read.__name__ = f"{_name(convert)}|{AUTO}"
     return read
 
 
@@ -423,7 +445,7 @@ def boolean(text: str) -> bool:
         ValueError: It means neither.
     """
     if text.lower() not in BOOLEANS:
-        raise argparse.ArgumentTypeError(f"Truthy value expected: {text!r} is neither true nor false")
+        raise ValueError(text)
     return BOOLEANS[text.lower()]
 
 
@@ -450,11 +472,27 @@ def _scalar(action: argparse.Action, node: yaml.Node) -> Any:
     convert: Any = action.type or str
     try:
         value = convert(node.value)
-    except ValueError as error:
-        raise ValueError(f"must be of type {_name(convert)}") from error
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        if isinstance(error, argparse.ArgumentTypeError) and _name(convert) not in _IN_WORDS:
+            raise
+        raise ValueError(f"must be {_kind_in_words(convert)}") from error
     if action.choices is not None and value not in action.choices:
-        raise ValueError(f"must be one of {', '.join(map(str, action.choices))}")
+        raise ValueError(_not_a_choice(value, action.choices))
     return value
+
+
+def _kind_in_words(convert: Any) -> str:
+    """What a value has to be, as in "must be a whole number"."""
+    name, _, auto = _name(convert).partition("|")
+    words = _IN_WORDS.get(name, f"of type {name}")
+    return f"{words}, or {auto}" if auto else words
+
+
+def _not_a_choice(value: Any, choices: Iterable[Any]) -> str:
+    """What to say of a value that is not among the choices: the one that is meant, and all of them."""
+    words = [str(choice) for choice in choices]
+    guess = nearest(str(value), words, otherwise=" ").strip()
+    return f"must be one of {', '.join(words)}." + (f" {guess}" if guess else "")
 
 
 def _variables(where: str, node: yaml.Node) -> dict[str, str]:

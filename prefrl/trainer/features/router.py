@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from prefrl.errors import ConfigError
 from prefrl.metrics import Mean
 from prefrl.models.routers import RouterRecord, router_loss_coef
+from prefrl.options.fields import warn_of_hint
 from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Run
 from prefrl.types import LossOutput, TokenBatch
@@ -19,9 +20,15 @@ def router_loss(args: BaseConfig, model: PreTrainedModel) -> RouterLoss | None:
     """The routers' loss that the options or the config of a mixture of experts ask for; see `router_loss_coef`.
 
     Raises:
-        ConfigError: The option has no effect, or reentrant checkpoints would cut the gradient of the loss.
+        ConfigError: Reentrant checkpoints would cut the gradient of the loss.
     """
     coef = router_loss_coef(model, args.router_aux_loss_coef)
+    if args.router_aux_loss_coef and not coef:
+        warn_of_hint(
+            args,
+            f"router_aux_loss_coef={args.router_aux_loss_coef} has no effect because a {type(model).__name__} is not "
+            "a mixture of experts, or one whose config has no router_aux_loss_coef. Leave it None.",
+        )
     checkpointing = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
     if coef > 0 and args.activation_checkpointing and checkpointing.get("use_reentrant"):
         raise ConfigError(

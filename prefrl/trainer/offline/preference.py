@@ -15,7 +15,7 @@ from prefrl.data.images import ProcessingClass
 from prefrl.data.preference import prepare_preference_dataset, prepare_unpaired_dataset
 from prefrl.losses.per_token import TokenScores, row_sums, trainable_per_row
 from prefrl.losses.preference.pairwise import Pairs
-from prefrl.losses.preference.unpaired import length_desensitized
+from prefrl.losses.preference.unpaired import length_desensitized, wpo_weights
 from prefrl.metrics import Difference, Mean, Metric
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.trainer.configs import OfflineConfig
@@ -99,6 +99,14 @@ def make_pairs(rows: RowScores, reference: RowScores | None = None) -> Pairs:
 def pair_groups(batch: LabeledBatch) -> list[int]:
     """The group numbers of the pairs, in the order of `LabeledBatch.pairs`."""
     return [batch.group_index[row] for row in batch.pairs()[0]]
+
+
+def pair_weights(scores: TokenScores, batch: LabeledBatch) -> Tensor:
+    """[P] weights of the pairs by WPO: the product of those of both responses; `scores` have `log_collision`."""
+    layout = (batch.trainable, batch.row_index, batch.num_rows)
+    weights = wpo_weights(scores.logprobs, scores.log_collision, *layout)
+    chosen, rejected = batch.pair_index
+    return weights[chosen] * weights[rejected]
 
 
 def sided_rows(batch: LabeledBatch) -> list[int]:

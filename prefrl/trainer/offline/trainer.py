@@ -20,6 +20,7 @@ from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.options.fields import warn_of_hint
 from prefrl.options.names import ARGUMENTS
 from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
 from prefrl.trainer.arguments import (
@@ -34,6 +35,7 @@ from prefrl.trainer.arguments import (
 )
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks import LogCompletionsCallback
+from prefrl.trainer.offline.loss_balance import LossBalance
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.preference import half_pairs, prepare_pairs
 from prefrl.trainer.offline.rows import RunningMean, longest_rows, predicted_pairs
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.evaluation import ComputeMetrics
 
 _REWARD_MEAN_FILE = "reward_mean.json"
+_LOSS_BALANCE_FILE = "loss_balance.json"
 
 
 class TrainerArguments(TypedDict, total=False):
@@ -123,6 +126,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             sampling = GenerationConfig(do_sample=True)
             self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
+        self.loss_balance: LossBalance[Ready] | None = None  # for several losses
 
     # The reference policy.
 
@@ -306,7 +310,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             collate_fn=self.collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=False,  # batches are moved by _prepare_inputs
-            persistent_workers=self.args.dataloader_persistent_workers,
+            persistent_workers=self.args.dataloader_num_workers > 0 and self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
             # They lay out rows with this trainer, which cannot be sent to a process. A fork has it, and uses no GPU.
             multiprocessing_context="fork" if self.args.dataloader_num_workers else None,
@@ -323,9 +327,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         repeat: bool = False,
     ) -> StreamLoader:
         if self.args.dataloader_num_workers:
-            raise ConfigError(
-                f"dataloader_num_workers={self.args.dataloader_num_workers} with an IterableDataset: a stream is read "
-                "by one process. Set 0."
+            warn_of_hint(
+                self.args,
+                f"dataloader_num_workers={self.args.dataloader_num_workers} has no effect because an IterableDataset "
+                "is read by the training process itself. Set 0.",
             )
         return StreamLoader(
             dataset,
@@ -363,7 +368,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             batches = whole.split(self.args.max_tokens_per_micro_batch, whole_groups=True)
         if self.reward_mean is not None:
             self.reward_mean.fold()
-        return self.prepare_step(batches), count
+        ready = self.prepare_step(batches)
+        if self.loss_balance is not None:
+            self.loss_balance.weigh(ready, self.logprobs_of_step(self.scorer.of_policy, ready))
+        return ready, count
 
     def evaluation_step(self, model: nn.Module, item: Loaded | None) -> dict[str, Metric]:
         """The loss and its metrics on one micro-batch."""
@@ -386,16 +394,20 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     # Checkpoints.
 
     def _save_update_state(self, folder: Path) -> None:
-        """See `BaseTrainer._save_update_state`; also writes the reward mean."""
+        """See `BaseTrainer._save_update_state`; also writes the reward mean and the balance of losses."""
         super()._save_update_state(folder)
         if self.reward_mean is not None:
             self.reward_mean.save(folder / _REWARD_MEAN_FILE, writes=self.args.should_save)
+        if self.loss_balance is not None:
+            self.loss_balance.save(folder / _LOSS_BALANCE_FILE, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
         """See `BaseTrainer._load_update_state`."""
         super()._load_update_state(folder)
         if self.reward_mean is not None:
             self.reward_mean.load(folder / _REWARD_MEAN_FILE)
+        if self.loss_balance is not None:
+            self.loss_balance.load(folder / _LOSS_BALANCE_FILE)
 
     def _reference_fingerprint(self) -> str | None:
         """See `BaseTrainer`; log-probs that were precomputed stand for a reference, too."""

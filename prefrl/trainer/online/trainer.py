@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -148,11 +148,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
             named_rewards(reward_funcs or []),
             weights=args.reward_weights,
             timeout=args.reward_timeout,
+            num_workers=args.reward_num_workers,
             on_error=args.on_reward_error,
             processing_classes=reward_processing_classes,
             environments=self.episodes.rewards,
             device=args.device,
             model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
+            model_kwargs=asdict(args.reward_model_params) if args.reward_model_kwargs else None,
         )
         super().__init__(model, args, **shared)
         check_prompts(args, self.train_dataset)

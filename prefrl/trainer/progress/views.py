@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
 
 from prefrl.errors import printable, reason_of
 from prefrl.trainer.progress.history import (
@@ -107,10 +108,17 @@ def _view_instead_of(callback: TrainerCallback, history: History) -> TrainerCall
 
 @contextmanager
 def closed_at_end(handler: CallbackHandler) -> Iterator[None]:
-    """Close live views when training ends, also with an error, so that they leave the terminal as it was."""
+    """Close live views when training ends, also with an error, so that they leave the terminal as it was.
+
+    Meanwhile transformers draws no bars of its own, which would tear the view at each checkpoint.
+    """
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
+        if has_bars:
+            transformers_logging.enable_progress_bar()
         for callback in handler.callbacks:
             if isinstance(callback, RichProgressCallback):
                 callback.close()

@@ -31,9 +31,8 @@ from transformers import (
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import Home, SamplingParams
-from prefrl.generation.local.decoding import uniform_numbers
+from prefrl.generation.local.decoding import StopStrings, uniform_numbers
 from prefrl.generation.local.generator import LocalGenerator
-from prefrl.generation.local.stops import StopStrings
 from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model, tiny_tokenizer
 

@@ -13,7 +13,7 @@ from prefrl.losses.advantage.balance import (
     squared_weights,
 )
 from prefrl.losses.per_token import token_weights
-from prefrl.options.policy_gradient import FamoParams, GradnormParams, UncertaintyParams
+from prefrl.options.balance import FamoParams, GradnormParams, UncertaintyParams
 
 HYPERPARAMETERS = {
     "fixed": {},

@@ -27,7 +27,7 @@ from prefrl.errors import ConfigError, RewardError
 from prefrl.models.classifier import sequence_scores
 from prefrl.rewards import RewardRunner
 from prefrl.rewards import model as rewards_model
-from prefrl.rewards.model import ModelReward
+from prefrl.rewards.model import ModelReward, RowReader
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.vlms import FAMILIES, forget_classifiers, image, tiny_vision_judge
 
@@ -505,3 +505,23 @@ def test_what_cannot_be_scored_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     forget_classifiers(monkeypatch)
     with pytest.raises(ConfigError, match=r"its processor cannot be loaded: .*or its tokenizer to score text alone"):
         ModelReward(tmp_path / "judge")
+
+
+def test_the_first_tokens_of_a_long_text_are_removed() -> None:
+    model, tokenizer = reward_model(max_position_embeddings=8), tiny_tokenizer()
+    text = "one two three four five six seven eight nine ten"
+    ids = RowReader("m", tokenizer).row(text, " end", None).token_ids
+    assert len(ids) > 8
+    score = ModelReward(model, tokenizer=tokenizer, max_length=5)
+    assert score([text, "a"], [" end", " b"])[0] == pytest.approx(one_by_one(model, [ids[-5:]])[0], abs=1e-6)
+    with pytest.raises(RewardError, match="set max_length"):
+        ModelReward(model, tokenizer=tokenizer)([text], [" end"])
+
+
+def test_options_of_models_reach_those_that_are_given_by_name_or_weights() -> None:
+    given = {"batch_size": 3, "head": 1, "per_token": False, "max_length": 7}
+    runner = RewardRunner(reward_model(num_labels=2), processing_classes=tiny_tokenizer(), model_kwargs=given)
+    (reward,) = runner.models
+    assert (reward.batch_size, reward._max_length, reward._column) == (3, 7, 1)
+    with pytest.raises(ConfigError, match=r"reward_model_kwargs=.* has no effect: no reward is a model"):
+        RewardRunner(lambda completions: [0.0], model_kwargs=given)

@@ -131,7 +131,7 @@ def test_an_entry_may_have_its_weight(given: Any, entries: list[str], weights: l
 
 
 def test_weights_are_numbers_and_given_once() -> None:
-    with pytest.raises(ConfigError, match=r"the weight of 'f' is {'a': 1}; it must be a number"):
+    with pytest.raises(ConfigError, match=r"the weight of 'f' is \{'a': 1\}; it must be a number"):
         weighted_rewards({"f": {"a": 1}}, None)
     with pytest.raises(ConfigError, match=r"reward_weights=\[1.0\]: reward_funcs already gives weights"):
         weighted_rewards(["f=2"], [1.0])

@@ -112,6 +112,12 @@ def test_local_files_are_read_by_their_endings(tmp_path: Path, packed: str, stre
         assert list(load_part(DatasetConfig(name), streaming=streaming)) == expected, name
 
 
+def test_a_csv_file_may_have_another_delimiter(tmp_path: Path) -> None:
+    for mark in (";", "\t", "|", ","):
+        (tmp_path / "rows.csv").write_text(f"id{mark}text\n1{mark}a\n", encoding="utf-8")
+        assert list(load_part(DatasetConfig("rows.csv"), streaming=True)) == [{"id": 1, "text": "a"}], mark
+
+
 def test_a_file_that_cannot_be_read_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "rows.xlsx").write_bytes(b"")
     with pytest.raises(DataError, match=r"path='rows\.xlsx': this file cannot be read. .* \.parquet, \.csv"):
@@ -123,13 +129,14 @@ def test_a_file_that_cannot_be_read_is_not_looked_for_on_the_hub(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("latin.csv", "a,text\nb,caf\udce9\n", "line 2 is not UTF-8, byte 6 is 0xe9. Convert the file"),
         ("cut.jsonl", '{"text": "a"}\n\n{"text": \n{"text": "b"}\n', "cannot be loaded: line 3 is not JSON: "),
         ("cut.jsonl.gz", '{"text": "a"}\n{"text" "b"}\n', "line 2 is not JSON: Expecting ':' delimiter in column 9"),
         ("none.jsonl", "", "^path='none.jsonl': has no rows$"),
     ],
 )
 def test_a_damaged_file_is_named_with_the_line(tmp_path: Path, name: str, text: str, message: str) -> None:
-    content = text.encode()
+    content = text.encode(errors="surrogateescape")
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(DataError, match=message):
         load_part(DatasetConfig(name), streaming=False)

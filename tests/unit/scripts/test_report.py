@@ -7,8 +7,11 @@ import hashlib
 import http.client
 import json
 import math
+import os
 import re
+import socket
 import stat
+import subprocess
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,7 +26,7 @@ from prefrl.run.folder import Identity, record_start, write_identity
 from prefrl.scripts.main import main
 from prefrl.scripts.report import LivePage, serve
 from prefrl.scripts.report_page import histograms_of, page, side_by_side
-from prefrl.scripts.report_record import events_of, read_run, thinned
+from prefrl.scripts.report_record import events_of, read_run, state_of, thinned
 from prefrl.types import Completion, Rollout, Turn
 from tests.patience import PATIENCE
 
@@ -208,6 +211,46 @@ def test_a_thinned_curve_keeps_its_last_point_and_its_level(count: int) -> None:
     assert points[0][1] <= few[0][1] <= max(points[0][1], 2.0 * count / 3)
 
 
+def test_the_mean_of_every_reward_is_drawn_behind_the_total(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    parts = {f"rewards/r{i:02}/mean": 0.5 for i in range(12)}
+    others = {"kl": 0.1, "entropy": 1.0, "grad_norm": 1.0, "learning_rate": 1e-6}
+    write_metrics(folder, [{"step": 1, "loss": 0.0, "reward": 0.5, **others, **parts}])
+    shown = page([folder]).split('id="more-curves"')[0]
+    assert re.findall(r'data-metric="([^"]+)"', shown) == ["reward", *parts]
+
+
+@pytest.mark.parametrize(
+    ("last", "writer", "seconds", "state"),
+    [
+        ({"step": 8, "train_runtime": 1.0}, 0, 900, "finished"),
+        ({"step": 5, "train_runtime": 1.0}, 0, 900, "ended at step 5 of 8"),
+        ({"step": 5, "loss": 1.0}, 0, 1, "stopped at step 5 of 8"),
+        ({"step": 5, "loss": 1.0}, os.getpid(), 1, "live"),
+        ({"step": 5, "loss": 1.0}, os.getpid(), 900, "no news for 15 min"),
+        ({"step": 5, "loss": 1.0}, None, 900, "no news for 15 min"),
+    ],
+)
+def test_the_state_of_a_run_is_told_by_its_last_log_and_its_process(
+    last: dict[str, Any], writer: int | None, seconds: float, state: str, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "run")
+    write_metrics(folder, [{"step": 1, "loss": 1.0}, last])
+    (folder / "training_args.json").write_text('{"max_steps": 8}', encoding="utf-8")
+    (folder / "starts.jsonl").unlink(missing_ok=True)
+    if writer is not None:
+        pid = writer or ended_process()
+        (folder / ".writer").write_text(json.dumps({"host": socket.gethostname(), "pid": pid}), encoding="utf-8")
+    now = (folder / "metrics.jsonl").stat().st_mtime + seconds
+    assert state_of(read_run(folder), now) == state
+
+
+def ended_process() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
 def test_events_are_ranges_of_steps(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     bad = [False, True, True, False, True]
@@ -291,7 +334,7 @@ def test_errors_are_one_line(
 
 def test_the_live_page_is_sent_when_it_is_new_and_only_to_this_machine(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
-    live = LivePage([folder])
+    live = LivePage([folder], clock=lambda: 0.0)
     with serve(live, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert server.server_address[0] == "127.0.0.1"

@@ -74,7 +74,7 @@ def test_it_runs_in_place_of_the_command(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_without_a_run_or_a_checkpoint_there_is_nothing_to_resume(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing to resume: no run has written its command there \(starts.jsonl\)"):
+    with pytest.raises(ConfigError, match=r"this is not the folder of a run \(it has no starts.jsonl\)"):
         commands.command_to_resume(tmp_path / "missing")
     started(folder, "prefrl", *OPTIONS)
     (folder / "checkpoint-3/weights").write_text("damaged")

@@ -12,11 +12,10 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from prefrl import ConfigError, SFTConfig, SFTTrainer
+from prefrl import SFTConfig, SFTTrainer
 from prefrl.models.forward import token_logprobs
 from prefrl.models.kernels import OffloadActivations
 from prefrl.models.modes import checkpoint_activations
-from prefrl.registry import REGISTRY
 from prefrl.trainer.features import parts_of_models
 from prefrl.trainer.features.kernels import Offloading
 from prefrl.types import TokenBatch
@@ -151,27 +150,6 @@ def test_checkpointed_layers_move_their_inputs_alone(use_reentrant: bool) -> Non
     # Two layers, and the norm behind them: its input twice, and its output.
     assert inputs.moved.count(torch.Size([1, tokens, 32])) == 2 + 3
     assert inputs.moved_bytes < 0.2 * everything.moved_bytes
-
-
-RULES = [
-    pytest.param(
-        {"activation_offloading": True}, "activation_offloading=True has no effect because this run is on the CPU"
-    ),
-    pytest.param(
-        {"activation_checkpointing_kwargs": {"use_reentrant": True}},
-        "activation_checkpointing_kwargs={'use_reentrant': True} has no effect because activation_checkpointing=False",
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), RULES)
-@pytest.mark.parametrize("name", REGISTRY)
-def test_options_that_change_nothing_are_refused(
-    name: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        REGISTRY[name].load_config()(output_dir=str(tmp_path), use_cpu=True, **options)
-    assert message in str(error.value)
 
 
 def test_the_option_is_what_moves_activations(tmp_path: Path) -> None:

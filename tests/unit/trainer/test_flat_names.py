@@ -48,6 +48,7 @@ PLACES: dict[str, tuple[Any, dict[str, Any], str, Any]] = {
         {"clip_max": None},
     ),
     "vllm_structured_outputs_regex": ("a+", SERVER, "vllm_guided_decoding_regex", "a+"),
+    "vllm_importance_sampling_cap": (2.0, SERVER, "vllm_importance_sampling_kwargs", {"clip_max": 2.0}),
     "reward_clip_range": ([-1.0, 1.0], {}, "reward_shaping_kwargs", {"clip_range": [-1.0, 1.0]}),
     "missing_eos_penalty": (1.0, {}, "reward_shaping_kwargs", {"missing_eos_penalty": 1.0}),
 }

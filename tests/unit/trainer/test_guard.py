@@ -103,12 +103,12 @@ GOOD = [rollout(1.0, 0.5), rollout(0.0, -0.5)]
 WITHOUT_SIGNAL = [
     pytest.param(
         [rollout(1.0, 0.0), rollout(0.0, 0.0)],
-        "completions that are compared have equal rewards",
+        "those of each prompt got the same reward",
         id="equal in a group",
     ),
     pytest.param(
         [rollout(1.0, 0.3), rollout(1.0, -0.2)],
-        "completions that are compared have equal rewards",
+        "those of each prompt got the same reward",
         id="equal, with a critic",
     ),
     pytest.param(

@@ -148,7 +148,7 @@ def test_batches_of_online_dpo_count_prompts(prompts: int, samples: int, tmp_pat
 @pytest.mark.parametrize("name", EPISODES)
 def test_options_of_episodes_need_tools_or_environments(name: str, tmp_path: Path) -> None:
     for config in (GRPOConfig, PPOConfig, OnlineDPOConfig):
-        args = config(output_dir=str(tmp_path), use_cpu=True, **{name: EPISODES[name]})
+        args = config(output_dir=str(tmp_path), use_cpu=True, strict_options=True, **{name: EPISODES[name]})
         with pytest.raises(
             ConfigError, match=f"{name}=.* has no effect because there are no episodes. Set environment"
         ):
@@ -311,7 +311,7 @@ def test_what_is_changed_before_the_trainer_reads_it_counts(tmp_path: Path) -> N
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        made(tmp_path, **options)
+        made(tmp_path, strict_options=True, **options)
 
 
 def test_an_estimator_that_the_config_does_not_choose_is_named(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
 )
 def test_what_servers_cannot_do_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        config(tmp_path, **options)
+        config(tmp_path, strict_options=True, **options)
 
 
 def test_sampling_is_corrected_where_both_sides_score_the_same_distribution(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def test_a_critic_checkpoints_the_layers_that_the_options_name(tmp_path: Path) -
     [
         ({"value_model": "anything", "critic": "head"}, "value_model has no effect with critic='head'"),
         ({"value_model": "anything", "value_model_name_or_path": "other"}, "both name the critic"),
-        ({"value_model": "anything", "detach_trunk": True}, "detach_trunk=True has no effect because value_model"),
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "PPO's optimizer also trains the critic"),
     ],
 )

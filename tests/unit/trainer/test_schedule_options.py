@@ -155,7 +155,7 @@ def test_options_that_contradict_or_do_nothing_are_refused(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        config(tmp_path, **options)
+        config(tmp_path, strict_options=True, **options)
 
 
 def test_a_config_is_made_again_from_its_values(tmp_path: Path) -> None:
