@@ -475,3 +475,23 @@ def _mismatch(
             for prompt, index in zip(rows["prompt_ids"], other, strict=True)
         ]
     }
+
+
+def split_off(dataset: datasets.Dataset, size: float, *, seed: int) -> datasets.DatasetDict:
+    """Draw rows to evaluate on: the split "test"; "train" has the others.
+
+    Args:
+        dataset: The rows.
+        size: The option `test_split_size`.
+        seed: All processes draw the same rows with it.
+
+    Raises:
+        ConfigError: One of the splits would have no rows.
+    """
+    try:
+        return dataset.train_test_split(test_size=size if size < 1 else int(size), seed=seed)
+    except ValueError as error:
+        raise ConfigError(
+            f"test_split_size={size}: the dataset has {len(dataset)} rows, of which some must be left to train on and "
+            "some to evaluate on. Choose another size."
+        ) from error

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from transformers import BitsAndBytesConfig
 
 from prefrl.errors import ConfigError, require
@@ -16,7 +17,6 @@ from prefrl.models.modes import seeded
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
     from peft import PeftConfig, PeftModel
     from torch import nn
     from transformers import PreTrainedModel
@@ -105,6 +105,11 @@ def _check_init(peft_config: PeftConfig) -> None:
         raise ConfigError(
             f"peft_config.init_lora_weights={init!r} needs data to initialize the adapter, which a trainer does not "
             "provide. Initialize the adapter with peft, and pass the PeftModel instead of peft_config."
+        )
+    if init == "loftq" and not torch.accelerator.is_available():
+        raise ConfigError(
+            "peft_config.init_lora_weights='loftq': peft quantizes weights for LoftQ on a GPU, and there is none. Use "
+            "another initialization, such as 'pissa'."
         )
     if isinstance(init, str) and init.startswith("pissa_niter"):
         raise ConfigError(

@@ -170,15 +170,20 @@ def load_processing_class(
     Raises:
         ConfigError: See `load_tokenizer`, or a processor is given for a model of text.
     """
+    if processing_class is not None and changes.name_or_path is not None:
+        raise ConfigError(
+            f"tokenizer_name_or_path={changes.name_or_path!r} has no effect because the trainer is given a "
+            "processing_class. Remove one of them."
+        )
     if processing_class is None and reads_images(model):
-        name = model.config.name_or_path
+        name = changes.name_or_path or model.config.name_or_path
         if not name:
             raise ConfigError("processing_class=None: the model was not loaded from a repository. Pass its processor.")
         try:
-            processing_class = AutoProcessor.from_pretrained(name, **repository_arguments(model_init_kwargs))
+            processing_class = AutoProcessor.from_pretrained(name, **_of_tokenizer(model_init_kwargs, changes))
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
-                f"processing_class=None: no processor can be loaded from {name!r}: {error}. Pass the model's "
+                f"{_asked(changes)}: no processor can be loaded from {name!r}: {error}. Pass the model's "
                 "processor, or its tokenizer to train on text alone."
             ) from error
     if not isinstance(processing_class, ProcessorMixin):
@@ -225,7 +230,7 @@ def load_tokenizer(
     """
     tokenizer = processing_class
     if tokenizer is None:
-        tokenizer = _tokenizer_of(model, model_init_kwargs or {})
+        tokenizer = _tokenizer_of(model, model_init_kwargs, changes)
     elif not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"processing_class={type(tokenizer).__name__}: must be a tokenizer of transformers or None")
     changes.apply(tokenizer, model)
@@ -448,21 +453,34 @@ def _trainable(
     return model
 
 
-def _tokenizer_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    name = model.config.name_or_path
+def _tokenizer_of(
+    model: PreTrainedModel, arguments: Mapping[str, Any] | None, changes: TokenizerChanges
+) -> PreTrainedTokenizerBase:
+    name = changes.name_or_path or model.config.name_or_path
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Pass its tokenizer.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **repository_arguments(arguments))
+        tokenizer = AutoTokenizer.from_pretrained(name, **_of_tokenizer(arguments, changes))
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"processing_class=None: no tokenizer can be loaded from {name!r}: {error}") from error
+        raise ConfigError(f"{_asked(changes)}: no tokenizer can be loaded from {name!r}: {error}") from error
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
     if len(tokenizer.get_added_vocab()) == len(tokenizer):
         raise ConfigError(
-            f"processing_class=None: no tokenizer can be loaded from {name!r}: it has no tokenizer files. Pass the "
+            f"{_asked(changes)}: no tokenizer can be loaded from {name!r}: it has no tokenizer files. Pass the "
             "model's tokenizer."
         )
     return tokenizer
+
+
+def _of_tokenizer(arguments: Mapping[str, Any] | None, changes: TokenizerChanges) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: those of the model, whose revision is none of another repository."""
+    found = repository_arguments(arguments)
+    return found if changes.name_or_path is None else {key: v for key, v in found.items() if key != "revision"}
+
+
+def _asked(changes: TokenizerChanges) -> str:
+    name = changes.name_or_path
+    return "processing_class=None" if name is None else f"tokenizer_name_or_path={name!r}"
 
 
 def repository_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:

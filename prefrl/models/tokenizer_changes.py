@@ -89,6 +89,7 @@ class TokenizerChanges:
         adds_tokens: Tokens that the format needs and the vocabulary lacks are added, and the model's embeddings
             grow; otherwise they are an error.
         seed: For new embeddings.
+        name_or_path: Name or folder of another tokenizer to load instead of the model's.
     """
 
     chat_template_path: str | None = None
@@ -96,6 +97,7 @@ class TokenizerChanges:
     pad_token: str | None = None
     adds_tokens: bool = False
     seed: int | None = None
+    name_or_path: str | None = None
 
     def apply(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         """Change the tokenizer in place, and the model where it needs embeddings of new tokens.

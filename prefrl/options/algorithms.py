@@ -151,6 +151,11 @@ class PPOOptions(PolicyGradientOptions):
         "'head' puts a value head on the policy's hidden states; 'model' trains value_model, or a copy of the policy, "
         "as a separate critic. The default is 'model' if value_model is given, and 'head' otherwise.",
     )
+    value_model_name_or_path: str | None = opt(
+        None,
+        "Sequence classifier with one output, such as a reward model, that becomes the critic: a name on the Hub or a "
+        "folder. The argument value_model of the trainer takes an instance, too.",
+    )
     critic_learning_rate: Annotated[float, Gt(0)] = opt(1e-5, "Learning rate of the critic, with the same schedule.")
     critic_optim_kwargs: dict[str, Any] | str | None = kwargs(
         "Optimizer and schedule options that differ for the critic, in addition to critic_learning_rate.",

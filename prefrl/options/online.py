@@ -273,6 +273,11 @@ class OnlineOptions(RolloutOptions):
         return self.max_completion_length
 
     @property
+    def longest_sampled(self) -> int:
+        """The longest completion of training and evaluations."""
+        return max(self.longest_completion, self.eval_sampling_params.max_completion_length or 1)
+
+    @property
     def scoring_temperature(self) -> float:
         """The sampling temperature: the distribution that is sampled from enters the losses."""
         return self.temperature
@@ -281,7 +286,7 @@ class OnlineOptions(RolloutOptions):
     def length_bound(self) -> LengthBound:
         """See `BaseConfig.length_bound`."""
         options = "max_prompt_length or max_completion_length"
-        return LengthBound(self.max_prompt_length, options, sampled=self.longest_completion)
+        return LengthBound(self.max_prompt_length, options, sampled=self.longest_sampled)
 
     @property
     def prompts_per_evaluation_batch(self: Any) -> int:
@@ -315,6 +320,11 @@ class OnlineOptions(RolloutOptions):
             raise ConfigError(
                 "include_stop_str_in_output=False with episodes: the next turn follows what was sampled, and so does "
                 "what rewards see. Leave it out."
+            )
+        if has_episodes and (length := self.eval_sampling_params.max_completion_length) is not None:
+            raise ConfigError(
+                f"eval_sampling_kwargs: max_completion_length={length} with episodes: the turns of an episode share "
+                "max_completion_length, also in evaluations. Remove it."
             )
         if has_episodes and self.ignore_eos and not self.stop:
             raise ConfigError(

@@ -215,6 +215,12 @@ REINFORCE_PLUS_PLUS_RULES = (
     ),
 )
 CRITIC_RULES = (
+    *unset(
+        {"value_model_name_or_path": "m"},
+        lambda o: o.critic == "head",
+        "critic='head' is part of the policy. Leave critic out.",
+        example("ppo", critic="head"),
+    ),
     when(
         lambda o: 0 < o.max_steps <= o.critic_warmup,
         "critic_warmup={critic_warmup}: must be below max_steps={max_steps}, or the policy never learns",

@@ -199,11 +199,16 @@ class EvalSamplingParams(Params):
     top_k: Annotated[int, Ge(0)] | None = opt(None, "See top_k. 0 means all tokens.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = opt(None, "See min_p. 0 turns it off.")
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] | None = opt(None, "See repetition_penalty.")
+    max_completion_length: Annotated[int, Ge(1), Le(10**9)] | None = opt(
+        None, "Maximum length of a completion in tokens. It may be longer than in training. Not for episodes."
+    )
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that differ from training."""
-        return {name: value for name in self.names() if (value := getattr(self, name)) is not None}
+        """Those that differ from training, by the names of a generator's parameters."""
+        renamed = {"max_completion_length": "max_tokens"}
+        values = {renamed.get(name, name): getattr(self, name) for name in self.names()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(init=False, repr=False, eq=False)

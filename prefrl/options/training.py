@@ -299,6 +299,11 @@ class TrainingOptions:
         "Compute the matrix products of the layers in 8-bit floating point, with torchao. Needs bf16=True and a GPU "
         "that supports it.",
     )
+    tokenizer_name_or_path: str | None = opt(
+        None,
+        "Tokenizer, or processor of a model that reads images: a name on the Hub or a folder. The default is the "
+        "model's own.",
+    )
     chat_template_path: str | None = opt(
         None,
         "Chat template: a file with a Jinja template; chatml, llama-3, gemma, mistral or zephyr; or a model whose "

@@ -23,7 +23,14 @@ from prefrl.scripts.arguments.command import (
     get_peft_config,
     quantization_config,
 )
-from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, get_dataset, load_part, load_parts, source_of
+from prefrl.scripts.arguments.datasets import (
+    SHAPING,
+    DatasetConfig,
+    get_dataset,
+    load_part,
+    load_parts,
+    source_of,
+)
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.schema import SchemaParser
 
@@ -62,8 +69,9 @@ def check_files(given: Given) -> None:
         if script.dataset_name is not None:
             part = DatasetConfig(script.dataset_name, script.dataset_config, revision=script.dataset_revision)
             source_of(part, f"dataset_name={part.path!r}")
-        for number, part in enumerate(script.datasets):
-            source_of(part, f"datasets[{number}].path={part.path!r}")
+        for option in ("datasets", "eval_datasets"):
+            for number, part in enumerate(getattr(script, option)):
+                source_of(part, f"{option}[{number}].path={part.path!r}")
         if isinstance(script, RewardArguments):
             check_reward_files(script.reward_funcs or ())
             if script.environment or script.tools:
@@ -141,7 +149,12 @@ def _check_run(script: CommandArguments, config: Any) -> None:
     remedy = "Remove it, and set eval_strategy for evaluations during training."
     if config.do_predict:
         warn_of_hint(config, f"do_predict=True has no effect because this command trains. {remedy}")
-    if config.do_eval and config.eval_strategy == "no":
+    if config.eval_strategy != "no":
+        return
+    if script.eval_datasets:
+        paths = ", ".join(part.path for part in script.eval_datasets)
+        warn_of_hint(config, f"eval_datasets={paths} has no effect because eval_strategy='no'. {remedy}")
+    if config.do_eval:
         warn_of_hint(config, f"do_eval=True has no effect because eval_strategy='no'. {remedy}")
 
 
@@ -197,22 +210,38 @@ def lora_of(script: CommandArguments) -> Any:
 
 
 def datasets_of(script: CommandArguments, config: Any) -> tuple[Any, Any]:
-    """The datasets to train on and to evaluate on; for a mixture of several, the test split of each part by name.
+    """The datasets to train on and to evaluate on; of several to evaluate on, each by name.
 
-    Both are None if an environment brings the prompts.
+    Both are None if an environment brings the prompts. Without `eval_datasets` and `test_split_size`, evaluations read
+    the split `dataset_test_split` of what is trained on.
     """
-    evaluates = config.eval_strategy != "no"
     if script.dataset_name is None and not script.datasets:
         return None, None
+    seed = config.seed if config.data_seed is None else config.data_seed
+    if script.dataset_name is None:
+        splits: Any = get_dataset(script, seed=seed)
+    else:
+        splits = {"train": _load_single(script, "dataset_train_split")}
+        if script.test_split_size is not None:
+            from prefrl.data.sources import split_off  # needs datasets, which --help does not
+
+            splits = split_off(splits["train"], script.test_split_size, seed=seed)
+    if config.eval_strategy == "no":
+        return splits["train"], None
+    if script.eval_datasets:
+        return splits["train"], _one_or_named(script.evaluated, "eval_datasets")
+    if script.test_split_size is not None:
+        return splits["train"], splits["test"]
     if script.dataset_name is not None:
-        train_dataset = _load_single(script, "dataset_train_split")
-        return train_dataset, _load_single(script, "dataset_test_split") if evaluates else None
-    mixture = get_dataset(script, seed=config.seed if config.data_seed is None else config.data_seed)
-    if not evaluates or script.test_split_size is not None:
-        return mixture["train"], mixture["test"] if evaluates else None
+        return splits["train"], _load_single(script, "dataset_test_split")
     tests = [dataclasses.replace(part, split=script.dataset_test_split) for part in script.datasets]
-    evaluated: dict[str, Any] = load_parts(tests, streaming=script.streaming)
-    return mixture["train"], evaluated if len(tests) > 1 else evaluated.popitem()[1]
+    return splits["train"], _one_or_named(tests, "datasets", streaming=script.streaming)
+
+
+def _one_or_named(parts: list[DatasetConfig], option: str, *, streaming: bool = False) -> Any:
+    """A dataset, so that its metrics have no name in their names; several by name."""
+    loaded = load_parts(parts, streaming=streaming, option=option)
+    return loaded if len(loaded) > 1 else loaded.popitem()[1]
 
 
 def _load_single(script: CommandArguments, option: str) -> Any:

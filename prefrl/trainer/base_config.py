@@ -199,6 +199,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
             self.pad_token,
             adds_tokens=self.adds_tokens,
             seed=self.seed,
+            name_or_path=self.tokenizer_name_or_path,
         )
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

@@ -46,6 +46,13 @@ def make_critic(run: Run, args: PPOConfig, given: str | PreTrainedModel | None) 
         ConfigError: `given` would have no effect, or cannot be a critic of this policy.
     """
     policy = run.policy
+    if args.value_model_name_or_path is not None:
+        if given is not None:
+            raise ConfigError(
+                f"value_model_name_or_path={args.value_model_name_or_path!r} and the argument value_model: both name "
+                "the critic. Remove one of them."
+            )
+        given = args.value_model_name_or_path
     if given is not None and args.critic == "head":
         raise ConfigError("value_model has no effect with critic='head'. Leave critic out, or remove value_model.")
     if given is None and args.critic != "model":

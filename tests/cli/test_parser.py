@@ -228,7 +228,26 @@ def test_a_mixture_may_be_json_on_the_command_line(tmp_path: Path) -> None:
             id="split of a stream",
         ),
         pytest.param(REQUIRED + "streaming: true\n", "streaming=True has no effect", id="stream of one"),
-        pytest.param(REQUIRED + "test_split_size: 0.1\n", "test_split_size=0.1 has no effect", id="split of one"),
+        pytest.param(
+            REQUIRED + "test_split_size: 0.1\neval_datasets: [b.jsonl]\n",
+            "both say what to evaluate on",
+            id="two tests",
+        ),
+        pytest.param(
+            REQUIRED + "test_split_size: 0.1\ndataset_test_split: train\n",
+            "dataset_test_split='train' has no",
+            id="held",
+        ),
+        pytest.param(
+            REQUIRED + "test_split_size: 0.1\ndataset_streaming: true\n", "no rows can be held out", id="held stream"
+        ),
+        pytest.param(REQUIRED + "test_split_size: 1.5\n", "a whole number of rows", id="no whole number"),
+        pytest.param(
+            REQUIRED + "eval_datasets: [{path: a, colums: b}]\n", r"eval_datasets\[0\]: unknown key", id="eval key"
+        ),
+        pytest.param(
+            REQUIRED + "eval_datasets: [{path: a, weight: 1}]\n", "weight are for mixtures", id="eval weight"
+        ),
         pytest.param(MIXTURE + "- {path: 3}\n", r"datasets\[0\].path=3: must be a string", id="path"),
         pytest.param(MIXTURE + "- {path: a, columns: b}\n", "columns='b': must be a list of names", id="columns"),
         pytest.param(
@@ -271,6 +290,26 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("lora_init: false", {"init_lora_weights": False}),
+        ("lora_init: 'true'", {"init_lora_weights": True}),
+        (
+            "lora_init: loftq\nloftq_config: {loftq_bits: 8}",
+            {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 8, "loftq_iter": 1}},
+        ),
+    ],
+)
+def test_initializations_of_adapters_are_those_of_peft(
+    tmp_path: Path, text: str, arguments: dict[str, object]
+) -> None:
+    options = lora_options(parse(tmp_path, f"use_peft: true\n{text}\n")[0])
+    assert {
+        name: value for name, value in options.items() if name in ("init_lora_weights", "loftq_config")
+    } == arguments
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         *(
@@ -287,13 +326,24 @@ def test_patterns_are_mappings_in_the_file_and_json_on_the_command_line(tmp_path
                 "lora_rank_pattern": "{a: 1}",
                 "lora_alpha_pattern": "{a: 1}",
                 "lora_init": "pissa",
+                "loftq_config": "{loftq_bits: 4}",
                 "lora_task_type": "SEQ_CLS",
                 "use_rslora": "true",
                 "use_dora": "true",
             }.items()
         ),
         pytest.param("use_peft: true\nlora_r: 0", "lora_r=0: must be a number >= 1", id="rank"),
-        pytest.param("use_peft: true\nlora_init: eva", "lora_init='eva': must be one of gaussian, pissa", id="init"),
+        pytest.param("use_peft: true\nlora_init: eva", "lora_init='eva': it needs data", id="eva"),
+        pytest.param("use_peft: true\nlora_init: pissa_niter_4", "is random, .* Use pissa", id="pissa_niter"),
+        pytest.param("use_peft: true\nlora_init: pisa", "lora_init='pisa': must be one of gaussian", id="init"),
+        pytest.param(
+            "use_peft: true\nloftq_config: {loftq_bits: 4}", "has no effect because lora_init=None", id="no loftq"
+        ),
+        pytest.param(
+            "use_peft: true\nlora_init: loftq\nloftq_config: {loftq_bits: 2}",
+            "loftq_bits=2: must be 4 or 8",
+            id="bits",
+        ),
         pytest.param(
             "use_peft: true\nlora_rank_pattern: a", "lora_rank_pattern='a': must be a JSON object", id="json"
         ),

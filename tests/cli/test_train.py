@@ -254,6 +254,58 @@ def test_a_validation_file_of_a_single_dataset_needs_no_name(workspace: Path) ->
     assert given["eval_dataset"]["text"][0] == "b0"
 
 
+def test_files_to_evaluate_on_have_the_columns_of_the_training_data(workspace: Path) -> None:
+    write_jsonl(workspace / "val.jsonl", [{"prompt": "p", "answer": "x"}])
+    write_jsonl(workspace / "own.jsonl", [{"prompt": "q", "completion": "y"}])
+    argv = ["--dataset_name", "prompts.jsonl", "--columns", '{"completion": "answer"}', "--eval_strategy", "steps"]
+    given = recorded("sft", [*argv, "--eval_datasets", "val.jsonl"])
+    assert given["eval_dataset"].to_list() == [{"prompt": "p", "completion": "x"}]  # its metrics have plain names
+    own = '{"path": "own.jsonl", "columns": ["prompt", "completion"]}'
+    named = recorded("sft", [*argv, "--eval_datasets", "val.jsonl", own])["eval_dataset"]
+    assert {name: part["completion"][:] for name, part in named.items()} == {"val": ["x"], "own": ["y"]}
+    mixture = write_mixture(workspace, "{path: a.jsonl, columns: [text]}", "{path: b.jsonl}", eval_strategy="steps")
+    assert recorded("sft", [*mixture, "--eval_datasets", "b.jsonl"])["eval_dataset"]["text"][0] == "b0"
+
+
+def test_rows_of_a_single_dataset_are_held_out(workspace: Path) -> None:
+    write_mixture(workspace)
+    for size, count in (("0.25", 10), ("3", 3)):
+        argv = ["--dataset_name", "a.jsonl", "--eval_strategy", "steps", "--test_split_size", size]
+        given = recorded("sft", argv)
+        evaluated = given["eval_dataset"]["text"][:]
+        assert len(evaluated) == count
+        assert sorted([*given["train_dataset"]["text"], *evaluated]) == sorted(f"a{i}" for i in range(40))
+        assert recorded("sft", argv)["eval_dataset"]["text"][:] == evaluated
+    with pytest.raises(ConfigError, match=r"test_split_size=40\.0: the dataset has 40 rows"):
+        recorded("sft", [*argv[:-1], "40"])
+
+
+def test_code_of_the_user_is_a_dataset(workspace: Path) -> None:
+    (workspace / "my_data.py").write_text(
+        "class Rows:\n"
+        "    def __init__(self, split, size=2):\n        self.split, self.size = split, size\n"
+        "    def __len__(self):\n        return self.size\n"
+        "    def __getitem__(self, i):\n        return {'text': f'{self.split}{i}'}\n"
+        "def some():\n    for i in range(4):\n        yield {'text': str(i)}\n"
+        "def wrong():\n    return ['a']\n"
+    )
+    argv = ["--eval_strategy", "steps", "--dataset_name"]
+    given = recorded("sft", [*argv, "my_data.py:Rows(size=3)"])
+    assert given["train_dataset"]["text"][:] == ["train0", "train1", "train2"]
+    assert given["eval_dataset"]["text"][:] == ["test0", "test1", "test2"]
+    splits = ["--dataset_train_split", "train[:75%]", "--dataset_test_split", "train[75%:]"]
+    given = recorded("sft", [*argv, "my_data.py:some", *splits])
+    assert (given["train_dataset"]["text"][:], given["eval_dataset"]["text"][:]) == (["0", "1", "2"], ["3"])
+    for name, message in (
+        ("some", "'test': some has no parameter 'split'"),
+        ("wrong", "row 0 is a str. It must be a class or a function that gives"),
+        ("Rows(length=3)", r"got an unexpected keyword argument 'length'. Its parameters are \(split, size=2\)"),
+        ("Row", "my_data.py has no 'Row'. Did you mean 'Rows'"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            recorded("sft", [*argv, f"my_data.py:{name}"])
+
+
 def test_a_stream_is_read_in_order_and_needs_a_number_of_steps(workspace: Path) -> None:
     for argv in (
         write_mixture(workspace, "{path: a.jsonl, columns: [text]}", "{path: b.jsonl}"),

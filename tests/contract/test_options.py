@@ -178,6 +178,7 @@ KEYS: dict[tuple[str, str, str], tuple[Any, dict[str, Any]]] = {
     ("eval_sampling_kwargs", "all", "top_k"): (1, EVALUATED),
     ("eval_sampling_kwargs", "all", "min_p"): (0.5, EVALUATED),
     ("eval_sampling_kwargs", "all", "repetition_penalty"): (3.0, EVALUATED),
+    ("eval_sampling_kwargs", "all", "max_completion_length"): (1, EVALUATED),
     ("pass_at_k_kwargs", "all", "k"): ([2], EVALUATED),
     ("pass_at_k_kwargs", "all", "reward"): (
         "two_rewards",
@@ -190,6 +191,7 @@ KEYS: dict[tuple[str, str, str], tuple[Any, dict[str, Any]]] = {
 NEUTRAL = {
     "filter_overlong_prompts",  # test_tokenize
     "num_generations_eval",  # test_one_step
+    "value_model_name_or_path",  # test_ppo
     "temperature_eval",  # test_one_step
     "tool_timeout",  # test_play
     "episode_timeout",  # test_play

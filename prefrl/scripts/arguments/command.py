@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -15,8 +15,9 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_fields, check_unset, opt, parse_json
 from prefrl.options.names import check_references
-from prefrl.scripts.arguments.datasets import SHAPING, DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, DatasetMixtureConfig, ScriptArguments, parts_of
 from prefrl.scripts.arguments.episodes import EpisodeArguments
+from prefrl.scripts.arguments.lora import checked_init, init_arguments
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -36,6 +37,7 @@ _PEFT_NAMES = {
     "lora_rank_pattern": "rank_pattern",
     "lora_alpha_pattern": "alpha_pattern",
     "lora_init": "init_lora_weights",
+    "loftq_config": "loftq_config",
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }
@@ -45,6 +47,7 @@ _PEFT_NAMES = {
 _HINTS: dict[str, Any] = {
     "model_name_or_path": str | os.PathLike[str] | None,
     "lora_target_modules": str | list[str] | None,
+    "lora_init": str | bool | None,
 }
 
 
@@ -126,16 +129,23 @@ class ModelConfig:
         "as JSON.",
         needs=["use_peft"],
     )
-    lora_init: Literal["gaussian", "pissa", "olora", "orthogonal"] | None = opt(
+    lora_init: str | None = opt(
         None,
-        "Initialization of the LoRA adapters; see init_lora_weights of peft.LoraConfig. The default is that of the "
-        "LoRA paper.",
+        "Initialization of the LoRA adapters: gaussian, pissa, olora, orthogonal, loftq, or false, with which both "
+        "factors are random; see init_lora_weights of peft.LoraConfig. The default, true, is that of the LoRA paper.",
+        needs=["use_peft"],
+    )
+    loftq_config: dict[str, int] | str | None = opt(
+        None,
+        "Keys of lora_init=loftq: loftq_bits, 4 or 8, and loftq_iter, the number of iterations. The default is "
+        "{loftq_bits: 4, loftq_iter: 1}; JSON on the command line.",
         needs=["use_peft"],
     )
 
     def __post_init__(self) -> None:
         check_fields(self, _HINTS, of=ModelConfig)
-        parse_json(self, "lora_rank_pattern", "lora_alpha_pattern")
+        parse_json(self, "lora_rank_pattern", "lora_alpha_pattern", "loftq_config")
+        self.lora_init = checked_init(self.lora_init, self.loftq_config)
         if not self.use_peft:
             check_unset(self, *_PEFT_NAMES, because="use_peft=False", remedy="Set use_peft=True.")
         if self.lora_target_parameters and self.lora_dropout > 0:
@@ -167,6 +177,7 @@ def get_peft_config(model_args: ModelConfig) -> PeftConfig | None:
 def lora_options(model_args: ModelConfig) -> dict[str, Any]:
     """Arguments for `peft.LoraConfig`. Options that are None are left to peft."""
     values = {theirs: getattr(model_args, ours) for ours, theirs in _PEFT_NAMES.items()}
+    values |= init_arguments(model_args.lora_init, values.pop("loftq_config"))
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -347,14 +358,22 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
     """Model and data of `prefrl <algorithm>`."""
 
     model_name_or_path: str = field(kw_only=True, metadata={"help": "Name of a model on the Hub, or a folder."})
+    eval_datasets: list[DatasetConfig] = opt(
+        [],
+        "Datasets to evaluate on, instead of a split of the training data. Each is a path, or a mapping with the same "
+        "keys as those of datasets; JSON on the command line. With one, metrics are eval_loss and so on; with "
+        "several, eval_NAME_loss. Entries without options of columns use those of the training data.",
+    )
 
     def __post_init__(self) -> None:
         check_references({name: getattr(self, name) for name in ("model_name_or_path", "dataset_name")})
         for part in (ScriptArguments, ModelConfig, DatasetMixtureConfig):
             part.__post_init__(self)
-        for number, data in enumerate(self.datasets):
-            keys = ("path", "data_dir", "data_files")
-            check_references({f"datasets[{number}].{key}": getattr(data, key) for key in keys})
+        self.eval_datasets = parts_of("eval_datasets", self.eval_datasets, split=self.dataset_test_split)
+        for option in ("datasets", "eval_datasets"):
+            for number, data in enumerate(getattr(self, option)):
+                keys = ("path", "data_dir", "data_files")
+                check_references({f"{option}[{number}].{key}": getattr(data, key) for key in keys})
         for bits in (4, 8):
             if getattr(self, f"load_in_{bits}bit") and not self.use_peft:
                 raise ConfigError(
@@ -378,15 +397,52 @@ class CommandArguments(ScriptArguments, ModelConfig, DatasetMixtureConfig):
             names = ("dataset_config", "dataset_train_split", "dataset_revision", *SHAPING)
             remedy = "Set it for each dataset of datasets, by the names name, split, revision, columns and so on."
             check_unset(self, *names, because="datasets is set", remedy=remedy)
-            return
         if is_missing:
             splits = ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_revision")
-            streams = ("dataset_streaming", "streaming", "test_split_size")
+            streams = ("dataset_streaming", "streaming", "test_split_size", "eval_datasets")
             check_unset(self, *splits, *streams, *SHAPING, because="there is no dataset", remedy="Set dataset_name.")
             return
-        check_unset(self, "streaming", because="dataset_name is set", remedy="Set dataset_streaming.")
-        remedy = "Set dataset_test_split; slices such as train[90%:] work."
-        check_unset(self, "test_split_size", because="dataset_name is set", remedy=remedy)
+        if self.dataset_name is not None:
+            check_unset(self, "streaming", because="dataset_name is set", remedy="Set dataset_streaming.")
+        self._check_evaluated()
+
+    def _check_evaluated(self) -> None:
+        """Refuse more than one source of rows to evaluate on, and shares of what is not mixed."""
+        for number, part in enumerate(self.eval_datasets):
+            if part.fraction is not None or part.weight is not None:
+                raise ConfigError(
+                    f"eval_datasets[{number}]: fraction and weight are for mixtures, but each of these is evaluated "
+                    "separately. Remove them."
+                )
+        if self.test_split_size is None:
+            return
+        if self.eval_datasets:
+            raise ConfigError(
+                f"test_split_size={self.test_split_size} and eval_datasets: both say what to evaluate on. Remove one "
+                "of them."
+            )
+        if self.dataset_streaming:
+            raise ConfigError(
+                f"dataset_streaming=True and test_split_size={self.test_split_size}: a stream has no length, so no "
+                "rows can be held out. Set eval_datasets."
+            )
+        because = f"test_split_size={self.test_split_size} holds out rows of the training data"
+        check_unset(self, "dataset_test_split", because=because, remedy="Remove one of them.")
+
+    @property
+    def evaluated(self) -> list[DatasetConfig]:
+        """The datasets of `eval_datasets`, each with options of columns: its own, or else those of the training."""
+        trained: Any = self if self.dataset_name is not None else self.datasets[0]
+        same = self.dataset_name is not None or len({repr(_shaping(part)) for part in self.datasets}) == 1
+        plain = _shaping(DatasetConfig(""))
+        return [
+            replace(part, **_shaping(trained)) if same and _shaping(part) == plain else part
+            for part in self.eval_datasets
+        ]
+
+
+def _shaping(options: Any) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in SHAPING}
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import logging
 import string
@@ -17,6 +16,8 @@ from annotated_types import Gt
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import nearest
+from prefrl.scripts.arguments.data_files import bad_line, delimiter, not_utf8
+from prefrl.scripts.arguments.own_datasets import check_code, code_of, dataset_of_code
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -235,15 +236,19 @@ class DatasetMixtureConfig:
     )
     streaming: bool = opt(False, "Read datasets as streams. Needs max_steps.")
     test_split_size: Annotated[float, Gt(0)] | None = opt(
-        None, "Fraction or number of the rows of datasets to evaluate on. The rest is trained on."
+        None,
+        "Fraction or number of the training rows to evaluate on instead. They are drawn at random, and the rest is "
+        "trained on.",
     )
 
     def __post_init__(self) -> None:
         # Entries are mappings in a YAML file, and texts on the command line: paths, or JSON.
-        self.datasets = [part for i, entry in enumerate(self.datasets) for part in _parts(f"datasets[{i}]", entry)]
+        self.datasets = parts_of("datasets", self.datasets)
         check_fields(self, of=DatasetMixtureConfig)
-        for i, part in enumerate(self.datasets):
-            _check_part(f"datasets[{i}]", part)
+        if self.test_split_size is not None and self.test_split_size >= 1 and self.test_split_size % 1:
+            raise ConfigError(
+                f"test_split_size={self.test_split_size}: must be a fraction below 1, or a whole number of rows"
+            )
         self._check_shares()
 
     def _check_shares(self) -> None:
@@ -278,7 +283,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig, *, seed: int = 42) -> Data
     """
     import datasets  # not needed for --help
 
-    from prefrl.data.sources import mix_datasets
+    from prefrl.data.sources import mix_datasets, split_off
 
     if not mixture_config.datasets:
         raise ConfigError("datasets=[]: a mixture needs at least one dataset. Set datasets.")
@@ -295,12 +300,16 @@ def get_dataset(mixture_config: DatasetMixtureConfig, *, seed: int = 42) -> Data
         return datasets.IterableDatasetDict({"train": mixture})
     if mixture_config.test_split_size is None:
         return datasets.DatasetDict({"train": mixture})
-    size = mixture_config.test_split_size
-    return mixture.train_test_split(test_size=size if size < 1 else int(size), seed=seed)
+    return split_off(mixture, mixture_config.test_split_size, seed=seed)
 
 
-def load_parts(parts: Sequence[DatasetConfig], *, streaming: bool) -> dict[str, AnyDataset]:
+def load_parts(parts: Sequence[DatasetConfig], *, streaming: bool, option: str = "datasets") -> dict[str, AnyDataset]:
     """Each dataset by the last component of its path, with a number where that is ambiguous.
+
+    Args:
+        parts: The datasets.
+        streaming: Read them as streams.
+        option: The option that lists them, for messages.
 
     Raises:
         ConfigError: Options exclude each other.
@@ -308,7 +317,7 @@ def load_parts(parts: Sequence[DatasetConfig], *, streaming: bool) -> dict[str, 
     """
     named = _named(parts).items()
     return {
-        name: load_part(part, streaming=streaming, within=f"datasets[{i}].") for i, (name, part) in enumerate(named)
+        name: load_part(part, streaming=streaming, within=f"{option}[{i}].") for i, (name, part) in enumerate(named)
     }
 
 
@@ -334,12 +343,16 @@ def load_part(
         DataError: It cannot be loaded, or lacks a column.
     """
     where = f"{within}{path_option}={part.path!r}"
+    shape = shape_of(part)
+    if (code := code_of(part, where)) is not None:
+        dataset = dataset_of_code(code, part.split, split_option=split_option, streaming=streaming)
+        return dataset if shape is None else shape.apply(dataset, within=within)
     path, arguments = source_of(part, where)
     import datasets  # not needed for --help, or to see that a file is missing
 
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says what they would
     try:
-        dataset: AnyDataset = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
         )
     except StopIteration as error:  # datasets' reader of JSON lets it out for a file without rows
@@ -347,59 +360,17 @@ def load_part(
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # datasets puts the place and the cause of a damaged file into the error that its own one comes from.
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
-        reason = _bad_line(Path(part.path)) or _not_utf8(Path(part.path)) or cause
+        reason = bad_line(Path(part.path)) or not_utf8(Path(part.path)) or cause
         named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
         what = f"{where} with {split_option}={part.split!r}"
         raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
-    shape = shape_of(part)
     return dataset if shape is None else shape.apply(dataset, within=within)
 
 
-def _bad_line(path: Path) -> str | None:
-    """Where the first line is that is no JSON, in a file of lines of JSON; None if there is none, or no such file."""
-    if not path.is_file() or not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
-        return None
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    number = 0
-    try:
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007 - for the message below
-                if line.strip():
-                    json.loads(line)
-    except json.JSONDecodeError as error:
-        return f"line {number} is not JSON: {error.msg} in column {error.colno}"
-    except (OSError, UnicodeDecodeError):
-        return None  # what datasets says of it is better
-    return None
-
-
-def _not_utf8(path: Path) -> str | None:
-    """Where the first line is that is not UTF-8, and what to do; None if there is none, or if it is no plain text."""
-    if not path.is_file() or path.suffix.lower() not in (".csv", ".json", ".jsonl", ".txt"):
-        return None
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return (
-                    f"line {number} is not UTF-8, byte {error.start + 1} is 0x{line[error.start]:02x}. Convert the "
-                    f"file, for example with iconv -f latin1 -t utf-8 {path} > {path.stem}-utf8{path.suffix}"
-                )
-    return None
-
-
-_DELIMITERS = (";", "\t", "|")
-
-
-def _delimiter(path: Path) -> dict[str, str]:
-    """The argument for a CSV file whose first line has another delimiter and no comma."""
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    with opened(path, "rb") as file:
-        header = file.readline(1 << 16).decode("utf-8", "replace")
-    counts = {mark: header.count(mark) for mark in _DELIMITERS}
-    found = max(_DELIMITERS, key=counts.__getitem__)
-    return {"sep": found} if counts[found] and "," not in header else {}
+def _format_of(path: str) -> tuple[str, dict[str, Any]] | None:
+    """How `datasets` reads a file with this name; None: not at all."""
+    name = Path(path).name.lower()
+    return next((form for ending, form in _FORMATS.items() if name.endswith(ending)), None)
 
 
 def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
@@ -413,11 +384,14 @@ def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
         ConfigError: Options exclude each other.
         DataError: It is a file, and is missing or of an unknown format.
     """
+    if (code := code_of(part, where)) is not None:
+        check_code(code)
+        return part.path, {}
     path = Path(part.path)
     is_here = path.exists()
     if part.revision is not None and is_here:
         raise ConfigError(f"{where} is on this machine, but revision={part.revision!r} is for the Hub")
-    file_format = next((form for ending, form in _FORMATS.items() if path.name.lower().endswith(ending)), None)
+    file_format = _format_of(part.path)
     if file_format is None and not path.is_file():
         return part.path, {"data_dir": part.data_dir, "data_files": part.data_files}
     if file_format is None:
@@ -426,8 +400,8 @@ def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
         raise DataError(f"{where}: there is no such file")
     if (part.data_files, part.data_dir) != (None, None):
         raise ConfigError(f"{where} is a file: remove data_files and data_dir")
-    delimiter = _delimiter(path) if file_format[0] == "csv" else {}
-    return file_format[0], {"data_files": part.path, **file_format[1], **delimiter}
+    separator = delimiter(path) if file_format[0] == "csv" else {}
+    return file_format[0], {"data_files": part.path, **file_format[1], **separator}
 
 
 def _first_rows(parts: dict[str, AnyDataset], fractions: dict[str, float]) -> dict[str, AnyDataset]:
@@ -448,10 +422,27 @@ def _named(parts: Sequence[DatasetConfig]) -> dict[str, DatasetConfig]:
     }
 
 
-def _parts(where: str, entry: Any) -> list[DatasetConfig]:
+def parts_of(option: str, entries: Sequence[Any], *, split: str = "train") -> list[DatasetConfig]:
+    """The datasets that an option lists.
+
+    Args:
+        option: Its name.
+        entries: Datasets, mappings, paths, or JSON text of them.
+        split: Of those that say none; files have a single one.
+
+    Raises:
+        ConfigError: An entry cannot be read.
+    """
+    parts = [part for i, entry in enumerate(entries) for part in _parts(f"{option}[{i}]", entry, split)]
+    for i, part in enumerate(parts):
+        _check_part(f"{option}[{i}]", part)
+    return parts
+
+
+def _parts(where: str, entry: Any, split: str) -> list[DatasetConfig]:
     """The datasets of an entry: several if it is the JSON text of a list."""
     if isinstance(entry, str):
-        entry = DatasetConfig(entry)
+        entry = DatasetConfig(entry, split="train" if _format_of(entry) is not None else split)
     if isinstance(entry, DatasetConfig):
         if not (isinstance(entry.path, str) and entry.path.startswith(("[", "{"))):
             return [entry]
@@ -462,13 +453,15 @@ def _parts(where: str, entry: Any) -> list[DatasetConfig]:
                 f'{where}={entry.path!r}: must be a path, or JSON such as {{"path": "a.jsonl"}}: {error}'
             ) from error
     if isinstance(entry, list):
-        return [part for one in entry for part in _parts(where, one)]
+        return [part for one in entry for part in _parts(where, one, split)]
     if not isinstance(entry, dict) or "path" not in entry:
         raise ConfigError(f"{where}={entry!r}: must be a mapping with at least a path")
     known = [field.name for field in dataclasses.fields(DatasetConfig)]
     for key in entry:
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}. {nearest(str(key), known)}")
+    if "split" not in entry and not (isinstance(entry["path"], str) and _format_of(entry["path"]) is not None):
+        entry = {**entry, "split": split}
     return [DatasetConfig(**entry)]
 
 

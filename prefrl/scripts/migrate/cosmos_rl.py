@@ -269,11 +269,13 @@ COSMOS_RL: dict[str, Counterpart] = {
     "validation.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
     "validation.top_k": sampled_top_k(),
     "validation.repetition_penalty": if_set_key("eval_sampling_kwargs", "repetition_penalty"),
-    "validation.dataset.name": together("another split of the same dataset", "dataset_test_split"),
+    "validation.dataset.name": together("eval_datasets, if it is another dataset", "eval_datasets"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
-    "validation.max_response_length": together("max_completion_length, which is also that of training"),
+    "validation.max_response_length": together(
+        "the key 'max_completion_length' of eval_sampling_kwargs", "eval_sampling_kwargs"
+    ),
     "validation.reward_function": together("reward_funcs, which are also those of training"),
-    "validation": not_there("evaluations have the rewards and the lengths of training"),
+    "validation": not_there("evaluations have the rewards of training"),
     "redis": not_needed("there is no separate controller"),
     "custom": instead("give the values to your own script"),
 }
@@ -470,18 +472,19 @@ def _checkpoints(run: ForeignRun) -> None:
 
 
 def _evaluation(run: ForeignRun) -> None:
-    """Evaluation reads another split, or rows that are held out; its rewards and lengths are those of training."""
+    """Evaluation reads another split or dataset, or rows that are held out; its rewards are those of training."""
     if run.options.get("eval_strategy", "no") == "no":
         return
     size, other = run.value(f"{_SECTION}.dataset.test_size", None), "validation.dataset.name"
     if run.value(other, "") not in ("", run.options.get("dataset_name")):
-        run.leave_open(other, "give both in datasets, or train and evaluate on splits of one dataset")
+        run.options["eval_datasets"] = [run.value(other, "")]
     elif size and "dataset_test_split" not in run.options and "dataset_name" in run.options:
         run.into_datasets()
         run.options["test_split_size"] = size
     longest = run.value("validation.max_response_length", None)
     if longest is not None and longest != _longest(run):
-        run.leave_open("validation.max_response_length", "evaluations have the max_completion_length of training")
+        sampling = run.options.setdefault("eval_sampling_kwargs", {})
+        sampling["max_completion_length"] = longest
     has_rewards = run.value("validation.reward_function", None)
     if has_rewards and _weights(run, "validation").keys() != _weights(run, _SECTION).keys():
         run.leave_open("validation.reward_function", "evaluations have the rewards of training")

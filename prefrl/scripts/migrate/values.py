@@ -192,7 +192,7 @@ def _lines_of_toml(text: str, whole: Collection[str]) -> dict[str, int]:
 
 
 _OF_EVALUATION = (
-    *("eval_steps", "eval_on_start", "dataset_test_split", "test_split_size", "temperature_eval"),
+    *("eval_steps", "eval_on_start", "dataset_test_split", "test_split_size", "eval_datasets", "temperature_eval"),
     *("num_generations_eval", "eval_sampling_kwargs", "log_val_generations", "max_eval_samples"),
 )
 _OF_CHECKPOINTS = ("save_steps", "save_in_background", "save_total_limit", "upload_to", "upload_kwargs")

@@ -135,7 +135,7 @@ def _of_ppo(values: Values) -> Migrated:
         run.options = {"lam": 1.0, "critic": "model", **run.options}
         policy = run.options.get("model_name_or_path")
         if run.value("critic.model.path", policy) != policy:
-            run.leave_open("critic.model.path", "a critic that is not a copy of the policy is value_model, in Python")
+            run.options["value_model_name_or_path"] = run.value("critic.model.path", policy)
     elif command != "reinforce_plus_plus":
         run.drop("gamma", "lam", because=f"{estimator} does not read it")
     if estimator not in ("grpo", "grpo_passk"):

@@ -114,7 +114,7 @@ _DATA: dict[str, Counterpart] = {
     "val_files": together(
         "datasets: [{path: parquet, data_files: {train: ..., test: ...}}] with train_files", "datasets"
     ),
-    "tokenizer": instead("give the tokenizer as processing_class in Python"),
+    "tokenizer": if_set("tokenizer_name_or_path"),
     "prompt_key": column("prompt"),
     "image_key": renamed("image_key"),
     "video_key": not_there("videos are not supported"),
@@ -315,7 +315,9 @@ _ROLLOUT: dict[str, Counterpart] = {
     "val_kwargs.do_sample": not_needed("temperature_eval=0 decodes greedily"),
     "val_kwargs.top_p": if_set_key("eval_sampling_kwargs", "top_p"),
     "val_kwargs.top_k": sampled_top_k(),
-    "val_kwargs": instead("use eval_sampling_kwargs, with the keys top_p, top_k, min_p and repetition_penalty"),
+    "val_kwargs": instead(
+        "use eval_sampling_kwargs, with the keys top_p, top_k, min_p, repetition_penalty and max_completion_length"
+    ),
     "multi_turn.max_assistant_turns": if_set("max_turns"),
     "multi_turn": instead("set environment or tools; see docs/environments.md"),
     "agent": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
@@ -338,7 +340,7 @@ _CRITIC: dict[str, Counterpart] = {
     "optim": instead("set critic_learning_rate and critic_optim_kwargs; the schedule is that of the policy"),
     "grad_clip": renamed("critic_optim_kwargs", "max_grad_norm"),
     "cliprange_value": renamed("cliprange_value"),
-    "model.path": together("critic='model'; in Python, give another model than the policy's as value_model", "critic"),
+    "model.path": together("critic='model', and value_model_name_or_path if it is not the policy's model", "critic"),
     "model": not_needed("a critic is loaded and partitioned like the policy"),
 }
 _REWARD: dict[str, Counterpart] = {

@@ -190,6 +190,10 @@ def test_the_task_type_is_that_of_a_language_model(given: Any) -> None:
         pytest.param({"modules_to_save": ["heads"]}, "modules_to_save contains 'heads', but .* look like .*lm_head"),
         pytest.param({"r": 0}, "peft_config cannot be used with a Qwen2ForCausalLM: .*positive"),
         pytest.param({"init_lora_weights": "eva"}, "init_lora_weights='eva' needs data"),
+        pytest.param(
+            {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}},
+            "and there is none. Use",
+        ),
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4': this decomposition .* Use 'pissa'"),
     ],
 )

@@ -19,7 +19,13 @@ from transformers import (
 from prefrl import SFTConfig, SFTTrainer
 from prefrl.errors import ConfigError
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.load import arguments_for_other, load_model, load_reward_model, load_tokenizer
+from prefrl.models.load import (
+    arguments_for_other,
+    load_model,
+    load_processing_class,
+    load_reward_model,
+    load_tokenizer,
+)
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from tests.assets import tiny_model, tiny_tokenizer
 
@@ -213,6 +219,20 @@ def test_arguments_of_the_policy_hold_for_another_model_but_for_its_place_and_qu
     assert arguments_for_other(saved, policy, arguments) == {"revision": "v2", "dtype": "auto", "token": "x"}
     assert arguments_for_other("other/model", policy, arguments) == {"dtype": "auto", "token": "x"}
     assert arguments_for_other("other/model", policy, None) == {}
+
+
+def test_another_tokenizer_than_the_model_s_is_loaded_by_name(saved: Path, tmp_path: Path) -> None:
+    own = tiny_tokenizer()
+    own.add_tokens(["<own>"])
+    own.save_pretrained(tmp_path / "own")
+    model, changes = load_model(saved), TokenizerChanges(name_or_path=str(tmp_path / "own"))
+    # The revision is that of the model, and there is none in a folder.
+    loaded = load_processing_class(model, model_init_kwargs={"revision": "v2"}, changes=changes)
+    assert "<own>" in loaded.get_vocab()
+    with pytest.raises(ConfigError, match="has no effect because the trainer is given a processing_class"):
+        load_processing_class(model, own, changes=changes)
+    with pytest.raises(ConfigError, match="tokenizer_name_or_path='nowhere/at_all': no tokenizer can be loaded"):
+        load_processing_class(model, changes=TokenizerChanges(name_or_path="nowhere/at_all"))
 
 
 def test_a_given_tokenizer_is_used_and_keeps_its_padding_token() -> None:

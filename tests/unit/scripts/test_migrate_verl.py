@@ -125,8 +125,8 @@ LEFT: list[tuple[str, dict[str, Any], str]] = [
     ("optim: {lr: 1, lr_scheduler: wsd}\n", {"lr_scheduler_type": "cosine"}, "'wsd' cannot be converted"),
     (
         "algorithm: {adv_estimator: gae, norm_adv_by_std_in_grpo: true}\ncritic: {model: {path: c}}\n",
-        {"critic": "model", "critic_learning_rate": 1e-5, "lam": 1.0},
-        "value_model, in Python",
+        {"critic": "model", "critic_learning_rate": 1e-5, "lam": 1.0, "value_model_name_or_path": "c"},
+        "",
     ),
     ("defaults: [a]\nmodel: {path: m}\n", {"model_name_or_path": "m"}, "migrate the whole config"),
     ("algorithm: {adv_estimator: grpo}\ndata: {seed: 3}\n", {"data_seed": 3}, "verl scores by data_source"),

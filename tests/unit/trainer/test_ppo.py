@@ -34,11 +34,12 @@ def test_a_critic_that_is_given_is_trained_in_place(tmp_path: Path) -> None:
     assert not torch.equal(given.score.weight, before)
 
 
-def test_a_critic_that_is_named_is_loaded_with_the_arguments_of_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["value_model", "value_model_name_or_path"])
+def test_a_critic_that_is_named_is_loaded_with_the_arguments_of_the_model(option: str, tmp_path: Path) -> None:
     saved = tiny_reward_model(seed=5)
-    folders = {"model": str(tmp_path / "policy"), "value_model": str(tmp_path / "critic")}
+    folders = {"model": str(tmp_path / "policy"), option: str(tmp_path / "critic")}
     tiny_model().save_pretrained(folders["model"])
-    saved.save_pretrained(folders["value_model"])
+    saved.save_pretrained(folders[option])
     trainer = ppo(tmp_path, **folders, model_init_kwargs={"dtype": "bfloat16"}, **CRITIC)
     found = trainer.critic.module.score.weight
     assert found.dtype == torch.bfloat16
@@ -56,6 +57,7 @@ def test_a_critic_checkpoints_the_layers_that_the_options_name(tmp_path: Path) -
     ("options", "message"),
     [
         ({"value_model": "anything", "critic": "head"}, "value_model has no effect with critic='head'"),
+        ({"value_model": "anything", "value_model_name_or_path": "other"}, "both name the critic"),
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "PPO's optimizer also trains the critic"),
     ],
 )
