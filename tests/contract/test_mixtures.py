@@ -106,9 +106,7 @@ def test_a_config_that_asks_for_router_logits_changes_nothing(tmp_path: Path) ->
 
 
 def test_a_weight_for_a_dense_model_is_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"router_aux_loss_coef=0\.5 has no effect because a Qwen2ForCausalLM"
-    ):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.5 has no effect because a Qwen2ForCausalLM"):
         make_trainer("sft", tmp_path, strict_options=True, **COEF)
 
 
