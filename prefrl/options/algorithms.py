@@ -233,6 +233,12 @@ class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
         2, "Completions per prompt, at least 2. The best and the worst of them form a pair."
     )
 
+    def take_other_forms(self) -> None:
+        """See `BaseOptions.take_other_forms`: in TRL, beta may be a list with a number for each epoch."""
+        super().take_other_forms()
+        if isinstance(self.beta, list) and len(self.beta) == 1:
+            self.beta = self.beta[0]
+
     @property
     def rows_per_micro_batch(self) -> int:
         """All completions of `per_device_train_batch_size` prompts, as in TRL."""

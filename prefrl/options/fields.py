@@ -246,7 +246,7 @@ def listed_fields(config_class: Any) -> list[dataclasses.Field[Any]]:
 
 
 def fill_places(config: Any) -> None:
-    """Move the values of flat names that were given into their places.
+    """Move the values of flat names that were given into their places. A key's own default is not given either.
 
     Args:
         config: The config, whose values may still be of any type.
@@ -265,9 +265,18 @@ def fill_places(config: Any) -> None:
             setattr(config, name, default)
 
 
+@cache
+def _defaults_of_key(config_class: Any, place: FlatName) -> list[Any]:
+    """What a key is if it is not given, in a list; nothing if the place is no key, or has several defaults."""
+    kwargs = about(config_class.__dataclass_fields__[place.option]).kwargs
+    params = [] if kwargs is None else set(kwargs.choices.values())
+    defaults = [default_of(key) for each in params for key in fields(each) if key.name == place.key]
+    return defaults if all(default == defaults[0] for default in defaults) else []
+
+
 def _fill(config: Any, name: str, value: Any, place: FlatName) -> None:
+    config_class: Any = type(config)
     if place.key is None:
-        config_class: Any = type(config)
         unset = _typed_fields(config_class)[place.option][1]
         is_taken, filled = getattr(config, place.option) != unset, value
     else:
@@ -276,7 +285,8 @@ def _fill(config: Any, name: str, value: Any, place: FlatName) -> None:
     if is_taken:
         given = getattr(config, place.option)
         raise ConfigError(f"{name}={value!r} and {place.option}={given!r}: given both ways. Remove {name}.")
-    setattr(config, place.option, filled)
+    if value not in _defaults_of_key(config_class, place):
+        setattr(config, place.option, filled)
 
 
 @dataclass(frozen=True)

@@ -37,18 +37,18 @@ class SamplerNames:
     generation_kwargs: dict[str, Any] | str | None = hidden(None)
     vllm_mode: Literal["server", "colocate"] = hidden("server")
     vllm_model_impl: str = hidden("vllm")
-    vllm_gpu_memory_utilization: float | None = hidden(None)
-    vllm_tensor_parallel_size: int | None = hidden(None)
+    vllm_gpu_memory_utilization: float | None = hidden(0.3)
+    vllm_tensor_parallel_size: int = hidden(1)
     vllm_max_model_length: int | None = hidden(None)
     vllm_enable_sleep_mode: bool = hidden(False)
-    vllm_group_port: int | None = hidden(None)
+    vllm_group_port: int = hidden(51216)
     vllm_importance_sampling_cap: float | None = flat("vllm_importance_sampling_kwargs", "clip_max")
-    use_transformers_paged: bool | None = hidden(None)
-    use_transformers_continuous_batching: bool | None = hidden(None)
+    use_transformers_paged: bool = hidden(False)
+    use_transformers_continuous_batching: bool = hidden(False)
     transformers_continuous_batching_config: dict[str, Any] | str | None = hidden(None)
     cast_lm_head_to_fp32: bool = hidden(False)
     log_completions_hub_repo: str | None = hidden(None)
-    log_multimodal: bool | None = hidden(None)
+    log_multimodal: bool = hidden(True)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -60,12 +60,21 @@ class PairsNames:
     reward_model_path: str | None = hidden(None)
 
 
-UNPADDED_RULES = unset(
-    {"pad_to_multiple_of": 8, "padding_value": 0},
-    lambda o: True,
-    "batches are laid out without padding. Leave it out.",
-    example("sft"),
-    hint=True,
+UNPADDED_RULES = (
+    when(
+        lambda o: o.pad_to_multiple_of not in (None, "auto"),
+        "pad_to_multiple_of={pad_to_multiple_of!r} has no effect because batches are laid out without padding. Leave "
+        "it out.",
+        example("sft", pad_to_multiple_of=8),
+        hint=True,
+    ),
+    *unset(
+        {"padding_value": 0},
+        lambda o: True,
+        "batches are laid out without padding. Leave it out.",
+        example("sft"),
+        hint=True,
+    ),
 )
 ENCODER_RULES = (
     when(
@@ -101,7 +110,7 @@ SAMPLER_RULES = (
         example("grpo", use_vllm=True, vllm_mode="colocate"),
     ),
     *_option_of_server("vllm_model_impl", "transformers", "model-impl"),
-    *_option_of_server("vllm_gpu_memory_utilization", 0.3, "gpu_memory_utilization"),
+    *_option_of_server("vllm_gpu_memory_utilization", 0.5, "gpu_memory_utilization"),
     *_option_of_server("vllm_tensor_parallel_size", 2, "tensor_parallel_size"),
     *_option_of_server("vllm_max_model_length", 512, "max_model_len"),
     *unset(

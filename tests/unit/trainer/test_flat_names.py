@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import HfArgumentParser
 
+import prefrl
 from prefrl import ConfigError, GRPOConfig
 from prefrl.options.fields import flat_names
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import RewardArguments
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
+from tests.trl_defaults import CONFIGS, defaults_of
 
 SERVER = {"use_vllm": True, "use_cpu": True}
 SAPO, VESPO = {"loss_type": "sapo"}, {"loss_type": "vespo"}
@@ -62,6 +65,44 @@ def made(tmp_path: Path, **options: Any) -> GRPOConfig:
 def test_a_name_fills_its_place(name: str, tmp_path: Path) -> None:
     value, others, option, expected = PLACES[name]
     assert getattr(made(tmp_path, **others, **{name: value}), option) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("BCOConfig", "PPOConfig")])
+def test_each_option_of_a_config_of_trl_is_one_here(name: str, tmp_path: Path) -> None:
+    config = getattr(prefrl, name)
+    theirs = defaults_of(name)
+    assert theirs.keys() <= {field.name for field in dataclasses.fields(config)}
+    # Bounds of prompts and completions are separate here.
+    given = {option: value for option, value in theirs.items() if (name, option) != ("OnlineDPOConfig", "max_length")}
+    config(**{**given, "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        ({"top_k": 5, "max_new_tokens": 9, "do_sample": True}, {"top_k": 5, "max_completion_length": 9}),
+        ('{"min_p": 0.1}', {"min_p": 0.1}),
+        ({"num_beams": 4}, "generation_kwargs: num_beams=4 has no counterpart here. Known: temperature, "),
+        ({"temperature": 0.5}, "generation_kwargs: temperature=0.5 and temperature=0.7: given both ways"),
+    ],
+)
+def test_keys_of_generation_kwargs_are_options(given: Any, expected: Any, tmp_path: Path) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            made(tmp_path, generation_kwargs=given, temperature=0.7)
+        return
+    config = made(tmp_path, generation_kwargs=given, temperature=0.7)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.generation_kwargs is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("False", "none"), ("True", "group"), ("batch", "batch")])
+def test_rewards_are_scaled_as_a_word_says(text: str, value: str, tmp_path: Path) -> None:
+    words = ["--output_dir", str(tmp_path), "--scale_rewards", text]
+    for parser in (HfArgumentParser(GRPOConfig), ArgumentParser(GRPOConfig)):
+        (parsed,) = parser.parse_args_into_dataclasses(words)
+        assert parsed.scale_rewards == value
 
 
 def test_every_name_is_shown_above() -> None:
