@@ -190,7 +190,7 @@ def rows_of(name: str) -> str:
         "verl": (["verl", "prefrl"], lambda: _foreign("verl_keys.VERL")),
         "verl_sft": (["verl", "prefrl"], _verl_sft),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
-        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("rows.AXOLOTL")),
+        "axolotl": (["axolotl", "prefrl"], lambda: _foreign("others.AXOLOTL")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
         "ludwig_keys": (["Ludwig", "prefrl"], lambda: _of_sections("ludwig.LUDWIG_KEYS", "trainer.")),
         "errors": (["class", "meaning"], _errors),

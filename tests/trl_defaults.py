@@ -24,13 +24,9 @@ _SAME = {
     "include_num_input_tokens_seen": "'no' is False",
     "debug": "nothing either way",
 }
+_FIELDS = [field for row in REGISTRY.values() for field in dataclasses.fields(row.load_config())]
 # And what is only a name of TRL here.
-_NAMES = {
-    field.name
-    for row in REGISTRY.values()
-    for field in dataclasses.fields(row.load_config())
-    if not about(field).is_listed
-}
+_NAMES = {field.name for field in _FIELDS} - {field.name for field in _FIELDS if about(field).is_listed}
 NOT_COMPARED = _SAME.keys() | _NAMES
 
 

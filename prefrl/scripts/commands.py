@@ -247,6 +247,10 @@ _PACKAGES = (
 )
 
 
+# Where drivers are: of CUDA, also inside Windows, and of ROCm.
+_DRIVERS = ("/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")
+
+
 @command("env", about="Print the versions and devices of this machine.", takes_config=False)
 def env() -> int:
     """Print it."""
@@ -263,7 +267,7 @@ def env() -> int:
 
 def _devices() -> dict[str, str]:
     """The GPUs and the CUDA of torch, which is imported only where there is a driver: it takes seconds."""
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/kfd").exists():  # of CUDA and of ROCm
+    if sys.platform == "linux" and not any(map(os.path.exists, _DRIVERS)):
         return {"GPU": "none (no driver of CUDA or ROCm)"}
     import torch
 

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.distributed import check_devices, processes
 from prefrl.generation.weights import process_group, sync, wire
+from prefrl.models.adapters import _check_init
 from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
 from prefrl.models.attention.segments import Layout
@@ -491,6 +493,11 @@ def test_the_group_of_gpus_is_not_joined_at_the_end(gpus: Gpus, monkeypatch: pyt
     assert ended == ["gloo"]
 
 
+@reaches("models.adapters:_check_init")
+def test_loftq_may_quantize_on_a_gpu(gpus: Gpus) -> None:
+    _check_init(LoraConfig(init_lora_weights="loftq"))
+
+
 # Commands.
 
 
@@ -501,6 +508,7 @@ def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(commands, "_DRIVERS", ("/",))
     assert commands.env([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "- CUDA of torch: 13.0" in lines
