@@ -365,13 +365,13 @@ def is_trained(run_folder: Path) -> bool | None:
         host, pid = writer["host"], int(writer["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if host != socket.gethostname():
+    if host != socket.gethostname() or not hasattr(os, "fork"):  # on Windows, the signal 0 is not a question
         return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # another user's
         return True
     return True
 

@@ -234,15 +234,16 @@ class SchemaParser(OptionParser):
 
 _Options = Sequence[Mapping[str, Any]]
 _WIDTH = 118
+_HEAD = 42  # the column behind which common options are described
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         *("model_name_or_path", "dtype", "attn_implementation"),
-        *("use_peft", "lora_r", "lora_target_modules"),
+        *("use_peft", "lora_r", "lora_target_modules", "load_in_4bit"),
     ),
     "Data": (
         *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
-        *("conversational", "chat_template_path", "eos_token", "max_length"),
+        *("conversational", "chat_template_path", "eos_token", "max_length", "assistant_only_loss"),
     ),
     "Rewards and agents": (
         *("reward_funcs", "reward_weights", "reward_model_name_or_path"),
@@ -256,11 +257,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Training": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "bf16", "seed"),
+        *("weight_decay", "gradient_checkpointing"),
     ),
     "Processes": ("num_processes", "accelerate_config"),
     "Output": (
         *("output_dir", "logging_steps", "report_to", "eval_strategy", "eval_steps", "save_steps"),
-        *("resume_from_checkpoint", "push_to_hub"),
+        *("save_total_limit", "resume_from_checkpoint", "push_to_hub"),
     ),
 }
 
@@ -319,9 +321,13 @@ def kind_of(option: Mapping[str, Any]) -> str:
 
 def _line(option: Mapping[str, Any]) -> str:
     head = f"  --{option['name']} {kind_of(option) if 'choices' not in option else ''}".rstrip()
-    tail = default_in_words(option.get("default"))
-    width = _WIDTH - max(len(head), 42) - len(tail) - 1
-    return f"{head:<42} {textwrap.shorten(option.get('help', ''), width, placeholder=' ...')}{tail}"
+    # The first sentence; --help WORD has the rest.
+    about = re.split(r"(?<=[a-z0-9)]{2}\.) ", option.get("help", ""), maxsplit=1)[0]
+    values = f" One of {', '.join(map(str, option['choices']))}." if "choices" in option else ""
+    text = about + values + default_in_words(option.get("default"))
+    first, *rest = textwrap.wrap(text, _WIDTH - max(len(head), _HEAD) - 1) or [""]
+    more = textwrap.wrap(" ".join(rest), _WIDTH - _HEAD - 1)
+    return "\n".join([f"{head:<{_HEAD}} {first}", *(f"{'':<{_HEAD}} {line}" for line in more)]).rstrip()
 
 
 def _entry(option: Mapping[str, Any]) -> str:

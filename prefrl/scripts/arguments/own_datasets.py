@@ -83,7 +83,7 @@ def dataset_of_code(code: CodeName, split: str, *, split_option: str, streaming:
             f"{code.where} with {split_option}={split!r}: {code.name} has no parameter 'split', so all its rows are "
             f"the split 'train'. Add the parameter, or take rows of it, such as {split_option}='train[90%:]'."
         )
-    given = {name: code.parameters | ({"split": name} if "split" in accepted else {}) for name in names}
+    given = {name: {**code.parameters, **({"split": name} if "split" in accepted else {})} for name in names}
     found = {name: _made(make, arguments, code) for name, arguments in given.items()}
     if names == [split.strip()]:
         (only,) = found.values()
@@ -114,7 +114,7 @@ def _parameters_of(make: Any, code: CodeName) -> Mapping[str, Any]:
     if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
         parameters["split"] = parameters.get("split", Parameter("split", Parameter.KEYWORD_ONLY))
     try:
-        signature.bind(**code.parameters | ({"split": _ONLY_SPLIT} if "split" in parameters else {}))
+        signature.bind(**{**code.parameters, **({"split": _ONLY_SPLIT} if "split" in parameters else {})})
     except TypeError as error:
         raise ConfigError(
             f"{code.where}: {code.name} cannot be called like this: {error}. Its parameters are {signature}; write "

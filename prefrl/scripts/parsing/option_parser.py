@@ -20,7 +20,7 @@ from prefrl.options.names import advice, nearest
 from prefrl.options.training import AUTO, AUTOMATIC
 from prefrl.scripts.arguments.command import RewardEntry
 from prefrl.scripts.arguments.datasets import DatasetConfig
-from prefrl.scripts.parsing.yaml_file import NULL_TAG, read_yaml
+from prefrl.scripts.parsing.yaml_file import NULL_TAG, entries_of, places_of
 
 # Words that mean yes or no.
 BOOLEANS = {
@@ -232,7 +232,7 @@ class OptionParser(argparse.ArgumentParser):
         unknown: list[str] = []
         parsers = self._with_subparsers()
         known = {name for parser in parsers for name in parser._by_name}
-        for name, line, node, loader in _entries(path):
+        for name, line, node, loader in entries_of(path):
             where = f"{path}:{line}"
             if name == "env" and name not in known:
                 os.environ.update(_variables(where, node))
@@ -246,7 +246,7 @@ class OptionParser(argparse.ArgumentParser):
                 note = f"note: {where}: {name} is left out, because the command line switches {off[name]} off"
                 print(note, file=sys.stderr)
                 continue
-            self.places |= _places(name, node, path, line)
+            self.places |= places_of(name, node, path, line)
             try:
                 for parser in parsers:
                     if name in parser._by_name:
@@ -407,35 +407,6 @@ class EarlyParser:
         self.wants_all: bool = known.help_all
         self.word: str = known.help or ""
         self.wants_help: bool = known.help is not None or known.help_all
-
-
-def _entries(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
-    """The name, line number and value of each option in a YAML file, with the loader."""
-    root, loader = read_yaml(path, f"config={str(path)!r}")
-    if root is None:
-        return []
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}:{root.start_mark.line + 1}: must be a mapping of options to values")
-    loader.flatten_mapping(root)
-    entries = [(str(key.value), key.start_mark.line + 1, value, loader) for key, value in root.value]
-    lines: dict[str, int] = {}
-    for name, line, _, _ in entries:
-        if name in lines:
-            raise ConfigError(f"{path}:{line}: {name} was already set in line {lines[name]}. Remove one of them.")
-        lines[name] = line
-    return entries
-
-
-def _places(name: str, node: yaml.Node, path: Path, line: int) -> dict[str, str]:
-    """Where an option of the file stands, and each entry in it, by names such as datasets[1].path."""
-    places = {name: f"{path}:{line}"}
-    if isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            places |= _places(f"{name}[{i}]", item, path, item.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            places |= _places(f"{name}.{key.value}", value, path, key.start_mark.line + 1)
-    return places
 
 
 def boolean(text: str) -> bool:

@@ -101,3 +101,32 @@ def _check_node(node: yaml.Node, path: Path, sizes: dict[int, int], level: int =
     if sizes[id(node)] > _MAX_VALUES:
         raise ConfigError(f"{where}: must have at most {_MAX_VALUES} values, counted where an alias repeats them")
     return sizes[id(node)]
+
+
+def entries_of(path: Path) -> list[tuple[str, int, yaml.Node, yaml.SafeLoader]]:
+    """The name, line number and value of each option in a YAML file, with the loader."""
+    root, loader = read_yaml(path, f"config={str(path)!r}")
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}:{root.start_mark.line + 1}: must be a mapping of options to values")
+    loader.flatten_mapping(root)
+    entries = [(str(key.value), key.start_mark.line + 1, value, loader) for key, value in root.value]
+    lines: dict[str, int] = {}
+    for name, line, _, _ in entries:
+        if name in lines:
+            raise ConfigError(f"{path}:{line}: {name} was already set in line {lines[name]}. Remove one of them.")
+        lines[name] = line
+    return entries
+
+
+def places_of(name: str, node: yaml.Node, path: Path, line: int) -> dict[str, str]:
+    """Where an option of the file stands, and each entry in it, by names such as datasets[1].path."""
+    places = {name: f"{path}:{line}"}
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            places |= places_of(f"{name}[{i}]", item, path, item.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            places |= places_of(f"{name}.{key.value}", value, path, key.start_mark.line + 1)
+    return places

@@ -223,23 +223,23 @@ def test_the_mean_of_every_reward_is_drawn_behind_the_total(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("last", "writer", "seconds", "state"),
     [
-        ({"step": 8, "train_runtime": 1.0}, 0, 900, "finished"),
-        ({"step": 5, "train_runtime": 1.0}, 0, 900, "ended at step 5 of 8"),
-        ({"step": 5, "loss": 1.0}, 0, 1, "stopped at step 5 of 8"),
-        ({"step": 5, "loss": 1.0}, os.getpid(), 1, "live"),
-        ({"step": 5, "loss": 1.0}, os.getpid(), 900, "no news for 15 min"),
+        ({"step": 8, "train_runtime": 1.0}, False, 900, "finished"),
+        ({"step": 5, "train_runtime": 1.0}, False, 900, "ended at step 5 of 8"),
+        ({"step": 5, "loss": 1.0}, False, 1, "stopped at step 5 of 8"),
+        ({"step": 5, "loss": 1.0}, True, 1, "live"),
+        ({"step": 5, "loss": 1.0}, True, 900, "no news for 15 min"),
         ({"step": 5, "loss": 1.0}, None, 900, "no news for 15 min"),
     ],
 )
 def test_the_state_of_a_run_is_told_by_its_last_log_and_its_process(
-    last: dict[str, Any], writer: int | None, seconds: float, state: str, tmp_path: Path
+    last: dict[str, Any], writer: bool | None, seconds: float, state: str, tmp_path: Path
 ) -> None:
     folder = run_folder(tmp_path / "run")
     write_metrics(folder, [{"step": 1, "loss": 1.0}, last])
     (folder / "training_args.json").write_text('{"max_steps": 8}', encoding="utf-8")
     (folder / "starts.jsonl").unlink(missing_ok=True)
     if writer is not None:
-        pid = writer or ended_process()
+        pid = os.getpid() if writer else ended_process()
         (folder / ".writer").write_text(json.dumps({"host": socket.gethostname(), "pid": pid}), encoding="utf-8")
     now = (folder / "metrics.jsonl").stat().st_mtime + seconds
     assert state_of(read_run(folder), now) == state
