@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from prefrl.options.fields import flat_names
-from prefrl.trainer.configs import GRPOConfig
+from prefrl.options.fields import about
+from prefrl.registry import REGISTRY
 
 __all__ = ["CONFIGS", "NOT_COMPARED", "defaults_of"]
 
@@ -23,7 +24,14 @@ _SAME = {
     "include_num_input_tokens_seen": "'no' is False",
     "debug": "nothing either way",
 }
-NOT_COMPARED = _SAME.keys() | flat_names(GRPOConfig).keys()
+# And what is only a name of TRL here.
+_NAMES = {
+    field.name
+    for row in REGISTRY.values()
+    for field in dataclasses.fields(row.load_config())
+    if not about(field).is_listed
+}
+NOT_COMPARED = _SAME.keys() | _NAMES
 
 
 def defaults_of(config: str) -> dict[str, Any]:

@@ -472,9 +472,7 @@ class BCOOptions(SampleOptions, OfflineReferenceOptions, OfflineOptions):
     min_density_ratio: Annotated[float, Ge(0)] = opt(
         0.5, "Smallest weight of an undesirable row. Needs embedding_func."
     )
-    max_density_ratio: Annotated[float, Gt(0)] = opt(
-        10.0, "Largest weight of an undesirable row. Needs embedding_func."
-    )
+    max_density_ratio: Annotated[float, Gt(0)] = opt(10.0, "Largest weight of such a row. Needs embedding_func.")
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""

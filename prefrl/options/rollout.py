@@ -235,7 +235,7 @@ class RolloutOptions(SamplerNames, BaseOptions):
     reward_num_workers: Annotated[int, Ge(0)] = opt(
         0,
         "Processes, for each training process, in which plain reward functions score, each the completions of one "
-        "prompt at a time; 0: they run in the training process, one function after another.",
+        "prompt at a time. By default, they run in the training process, one function after another.",
         decides=False,
     )
     on_reward_error: Literal["raise", "skip"] = opt(

@@ -20,7 +20,8 @@ from prefrl.options.names import FOREIGN_FILE
 from prefrl.options.training import AUTOMATIC
 from prefrl.scripts.migrate.cosmos_rl import COSMOS_RL
 from prefrl.scripts.migrate.ludwig import LUDWIG
-from prefrl.scripts.migrate.rows import AXOLOTL, OTHERS, TRANSFORMERS, TRL, Counterpart
+from prefrl.scripts.migrate.others import AXOLOTL, OTHERS
+from prefrl.scripts.migrate.rows import TRANSFORMERS, TRL, Counterpart
 from prefrl.scripts.migrate.verl import VERL_SFT
 from prefrl.scripts.migrate.verl_keys import VERL
 from prefrl.scripts.parsing.option_parser import form_of

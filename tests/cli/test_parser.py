@@ -326,7 +326,6 @@ def test_initializations_of_adapters_are_those_of_peft(
                 "lora_rank_pattern": "{a: 1}",
                 "lora_alpha_pattern": "{a: 1}",
                 "lora_init": "pissa",
-                "loftq_config": "{loftq_bits: 4}",
                 "lora_task_type": "SEQ_CLS",
                 "use_rslora": "true",
                 "use_dora": "true",
@@ -335,7 +334,7 @@ def test_initializations_of_adapters_are_those_of_peft(
         pytest.param("use_peft: true\nlora_r: 0", "lora_r=0: must be a number >= 1", id="rank"),
         pytest.param("use_peft: true\nlora_init: eva", "lora_init='eva': it needs data", id="eva"),
         pytest.param("use_peft: true\nlora_init: pissa_niter_4", "is random, .* Use pissa", id="pissa_niter"),
-        pytest.param("use_peft: true\nlora_init: pisa", "lora_init='pisa': must be one of gaussian", id="init"),
+        pytest.param("use_peft: true\nlora_init: pisa", "lora_init='pisa': must be one of 'gaussian'", id="init"),
         pytest.param(
             "use_peft: true\nloftq_config: {loftq_bits: 4}", "has no effect because lora_init=None", id="no loftq"
         ),

@@ -265,7 +265,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"loss_type": ["hinge"], "label_smoothing": 0.1}),
     ("grpo", {"loss_kwargs": {"rho": 4.0}}),
     ("grpo", {"loss_type": "aipo", "loss_kwargs": {"rho": 0.5}}),
-    ("grpo", {"sapo_temperature_pos": 1.0}),
+    ("grpo", {"loss_kwargs": {"temperature_pos": 1.0}}),
     ("grpo", {"beta": 0.0, "kl_kwargs": {"target": 0.1}}),
     ("ppo", {"critic_optim_kwargs": {"lr": 1.0}}),
     # Hyperparameters and options.

@@ -114,7 +114,7 @@ def test_configs_import_no_trainer() -> None:
 def test_closed_sets_of_the_configs_are_the_keys_of_the_tables() -> None:
     hints = {config: get_type_hints(config) for config in (GRPOConfig, SFTConfig)}
     assert set(get_args(hints[GRPOConfig]["loss_type"])) == set(POLICY_LOSSES)
-    assert set(get_args(hints[SFTConfig]["loss_type"])) == set(SUPERVISED_LOSSES)
+    assert set(get_args(hints[SFTConfig]["loss_type"])) == {*SUPERVISED_LOSSES, "chunked_nll"}  # TRL's name of "nll"
     configs = (GRPOConfig, ReinforcePlusPlusConfig)
     estimators = [get_args(get_type_hints(config)["advantage_estimator"]) for config in configs]
     assert {name for names in estimators for name in names} | {"gae"} == set(ADVANTAGES)  # PPO

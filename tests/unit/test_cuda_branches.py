@@ -495,7 +495,7 @@ def test_the_group_of_gpus_is_not_joined_at_the_end(gpus: Gpus, monkeypatch: pyt
 
 
 @reaches(
-    "scripts.commands:env", "scripts.arguments.command:get_kbit_device_map", "scripts.launch.command:visible_gpus"
+    "scripts.commands:_devices", "scripts.arguments.command:get_kbit_device_map", "scripts.launch.command:visible_gpus"
 )
 def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

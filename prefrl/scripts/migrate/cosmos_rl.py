@@ -406,9 +406,8 @@ def _reward(run: ForeignRun, name: str) -> str | None:
     if name != "overlong":
         return REWARDS.get(name, (None, None))[0]
     longest, buffer = _longest(run), run.number(f"{_OVERLONG}.buffer_length", 4096)
-    if buffer > longest:
-        return None
-    return f"soft_overlong_punishment_reward(max_completion_len={longest}, soft_punish_cache={buffer})"
+    parameters = f"max_completion_len={longest}, soft_punish_cache={buffer}"
+    return None if buffer > longest else f"soft_overlong_punishment_reward({parameters})"
 
 
 def _answers(run: ForeignRun, rewards: list[str]) -> None:
@@ -481,12 +480,10 @@ def _evaluation(run: ForeignRun) -> None:
     elif size and "dataset_test_split" not in run.options and "dataset_name" in run.options:
         run.into_datasets()
         run.options["test_split_size"] = size
-    longest = run.value("validation.max_response_length", None)
-    if longest is not None and longest != _longest(run):
-        sampling = run.options.setdefault("eval_sampling_kwargs", {})
-        sampling["max_completion_length"] = longest
-    has_rewards = run.value("validation.reward_function", None)
-    if has_rewards and _weights(run, "validation").keys() != _weights(run, _SECTION).keys():
+    if (longest := run.value("validation.max_response_length", None)) not in (None, _longest(run)):
+        run.options.setdefault("eval_sampling_kwargs", {})["max_completion_length"] = longest
+    own = run.value("validation.reward_function", None) and _weights(run, "validation").keys()
+    if own and own != _weights(run, _SECTION).keys():
         run.leave_open("validation.reward_function", "evaluations have the rewards of training")
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.scripts.migrate.edits import Migrated
+from prefrl.scripts.migrate.others import OTHERS
 from prefrl.scripts.migrate.rows import (
-    OTHERS,
     Counterpart,
     asked,
     becomes,
