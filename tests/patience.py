@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 # For what must come, and comes within moments on a quiet machine.
@@ -20,6 +21,14 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = PATIENCE) -> b
             return False
         time.sleep(0.02)
     return True
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that has may still be in the table of processes."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def before_a_deadline(attempt: Callable[[float], T | None]) -> T:

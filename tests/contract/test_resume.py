@@ -37,7 +37,7 @@ ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "we
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
     ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
-    ("dpo", {"loss_type": ["sigmoid", "bco_pair"]}),
+    ("dpo", {"loss_type": ["sigmoid", "bco_pair"], "loss_balance": "gradnorm"}),
     ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "gradient_accumulation_steps": 2}),
     ("dpo", {"precompute_ref_log_probs": True}),
     ("kto", {}),
@@ -47,7 +47,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("reward", {}),
     ("grpo", {"beta": 0.0}),
     # Saved in the middle of rollouts that are used 2 * 2 times.
-    ("grpo", {"steps_per_generation": 2, "num_iterations": 2}),
+    ("grpo", {"steps_per_generation": 2, "num_iterations": 2, "shuffle_minibatches": True}),
     ("grpo", {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 3}),
     ("grpo", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}),
     # Weights that move, running moments, rates of success.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import launch, run
-from tests.patience import before_a_deadline, wait_until
+from tests.patience import before_a_deadline, is_running, wait_until
 
 # Starts a process that waits, and waits itself.
 WAITS = """
@@ -38,11 +38,3 @@ def test_a_command_that_takes_too_long_ends_with_all_of_its_processes(tmp_path: 
     assert words == f"not done after {seconds} s: it waits here\n"
     child = int(path.read_text())
     assert wait_until(lambda: not is_running(child))
-
-
-def is_running(process: int) -> bool:
-    """Whether it has not ended; one that has may still be in the table of processes."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 
 from prefrl.errors import ConfigError, DataError, RewardError
 from prefrl.rewards import BySource, RewardRunner, pool
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, is_running, wait_until
 
 # Two completions of "a", three of "b", one of "c".
 PROMPTS = ["a", "a", "b", "b", "b", "c"]
@@ -127,10 +126,7 @@ def test_a_function_that_takes_too_long_ends_its_processes() -> None:
     assert len(multiprocessing.active_children()) == 1
     with pytest.raises(RewardError, match=r"'stuck' took more than reward_timeout=1.0 s"):
         runner.score(**ROWS)
-    deadline = time.monotonic() + PATIENCE
-    while multiprocessing.active_children() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not multiprocessing.active_children()
+    assert wait_until(lambda: not multiprocessing.active_children())
 
 
 def test_a_process_that_ends_is_an_error_and_another_follows(tmp_path: Path) -> None:
@@ -164,10 +160,7 @@ def test_a_killed_trainer_leaves_no_process(tmp_path: Path) -> None:
         workers = [int(pid) for pid in trainer.stdout.readline().split()]
         trainer.kill()
     assert len(workers) == 1
-    deadline = time.monotonic() + PATIENCE
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert wait_until(lambda: not any(map(is_running, workers)))
 
 
 @pytest.mark.parametrize(

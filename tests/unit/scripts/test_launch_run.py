@@ -18,6 +18,7 @@ import pytest
 from prefrl.generation.vllm import handshake
 from prefrl.scripts.launch.command import ServerProgram, run_together
 from prefrl.scripts.launch.processes import Program
+from tests.patience import is_running
 
 # Starts a process in a session of its own, as torchrun does, which ignores SIGTERM; then does what it is told.
 PROGRAM = """
@@ -111,13 +112,6 @@ class Launched:
         for record in (self.folder / "training", self.folder / "server"):
             assert not record.exists() or not is_running(json.loads(record.read_text(encoding="utf-8")))
         assert {path.stem for path in self.folder.glob("*.asked")} == set(asked)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_training_starts_when_the_server_answers_and_the_server_ends_with_it(

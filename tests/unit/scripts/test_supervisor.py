@@ -21,7 +21,7 @@ import pytest
 from prefrl.errors import GenerationError
 from prefrl.scripts.launch import processes
 from prefrl.scripts.launch.processes import Supervisor
-from tests.patience import wait_until
+from tests.patience import is_running, wait_until
 
 # A stall may cost an answer, and the server counts it as given.
 MANY_200 = (200, 200, 200)
@@ -106,13 +106,6 @@ def assert_nothing_is_left(folder: Path) -> None:
     record: dict[str, Any] = json.loads((folder / "record").read_text(encoding="utf-8"))
     assert not Path("/dev/shm", record["memory"]).exists()
     assert not is_running(record["child"])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
