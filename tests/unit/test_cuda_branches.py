@@ -493,9 +493,12 @@ def test_the_group_of_gpus_is_not_joined_at_the_end(gpus: Gpus, monkeypatch: pyt
 
 
 @reaches("models.adapters:_check_init")
-def test_loftq_may_quantize_on_a_gpu(gpus: Gpus) -> None:
+def test_loftq_quantizes_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Any = SimpleNamespace(to_dict=lambda: {"init_lora_weights": "loftq"})  # a LoraConfig needs scipy for it
     _check_init(asked)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="on a GPU, and there is none"):
+        _check_init(asked)
 
 
 # Commands.
