@@ -439,7 +439,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_parts_that_cannot_work_are_refused_at_once(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        SFTConfig(output_dir=str(tmp_path), **{"save_strategy": "steps", **options})
+        SFTConfig(output_dir=str(tmp_path), **{"save_strategy": "steps", "strict_options": True, **options})
 
 
 def test_the_loss_of_an_online_trainer_is_no_sign_of_a_spike(tmp_path: Path) -> None:

@@ -356,11 +356,11 @@ DEPENDENT_KEYS = [
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_an_option_whose_switch_is_off_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name):
-        make_trainer("grpo", tmp_path, **{name: ACTING[name][0]})
+        make_trainer("grpo", tmp_path, strict_options=True, **{name: ACTING[name][0]})
 
 
 @pytest.mark.parametrize("place", DEPENDENT_KEYS, ids=".".join)
 def test_a_key_of_another_choice_is_refused(place: tuple[str, str, str], tmp_path: Path) -> None:
     option, _, key = place
     with pytest.raises(ConfigError, match=f"{option}.*{key}"):
-        make_trainer("grpo", tmp_path, **{option: {key: EVERY_KEY[place][0]}})
+        make_trainer("grpo", tmp_path, strict_options=True, **{option: {key: EVERY_KEY[place][0]}})

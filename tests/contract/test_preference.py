@@ -510,7 +510,7 @@ def test_a_stream_cannot_be_precomputed_and_needs_a_number_of_steps(tmp_path: Pa
     with pytest.raises(ConfigError, match="max_steps"):
         make_trainer("dpo", tmp_path, train_dataset=stream, max_steps=-1)
     with pytest.raises(ConfigError, match="dataloader_num_workers=1"):
-        make_trainer("dpo", tmp_path, train_dataset=stream, dataloader_num_workers=1).train()
+        make_trainer("dpo", tmp_path, train_dataset=stream, dataloader_num_workers=1, strict_options=True).train()
 
 
 def test_kto_says_when_its_kl_comes_from_one_row_and_when_labels_are_one_sided(
