@@ -62,9 +62,7 @@ def test_the_loss_is_the_mean_over_rows_with_the_weights_of_the_trainer(tmp_path
         weights.append(sum(row["trainable"]))
     expected = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
     trainer.train()
-    entries = trainer.state.log_history
-    assert entries[0]["aux_loss"] == entries[-1]["aux_loss"] == pytest.approx(expected, rel=TOLERANCE)
-    assert "train_runtime" in entries[-1]
+    assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(expected, rel=TOLERANCE)
     assert trainer.aux_loss_enabled
     _, plain = trained("sft", tmp_path, rows=8, router_aux_loss_coef=0.0)
     assert trainer.state.log_history[0]["loss"] - plain["loss"] == pytest.approx(0.5 * expected, rel=1e-4)
