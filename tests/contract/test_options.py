@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import default_of
+from prefrl.options.fields import default_of, listed_fields
 from prefrl.options.params import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
@@ -232,8 +231,8 @@ VLLM = {"use_vllm", "generation_mode", "max_staleness", "weight_sync"}
 
 def own_options(algorithm: str) -> list[str]:
     """Options that a config of prefrl adds to those of every trainer."""
-    base = {field.name for field in dataclasses.fields(BaseConfig)}
-    names = [field.name for field in dataclasses.fields(REGISTRY[algorithm].load_config())]
+    base = {field.name for field in listed_fields(BaseConfig)}
+    names = [field.name for field in listed_fields(REGISTRY[algorithm].load_config())]
     others = base | _mappings(algorithm) | VLLM
     return [name for name in names if name not in others and not name.startswith("vllm_")]
 
@@ -241,14 +240,15 @@ def own_options(algorithm: str) -> list[str]:
 def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]]]:
     """Each key of each option that is a mapping: a value, and what it may need to act.
 
-    Those about servers are not here, and those of PPO's critic are in test_optimizers.
+    Those about servers are not here, those of PPO's critic are in test_optimizers, those of reward models in test_model.
     """
     return {
         (option.name, choices, key.name): ((default_of(key) or 0.5) * 2, {_switch(option): choices.split(", ")[0]})
         for option in kwargs_options(REGISTRY[algorithm].load_config())
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith(("vllm_", "critic_")) and option not in kwargs_options(BaseConfig)
+        if not option.name.startswith(("vllm_", "critic_", "reward_model_"))
+        and option not in kwargs_options(BaseConfig)
     }
 
 
