@@ -215,7 +215,7 @@ def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
     for name in REGISTRY:
         text, loaded = quick([name, "--help"])
         assert loaded == "[]"
-        assert len(text.splitlines()) <= 80
+        assert len(text.splitlines()) <= 125  # each option has its whole first sentence
         assert "--model_name_or_path" in text
         assert "--max_tokens_per_micro_batch" in text
         assert "--fsdp" not in text  # in --help_all only
