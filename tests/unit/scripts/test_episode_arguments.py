@@ -20,7 +20,7 @@ raise_if_run = os.environ["NOT_SET"] if False else None
 
 
 class Game:
-    def __init__(self, size, *, level="easy"):
+    def __init__(self, size, depth=2, *, level="easy"):
         self.size, self.level = size, level
 
     def reset(self, **row):
@@ -146,7 +146,10 @@ def test_environments_are_found_without_running_their_files(name: str) -> None:
         ("my_code.py:Gme", r"environment='my_code\.py:Gme': my_code\.py has no 'Gme'\. Did you mean 'Game'\?"),
         ("my_cod.py:Game", r"there is no file 'my_cod\.py'\. Did you mean 'my_code\.py'\?"),
         ("broken.py:f", r"broken\.py:1: invalid syntax"),
-        ("my_code.py:Game", r"cannot be called like this: missing a required argument: 'size'.*\(size, \*, level='ea"),
+        (
+            "my_code.py:Game",
+            r"cannot be called like this: missing a required argument: 'size'.*\(size, depth=2, \*, level='ea",
+        ),
         (
             "my_code.py:make(sise=3)",
             r"unexpected keyword argument 'sise'.*\(size=3\); write them as my_code\.py:make\(",
