@@ -327,7 +327,7 @@ class Loop(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics on the evaluation dataset, or on raw data given here; with `evaluate_training_set`, on both.
+        """Metrics on the evaluation dataset, or on raw data given here; see also the option `evaluate_training_set`.
 
         If a moving average of the weights is kept, it is evaluated as `<prefix>_ema_...`.
         """
