@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.fields import apply, opt
+from prefrl.options.fields import apply, flat, opt
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import ImportanceLevel, LossType
@@ -22,7 +22,6 @@ from prefrl.options.policy_rules import (
 from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.schedule import takes_warmup
 from prefrl.options.types import NumSamples
-from prefrl.options.unlisted import PAIRS_NAMES_RULES, PairsNames
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -220,8 +219,13 @@ class PPOOptions(PolicyGradientOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
+class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     """Options of online DPO, and shared ones with other defaults."""
+
+    # Names of TRL.
+    max_new_tokens: int | None = flat("max_completion_length")
+    max_length: int | None = flat()
+    reward_model_path: str | None = flat()
 
     loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "Use the loss of DPO ('sigmoid') or of IPO ('ipo').")
     beta: Annotated[float, Gt(0)] = opt(
@@ -256,6 +260,6 @@ class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        apply(self, PAIRS_RULES, PAIRS_NAMES_RULES)
+        apply(self, PAIRS_RULES)
         super().validate()
         apply(self, REFERENCE_RULES)

@@ -13,6 +13,7 @@ from prefrl.options.fields import (
     apply,
     check_fields,
     fill_places,
+    flat,
     json_mapping,
     opt,
     parse_json,
@@ -52,13 +53,12 @@ from prefrl.options.schedule import (
 )
 from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
-from prefrl.options.unlisted import UNPADDED_RULES, UnpaddedNames
 
 _WATCHED = ("loss", "grad_norm", "kl")
 
 
 @dataclass(init=False, repr=False, eq=False)
-class BaseOptions(UnpaddedNames, TrainingOptions):
+class BaseOptions(TrainingOptions):
     """Options that every trainer has; see also docs/schedules.md, docs/autopilot.md and docs/checkpoints.md."""
 
     # Types of options that are not those of their annotations, from which command lines are made.
@@ -73,6 +73,11 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
     knows_sizes: ClassVar[bool] = True
     # Whether options without effect are told; see `warn_of_hint`.
     gives_warnings: ClassVar[bool] = True
+
+    # Names of TRL for how rows are padded: they are not.
+    padding_free: bool = flat(default=False)
+    pad_to_multiple_of: int | str | None = flat()
+    padding_value: int | None = flat()
 
     strict_options: bool = opt(
         False,
@@ -370,7 +375,7 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
         check_paths(self)
-        apply(self, UNPADDED_RULES, COMMON_RULES)
+        apply(self, COMMON_RULES)
         self._check_machine()
         apply(self, LIGER_RULES)
         self._set_kernels()
