@@ -137,11 +137,13 @@ def check_fields(config: Any, hints: Mapping[str, Any] = MappingProxyType({}), *
 
 
 def take_other_forms(config: Any) -> None:
-    """Make texts of paths, and lists of texts where an option takes lists of texts; in place."""
+    """Make texts of paths, lists of texts for options that take these, and None of the word "None"; in place."""
     config_class: Any = type(config)
     for name, (hint, _) in _typed_fields(config_class).items():
         value = getattr(config, name)
-        if isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
+        if isinstance(value, str | list) and value in ("None", ["None"]) and type(None) in typing.get_args(hint):
+            setattr(config, name, None)  # as argparse gives it, where an option may be a text
+        elif isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
             setattr(config, name, os.fspath(value))
         elif isinstance(value, str) and hint in (list[str], list[str] | None):
             setattr(config, name, [value])
