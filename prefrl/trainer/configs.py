@@ -11,11 +11,13 @@ from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
 from prefrl.models.plans import PositionLimit
 from prefrl.options.algorithms import (
+    PRESETS,
     GRPOOptions,
     OnlineDPOOptions,
     PPOOptions,
     ReinforcePlusPlusOptions,
     RLOOOptions,
+    combined,
 )
 from prefrl.options.fields import flat_names
 from prefrl.options.generation_rules import cuts_of
@@ -31,7 +33,6 @@ from prefrl.options.offline import (
 )
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
-from prefrl.options.presets import PRESETS, combined
 from prefrl.trainer.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
