@@ -98,13 +98,14 @@ class OnlineConfig(OnlineOptions, BaseConfig):
             f"{self.max_completion_length} tokens{shared}"
         )
 
-    def _check_sampler(self) -> None:
-        """See `OnlineOptions._check_sampler`."""
+    def check_machine(self) -> None:
+        """See `BaseConfig.check_machine`; also whether the device can sample."""
         if not self.use_vllm and self.device.type == "mps":
             raise ConfigError(
                 "use_vllm=False on MPS: tokens are sampled with numbers in float64, which MPS does not have. Set "
                 "use_cpu=True."
             )
+        super().check_machine()
 
 
 @dataclass
