@@ -20,6 +20,7 @@ from prefrl.options.fields import (
     read_json,
     take_other_forms,
 )
+from prefrl.options.names import check_references
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs, kwargs_options
 from prefrl.options.run import (
@@ -30,6 +31,7 @@ from prefrl.options.run import (
     IGNORED_PARTS_RULES,
     IGNORED_RULES,
     LIGER_RULES,
+    PATHS,
     PROFILE_RULES,
     PROFILED_PROCESSES_RULES,
     CheckpointParams,
@@ -37,7 +39,6 @@ from prefrl.options.run import (
     check_checkpoints,
     check_device,
     check_intervals,
-    check_paths,
 )
 from prefrl.options.schedule import (
     AUTOPILOT_RULES,
@@ -357,9 +358,7 @@ class BaseOptions(TrainingOptions):
         raise NotImplementedError
 
     def validate(self) -> None:
-        """Reject invalid options before anything is loaded.
-
-        What needs a device, a model or a package is checked by the methods that `BaseConfig` overrides.
+        """Reject invalid options before anything is loaded. `BaseConfig` checks what needs a package or this machine.
 
         Raises:
             ConfigError: Names the field, its value, what is allowed and what to do.
@@ -367,46 +366,25 @@ class BaseOptions(TrainingOptions):
         config_class: Any = type(self)
         for option in kwargs_options(config_class):
             option.check(self)
-        self._check_processes()
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")
         if self.trust_remote_code:
             self.model_init_kwargs = {
                 "trust_remote_code": True,
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
-        check_paths(self)
+        check_references({name: getattr(self, name) for name in PATHS if hasattr(self, name)})
         apply(self, COMMON_RULES)
-        self._check_machine()
-        apply(self, LIGER_RULES)
-        self._set_kernels()
+        check_device(self)
+        apply(self, COMPILATION_RULES, LIGER_RULES)
         check_checkpoints(self)
         apply(self, IGNORED_RULES, IGNORED_PARTS_RULES, SCHEDULE_RULES)
-        self._check_schedule()
+        if self.has_own_schedule:
+            apply(self, METRIC_SCHEDULE_RULES)
         apply(self, WARMUP_RULES)
         if self.reduces_on_plateau:
             apply(self, PLATEAU_RULES)
         apply(self, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
         check_rates(self)
-        self._check_optimizer()
         apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES, PROFILE_RULES)
         if self.knows_sizes:
             apply(self, PROFILED_PROCESSES_RULES)
-
-    def _check_processes(self) -> None:
-        """Check how the processes of the run are laid out."""
-
-    def _check_machine(self) -> None:
-        """Check the names of trackers, what the device can compute, and what can be compiled."""
-        check_device(self)
-        apply(self, COMPILATION_RULES)
-
-    def _set_kernels(self) -> None:
-        """Check whether kernels are installed, and complete their options."""
-
-    def _check_schedule(self) -> None:
-        """Check the arguments of the schedule, and what it can be combined with."""
-        if self.has_own_schedule:
-            apply(self, METRIC_SCHEDULE_RULES)
-
-    def _check_optimizer(self) -> None:
-        """Make the optimizer, for its own checks."""

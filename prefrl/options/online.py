@@ -386,7 +386,6 @@ class OnlineOptions(RolloutOptions):
         if self.knows_sizes:
             apply(self, GENERATION_SIZE_RULES)
         apply(self, SAMPLER_RULES, PROMPTS_RULES, NUMBERS_RULES, STOP_RULES, AT_K_RULES, LOCAL_RULES)
-        self._check_sampler()
         apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
         if self.knows_sizes:
             apply(self, GENERATION_MODE_RULES)
@@ -395,6 +394,3 @@ class OnlineOptions(RolloutOptions):
     def scores_truncated(self) -> bool:
         """Whether losses score the truncated distribution with top_k, top_p or min_p, as it was sampled from."""
         return False
-
-    def _check_sampler(self) -> None:
-        """Check whether the device can sample."""

@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError, without_secrets
 from prefrl.options.fields import Example, Rule, apply, example, opt, plain_value, unset, when
-from prefrl.options.names import check_references
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, Seconds, check_value
 
@@ -185,7 +184,7 @@ HUGGINGFACE: dict[str, Any] = {
 # What intervals must be with logging_strategy="steps" and so on. People write large numbers for "never".
 _INTERVAL = Annotated[float, Gt(0), Le(LARGEST_INTEGER)]
 # Files and folders, on this machine or another, and what names folders of trackers.
-_PATHS = (
+PATHS = (
     *("output_dir", "resume_from_checkpoint", "upload_to", "chat_template_path"),
     *("tokenizer_name_or_path", "value_model_name_or_path"),
     *("hub_model_id", "run_name", "project"),
@@ -211,15 +210,6 @@ def check_intervals(config: Any) -> None:
         if plain_value(getattr(config, f"{what}_strategy")) == "steps" and interval is not None:
             check_value(f"{what}_steps", interval, _INTERVAL)
     apply(config, STEPS_RULES)
-
-
-def check_paths(config: Any) -> None:
-    """Reject paths with references.
-
-    Raises:
-        ConfigError: Names the option and its value.
-    """
-    check_references({name: getattr(config, name) for name in _PATHS if hasattr(config, name)})
 
 
 def check_device(config: Any) -> None:

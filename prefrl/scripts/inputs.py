@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.errors import ConfigError
+from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.fields import flat_names, warn_of_hint
-from prefrl.options.presets import PRESETS, combined
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
+from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import about, default_of, flat_names, hints_of
 from prefrl.options.names import check_known, nearest
 from prefrl.options.optimizers import check_not_refused
-from prefrl.options.presets import PRESETS, combined
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, weighted_rewards

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
-from prefrl.losses.preference.reference_free import CPO_LOSSES
+from prefrl.losses.preference.pairwise import CPO_LOSSES, PAIR_LOSSES, PairLoss
 from prefrl.options.fields import listed_fields
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options

@@ -13,7 +13,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from prefrl.errors import ConfigError
-from prefrl.options.presets import PRESETS
+from prefrl.options.algorithms import PRESETS
 from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import WRITER, seal
 from prefrl.scripts.arguments.command import Given, reward_entries

@@ -33,7 +33,7 @@ from prefrl.scripts import commands, sampling
 from prefrl.scripts.arguments.command import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
-from prefrl.trainer.base_config import check_precision
+from prefrl.trainer.base_config import BaseConfig, check_precision
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import read_later
 from prefrl.trainer.features.profile import StepProfiler
@@ -95,7 +95,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 
 def options(**values: Any) -> Any:
     """A config with these values."""
-    defaults = {"device": OWN, "bf16": False, "fp16": False, "mixed_precision": "no", "torch_compile": False}
+    defaults = {
+        "device": OWN,
+        "bf16": False,
+        "fp16": False,
+        "mixed_precision": "no",
+        "torch_compile": False,
+        "fp8": False,
+    }
     return SimpleNamespace(**defaults | {"sought": frozenset(), "activation_offloading": False} | values)
 
 
@@ -316,18 +323,18 @@ def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) 
 )
 def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     gpus.capability[3] = (8, 0)
-    check_precision(options(bf16=True), fp8=False)
+    check_precision(options(bf16=True))
     assert caplog.records == []
     with pytest.raises(ConfigError, match=r"fp8=True on Pretend H300: .* compute capability 8\.9"):
-        check_precision(options(bf16=True), fp8=True)
+        check_precision(options(bf16=True, fp8=True))
     gpus.capability |= {0: (7, 5), 3: (8, 9)}
     with pytest.raises(ConfigError, match="fp8=True with bf16=False"):
-        check_precision(options(), fp8=True)
-    check_precision(options(bf16=True), fp8=False)
+        check_precision(options(fp8=True))
+    check_precision(options(bf16=True))
     assert caplog.records == []
     gpus.capability |= {0: (9, 0), 3: (7, 5)}
     with caplog.at_level(logging.WARNING):
-        check_precision(options(bf16=True), fp8=False)
+        check_precision(options(bf16=True))
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("bf16=True on Pretend H300: it has no arithmetic in bfloat16")
 
@@ -347,17 +354,22 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run:check_device",
     "options.run:_lacks_gpu",
-    "trainer.configs:OnlineConfig._check_sampler",
+    "trainer.configs:OnlineConfig.check_machine",
 )
-def test_what_a_mac_cannot_do_is_refused() -> None:
+def test_what_a_mac_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
     with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch='auto' on MPS: .* Set a number"):
         check_device(mac)
     with pytest.raises(ConfigError, match="this run is on the MPS"):
         apply(mac, LIGER_RULES)
-    OnlineConfig._check_sampler(options(device=mac.device, use_vllm=True))
+    monkeypatch.setattr(BaseConfig, "check_machine", lambda config: None)
+    sampling = {
+        use_vllm: type("Config", (OnlineConfig,), {"device": mac.device, "use_vllm": use_vllm})
+        for use_vllm in (True, False)
+    }
+    object.__new__(sampling[True]).check_machine()
     with pytest.raises(ConfigError, match=r"use_vllm=False on MPS: .* float64.* Set use_cpu=True"):
-        OnlineConfig._check_sampler(options(device=mac.device, use_vllm=False))
+        object.__new__(sampling[False]).check_machine()
 
 
 def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from annotated_types import Gt
 from prefrl.errors import ConfigError, DataError
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import nearest
-from prefrl.scripts.arguments.data_files import bad_line, delimiter, not_utf8
-from prefrl.scripts.arguments.own_datasets import check_code, code_of, dataset_of_code
+from prefrl.scripts.arguments.own_datasets import bad_line, check_code, code_of, dataset_of_code, delimiter, not_utf8
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict

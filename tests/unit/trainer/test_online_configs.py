@@ -11,11 +11,11 @@ import pytest
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.options.algorithms import PRESETS
 from prefrl.options.fields import about
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import kwargs_options
 from prefrl.options.policy import ClipCovParams, VespoParams
-from prefrl.options.presets import PRESETS
 from prefrl.options.rollout import RolloutOptions
 from prefrl.registry import REGISTRY
 from prefrl.trainer.online.policy_objective import PolicyObjective
