@@ -106,6 +106,13 @@ def _view_instead_of(callback: TrainerCallback, history: History) -> TrainerCall
     return LineView(history)
 
 
+def are_shown(handler: CallbackHandler) -> bool:
+    """Whether there is a view: a user may have removed it."""
+    kinds = (LineView, RichProgressCallback)
+    # The module of the view for notebooks needs IPython.
+    return any(isinstance(shown, kinds) or type(shown).__name__ == "NotebookView" for shown in handler.callbacks)
+
+
 @contextmanager
 def closed_at_end(handler: CallbackHandler) -> Iterator[None]:
     """Close live views when training ends, also with an error, so that they leave the terminal as it was.
