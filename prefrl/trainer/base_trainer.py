@@ -35,7 +35,7 @@ from prefrl.trainer.loop import Loop
 from prefrl.trainer.optimizers import averages_weights, group_parameters, use_averaged_weights
 from prefrl.trainer.parts import Parts
 from prefrl.trainer.progress.history import History, next_commands, show_ending
-from prefrl.trainer.progress.views import add_views, are_shown
+from prefrl.trainer.progress.views import add_views, are_shown, hide_bars_in_files
 from prefrl.trainer.scorer import Scorer
 from prefrl.trainer.steps import LongBatch, Step, StepAccount, SyncStep, idle_share
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
@@ -86,6 +86,7 @@ class BaseTrainer(Loop, Generic[Ready]):
             ConfigError: There is one.
         """
         check_names(cls, arguments)
+        hide_bars_in_files()
         return object.__new__(cls)
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
