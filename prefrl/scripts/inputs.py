@@ -47,13 +47,19 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
         ConfigError: A name, a value or a combination is wrong.
         SystemExit: Help was asked for.
     """
-    parser = SchemaParser(algorithm.name)
-    given = parser.parse(argv)
+    given = SchemaParser(algorithm.name).parse(argv)
     is_launched = is_launched or launch_options(given, os.environ) is not None
-    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
+    script, config = early_options_of(algorithm, given, knows_processes=not is_launched)
     with given.locating():
         _check_run(script, config)
     return given
+
+
+def early_options_of(
+    algorithm: Algorithm, given: Given, *, knows_processes: bool = False
+) -> tuple[CommandArguments, Any]:
+    """The options of `options_of`, as far as they are known without torch; see `SchemaParser.check`."""
+    return _script(given), SchemaParser(algorithm.name).check(given, knows_processes=knows_processes)
 
 
 def check_files(given: Given) -> None:
