@@ -171,12 +171,6 @@ PAIRS_NAMES_RULES = (
         "{max_prompt_length} and max_completion_length={max_completion_length}. Set these instead.",
         example("online_dpo", max_length=512),
     ),
-    when(
-        lambda o: o.reward_model_path is not None,
-        "reward_model_path={reward_model_path!r}: give the reward model to the trainer as reward_funcs, or to the "
-        "command as --reward_model_name_or_path.",
-        example("online_dpo", reward_model_path="reward-model"),
-    ),
 )
 
 # Keys of generation_kwargs, and the options that they are here, where a config has them.
