@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from prefrl.errors import ConfigError
 from prefrl.options.fields import FlatName, apply, flat, json_mapping, opt
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
@@ -243,7 +244,12 @@ class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: in TRL, beta may be a list with a number for each epoch."""
         super().take_other_forms()
-        if isinstance(self.beta, list) and len(self.beta) == 1:
+        if isinstance(self.beta, list):
+            if len(self.beta) != 1:
+                raise ConfigError(
+                    f"beta={self.beta}: must be one number for all epochs. Train each epoch as a run of its own, with "
+                    "its own beta, from the model of the one before."
+                )
             self.beta = self.beta[0]
 
     @property

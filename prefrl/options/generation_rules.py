@@ -484,4 +484,12 @@ LOCAL_RULES = (
         hint=True,
         resets={"cache_implementation": None},
     ),
+    when(
+        lambda o: o.cache_implementation == "static",
+        "cache_implementation='static' has no effect because the sampler's cache grows with its completions. Leave "
+        "it out.",
+        example("grpo", cache_implementation="static"),
+        hint=True,
+        resets={"cache_implementation": None},
+    ),
 )

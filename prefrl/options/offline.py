@@ -292,10 +292,11 @@ class SFTOptions(OfflineOptions):
         "Pack several sequences into each row of at most max_length tokens, so that batches have similar sizes. "
         "Nothing is padded either way.",
     )
-    packing_strategy: Literal["bfd", "wrapped"] = opt(
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = opt(
         "bfd",
-        "'bfd' (best-fit decreasing) keeps sequences whole. 'wrapped' joins them into one stream of tokens and "
-        "cuts it every max_length tokens.",
+        "'bfd' (best-fit decreasing) keeps sequences whole and truncates longer ones to max_length. 'bfd_split' cuts "
+        "longer ones into pieces, so that no text is lost. 'wrapped' joins all sequences into one stream of tokens "
+        "and cuts it every max_length tokens.",
     )
     eval_packing: bool | None = opt(None, "Also pack the evaluation dataset. The default is the value of packing.")
 

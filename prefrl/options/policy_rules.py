@@ -265,12 +265,6 @@ PAIRS_RULES = (
         example("online_dpo", max_length=512),
     ),
     when(
-        lambda o: o.reward_model_path is not None,
-        "reward_model_path={reward_model_path!r}: give the reward model to the trainer as reward_funcs, or to the "
-        "command as --reward_model_name_or_path.",
-        example("online_dpo", reward_model_path="reward-model"),
-    ),
-    when(
         lambda o: o.use_vllm and o.generation_mode == "async",
         "generation_mode='async': online DPO does not correct for samples of older weights. Use 'sync' or 'overlap'.",
         example("online_dpo", use_vllm=True, generation_mode="async"),

@@ -368,10 +368,10 @@ class RolloutOptions(BaseOptions):
         "Otherwise, they are gathered layer by layer for every token, which is slow but needs little memory.",
         decides=False,
     )
-    cache_implementation: Literal["dynamic", "offloaded"] | None = opt(
+    cache_implementation: Literal["dynamic", "offloaded", "static"] | None = opt(
         None,
         "Where the KV cache is kept: on the device ('dynamic', the default), or in host memory except for the layer "
-        "that is being computed ('offloaded').",
+        "that is being computed ('offloaded'). 'static' is accepted for scripts written for TRL and means 'dynamic'.",
         decides=False,
     )
 

@@ -254,6 +254,15 @@ def test_a_file_made_by_init_is_accepted(name: str, tmp_path: Path, capsys: pyte
     assert len(SchemaParser(name).parse([str(path)]).values) > 15
 
 
+def test_the_reward_model_of_a_command_has_the_name_of_trl_too() -> None:
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_model_path", "rm"]
+    given = SchemaParser("online_dpo").parse(words)
+    assert given.values["reward_model_name_or_path"] == "rm"
+    assert "reward_model_path" not in given.values
+    with pytest.raises(ConfigError, match="reward_model_path='rm' and reward_model_name_or_path='b': given both ways"):
+        SchemaParser("online_dpo").parse([*words, "--reward_model_name_or_path", "b"])
+
+
 LIGHT = ("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "report", "watch")
 EVERY_COMMAND = """
 import contextlib, io, json, sys

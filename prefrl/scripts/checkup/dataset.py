@@ -103,10 +103,9 @@ def _table_of_lengths(section: Section, subject: Subject, rows: datasets.Dataset
     counts = list(lengths.values())[-1]
     num_long = 0 if limit is None else int((counts > limit).sum())
     if num_long:
-        section.warn(
-            f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are truncated, or dropped "
-            "if the options say so"
-        )
+        is_cut = getattr(config, "packing", False) and config.packing_strategy != "bfd"
+        what = "packed in pieces" if is_cut else "truncated, or dropped if the options say so"
+        section.warn(f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are {what}")
     elif limit is not None:
         section.ok(f"no row has more than {option}={limit} tokens")
     return table

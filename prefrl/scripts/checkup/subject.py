@@ -200,7 +200,7 @@ class Subject:
             schemas = None if self.episodes is None else self.episodes.schemas
             return tokenized_prompts(dataset, processing_class, config, tools=schemas)
         if isinstance(config, SFTConfig):
-            return tokenized_texts(dataset, processing_class, config)
+            return tokenized_texts(dataset, processing_class, config, is_packed=config.packing)
         if isinstance(config, RewardConfig):
             return tokenized_pairs(dataset, processing_class, config)
         if isinstance(config, KTOConfig | BCOConfig):
