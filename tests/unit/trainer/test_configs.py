@@ -33,7 +33,7 @@ GRPO_RULES = [
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3}, "learns from one generation. Set 3.", id="part"
     ),
     pytest.param({"truncation_mode": "left"}, "truncation_mode='left': must be one of 'keep_start'", id="truncation"),
-    pytest.param({"cache_implementation": "static"}, "must be one of 'dynamic', 'offloaded'", id="kind of cache"),
+    pytest.param({"cache_implementation": "paged"}, "must be one of 'dynamic', 'offloaded'", id="kind of cache"),
     pytest.param({"chat_template_kwargs": "{a"}, "chat_template_kwargs='{a': must be a JSON object", id="json"),
 ]
 SFT_RULES = [
