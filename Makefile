@@ -16,7 +16,7 @@ KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
 DRIFT_VENV ?= .venv-drift
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-# Installed with --no-compile: Python compiles what is imported, a fifth of these packages, when it is.
+# Installed with --no-compile: Python compiles what is imported, a quarter of the files of these packages, when it is.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests and the demo beside them use one torch thread each: threads that wait for each other would burn the cores of others.
 WORKERS ?= 3
@@ -31,7 +31,7 @@ GPU_SITE ?= /tmp/prefrl-gpu-kit
 GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
+.PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit compiled demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -63,7 +63,7 @@ demo-real: $(VENV)/.runtime
 
 # pytest ends last, so that its summary ends the log.
 test:
-	$(MAKE) -j 2 lint types imports docs $(VLLM_VENV)/.ready $(KERNELS)/.ready
+	$(MAKE) -j 2 lint types imports docs compiled $(VLLM_VENV)/.ready $(KERNELS)/.ready
 	$(MAKE) -j 2 tests demo-gain
 
 tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready
@@ -91,6 +91,10 @@ types: $(VENV)/.dev
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
+
+# What trainings import, once: the workers of pytest would all compile it at the same time.
+compiled: $(VENV)/.dev
+	$(BIN)/python -c 'import tests.imported'
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
