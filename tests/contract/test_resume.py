@@ -53,7 +53,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}),
     # Weights that move, running moments, rates of success.
     ("grpo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}}),
-    ("grpo", {"use_adaptive_entropy": True, "entropy_kwargs": {"target": 3.0}, "entropy_coef": 0.01, "beta": 0.0}),
+    ("grpo", {"use_adaptive_entropy": True, "entropy_kwargs": {"target": 5.0}, "entropy_coef": 0.01, "beta": 0.0}),
     ("grpo", {"reward_shaping_kwargs": {"normalize": True, "clip_range": [-1.0, 1.0], "missing_eos_penalty": 1.0}}),
     ("grpo", {"curriculum": "band", "curriculum_kwargs": {"band": [0.4, 0.6]}, "dynamic_sampling": True}),
     ("grpo", {"talks": "forgetful", "turn_credit": "return", "steps_per_generation": 2}),
