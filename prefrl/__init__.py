@@ -57,10 +57,10 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
     from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
     from prefrl.scripts.arguments.datasets import get_dataset as get_dataset
-    from prefrl.scripts.arguments.model import ModelConfig as ModelConfig
-    from prefrl.scripts.arguments.model import get_kbit_device_map as get_kbit_device_map
-    from prefrl.scripts.arguments.model import get_peft_config as get_peft_config
-    from prefrl.scripts.arguments.model import get_quantization_config as get_quantization_config
+    from prefrl.scripts.arguments.model_config import ModelConfig as ModelConfig
+    from prefrl.scripts.arguments.model_config import get_kbit_device_map as get_kbit_device_map
+    from prefrl.scripts.arguments.model_config import get_peft_config as get_peft_config
+    from prefrl.scripts.arguments.model_config import get_quantization_config as get_quantization_config
     from prefrl.scripts.declaration import init_zero_verbose as init_zero_verbose
     from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
@@ -103,7 +103,7 @@ _PATHS |= {
     "HarborEnv": "prefrl.rollout.episodes.harbor:HarborEnv",
     "HarborSpec": "prefrl.rollout.episodes.harbor:HarborSpec",
     "OpenRewardSpec": "prefrl.rollout.episodes.openreward:OpenRewardSpec",
-    "ModelConfig": "prefrl.scripts.arguments.model:ModelConfig",
+    "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
     "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
@@ -117,9 +117,9 @@ _PATHS |= {
     "create_reference_model": "prefrl.models.reference:create_reference_model",
     "extract_prompt": "prefrl.data.sources:extract_prompt",
     "get_dataset": "prefrl.scripts.arguments.datasets:get_dataset",
-    "get_kbit_device_map": "prefrl.scripts.arguments.model:get_kbit_device_map",
-    "get_peft_config": "prefrl.scripts.arguments.model:get_peft_config",
-    "get_quantization_config": "prefrl.scripts.arguments.model:get_quantization_config",
+    "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",
+    "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
+    "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
     "init_zero_verbose": "prefrl.scripts.declaration:init_zero_verbose",
     "is_conversational": "prefrl.data.chat_templates:is_conversational",

@@ -26,7 +26,7 @@ from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
 from prefrl.run.folder import STARTS, read_identity, read_starts
-from prefrl.scripts.arguments.model import DType
+from prefrl.scripts.arguments.model_config import DType
 from prefrl.scripts.declaration import CommandParser, command, uncollected
 from prefrl.scripts.inputs import read
 

@@ -25,7 +25,7 @@ from prefrl.scripts.arguments.datasets import (
     source_of,
 )
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
-from prefrl.scripts.arguments.model import get_peft_config, quantization_config
+from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import SchemaParser
 
 

@@ -21,7 +21,7 @@ from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_unset, opt
 from prefrl.options.names import CodeName, Definition, check_references
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, DatasetMixtureConfig, ScriptArguments, parts_of
-from prefrl.scripts.arguments.model import ModelConfig
+from prefrl.scripts.arguments.model_config import ModelConfig
 
 _E = TypeVar("_E", bound=PrefrlError)
 
