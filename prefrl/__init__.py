@@ -6,6 +6,9 @@ Public names are imported on first use, so that `import prefrl` is quick.
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +144,25 @@ _PATHS |= {
     "unpair_preference_dataset": "prefrl.data.sources:unpair_preference_dataset",
 }
 _PATHS |= {name: f"prefrl.errors:{name}" for name in errors.__all__}
+
+# What libraries say of themselves, which no user of prefrl can change: logger and start of the text. The first three
+# are imported by transformers, whether a training uses them or not.
+_NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU",
+    "torchao": "Failed to load",
+    "torch.utils._pytree": "%s is an Enum subclass",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+
+
+def _is_news(start: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(start)
+
+
+for _name, _start in _NOISE.items():
+    logging.getLogger(_name).addFilter(partial(_is_news, _start))
+# peft 0.21 reads the old name.
+warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
 
 __all__ = [*_PATHS]  # strings, all of them
 __version__ = "0.1.0"

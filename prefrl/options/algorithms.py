@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.fields import FlatName, apply, json_mapping, opt
+from prefrl.errors import ConfigError
+from prefrl.options.fields import FlatName, apply, flat, json_mapping, opt
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import ImportanceLevel, LossType
@@ -25,7 +26,6 @@ from prefrl.options.policy_rules import (
 from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.schedule import takes_warmup
 from prefrl.options.types import NumSamples
-from prefrl.options.unlisted import PAIRS_NAMES_RULES, PairsNames
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -223,8 +223,13 @@ class PPOOptions(PolicyGradientOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
+class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     """Options of online DPO, and shared ones with other defaults."""
+
+    # Names of TRL.
+    max_new_tokens: int | None = flat("max_completion_length")
+    max_length: int | None = flat()
+    reward_model_path: str | None = flat()
 
     loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "Use the loss of DPO ('sigmoid') or of IPO ('ipo').")
     beta: Annotated[float, Gt(0)] = opt(
@@ -239,7 +244,12 @@ class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: in TRL, beta may be a list with a number for each epoch."""
         super().take_other_forms()
-        if isinstance(self.beta, list) and len(self.beta) == 1:
+        if isinstance(self.beta, list):
+            if len(self.beta) != 1:
+                raise ConfigError(
+                    f"beta={self.beta}: must be one number for all epochs. Train each epoch as a run of its own, with "
+                    "its own beta, from the model of the one before."
+                )
             self.beta = self.beta[0]
 
     @property
@@ -259,7 +269,7 @@ class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        apply(self, PAIRS_RULES, PAIRS_NAMES_RULES)
+        apply(self, PAIRS_RULES)
         super().validate()
         apply(self, REFERENCE_RULES)
 

@@ -13,6 +13,7 @@ from prefrl.options.fields import (
     apply,
     check_fields,
     fill_places,
+    flat,
     json_mapping,
     opt,
     parse_json,
@@ -53,13 +54,12 @@ from prefrl.options.schedule import (
 )
 from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
-from prefrl.options.unlisted import UNPADDED_RULES, UnpaddedNames
 
 _WATCHED = ("loss", "grad_norm", "kl")
 
 
 @dataclass(init=False, repr=False, eq=False)
-class BaseOptions(UnpaddedNames, TrainingOptions):
+class BaseOptions(TrainingOptions):
     """Options that every trainer has; see also docs/schedules.md, docs/autopilot.md and docs/checkpoints.md."""
 
     # Types of options that are not those of their annotations, from which command lines are made.
@@ -74,6 +74,11 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
     knows_sizes: ClassVar[bool] = True
     # Whether options without effect are told; see `warn_of_hint`.
     gives_warnings: ClassVar[bool] = True
+
+    # Names of TRL for how rows are padded: they are not.
+    padding_free: bool = flat(default=False)
+    pad_to_multiple_of: int | str | None = flat()
+    padding_value: int | None = flat()
 
     strict_options: bool = opt(
         False,
@@ -355,7 +360,7 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
         check_references({name: getattr(self, name) for name in PATHS if hasattr(self, name)})
-        apply(self, UNPADDED_RULES, COMMON_RULES)
+        apply(self, COMMON_RULES)
         check_device(self)
         apply(self, COMPILATION_RULES, LIGER_RULES)
         check_checkpoints(self)

@@ -282,6 +282,57 @@ def _masks_nothing(o: Any) -> bool:
     return (o.correction_params.clip_min, o.correction_params.clip_max) == (None, None)
 
 
+def _of_server(name: str, value: Any, option: str) -> tuple[Rule, ...]:
+    why = f"the server is a process of its own. Give --{option} to prefrl vllm-serve."
+    return unset({name: value}, lambda o: True, why, example("grpo"), hint=True)
+
+
+# Names of TRL.
+SAMPLER_RULES = (
+    when(
+        lambda o: o.use_vllm and o.vllm_mode == "colocate",
+        "vllm_mode='colocate': vLLM does not share the GPUs of training. Start `prefrl vllm-serve` on other GPUs and "
+        "leave vllm_mode out, or set use_vllm=False, which samples in the training process.",
+        example("grpo", use_vllm=True, vllm_mode="colocate"),
+    ),
+    *_of_server("vllm_model_impl", "transformers", "model-impl"),
+    *_of_server("vllm_gpu_memory_utilization", 0.5, "gpu_memory_utilization"),
+    *_of_server("vllm_tensor_parallel_size", 2, "tensor_parallel_size"),
+    *_of_server("vllm_max_model_length", 512, "max_model_len"),
+    *unset(
+        {"vllm_enable_sleep_mode": True, "vllm_group_port": 51217},
+        lambda o: True,
+        "the server has GPUs of its own and never sleeps, and the trainer chooses a free port. Leave it out.",
+        example("grpo"),
+        hint=True,
+    ),
+    *unset(
+        {
+            "use_transformers_continuous_batching": True,
+            "use_transformers_paged": True,
+            "transformers_continuous_batching_config": {"block_size": 32},
+        },
+        lambda o: True,
+        "completions are sampled by prefrl's own loop, which batches them, or on a server. Leave it out.",
+        example("grpo"),
+        hint=True,
+    ),
+    *unset(
+        {"cast_lm_head_to_fp32": True},
+        lambda o: True,
+        "the product with the head has the precision of training, and the rest of the loss is computed in float32. "
+        "Leave it out.",
+        example("grpo"),
+        hint=True,
+    ),
+    *unset(
+        {"log_completions_hub_repo": "me/completions"},
+        lambda o: True,
+        "rollouts are written to the folder completions of output_dir. Upload it with huggingface_hub.upload_folder.",
+        example("grpo"),
+        hint=True,
+    ),
+)
 _REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
 # Without use_vllm.
 NO_SERVER_RULES = (
@@ -430,6 +481,14 @@ LOCAL_RULES = (
         "cache_implementation='offloaded' has no effect because this run is on the CPU, where the cache is in host "
         "memory anyway. Leave it out.",
         example("grpo", cache_implementation="offloaded"),
+        hint=True,
+        resets={"cache_implementation": None},
+    ),
+    when(
+        lambda o: o.cache_implementation == "static",
+        "cache_implementation='static' has no effect because the sampler's cache grows with its completions. Leave "
+        "it out.",
+        example("grpo", cache_implementation="static"),
         hint=True,
         resets={"cache_implementation": None},
     ),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about, apply, default_of, json_mapping, opt, parse_json, warn_of_hint
+from prefrl.options.fields import about, apply, default_of, json_mapping, mapping_of, opt, parse_json, warn_of_hint
 from prefrl.options.generation_rules import (
     AT_K_RULES,
     GENERATION_MODE_RULES,
@@ -20,6 +20,7 @@ from prefrl.options.generation_rules import (
     NO_SERVER_RULES,
     NUMBERS_RULES,
     PROMPTS_RULES,
+    SAMPLER_RULES,
     SERVER_RULES,
     STOP_RULES,
 )
@@ -36,7 +37,6 @@ from prefrl.options.types import (
     ToolErrorMode,
     TruncationMode,
 )
-from prefrl.options.unlisted import SAMPLER_RULES, take_generation_kwargs
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -341,7 +341,39 @@ class OnlineOptions(RolloutOptions):
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: also the keys of TRL's `generation_kwargs`."""
         super().take_other_forms()
-        take_generation_kwargs(self)
+        if self.generation_kwargs is not None:
+            self._take_generation_kwargs()
+
+    def _take_generation_kwargs(self) -> None:
+        same = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "cache_implementation",
+            "stop",
+            "ignore_eos",
+        )
+        options = dict(zip(same, same, strict=True)) | {"stop_strings": "stop"}
+        options |= dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length")
+        anyway = {"do_sample": True, "num_beams": 1, "n": 1, "num_return_sequences": 1, "use_cache": True}
+        defaults = {field.name: default_of(field) for field in dataclasses.fields(self)}
+        known = {key: option for key, option in options.items() if option in defaults}
+        for key, value in mapping_of(self, "generation_kwargs").items():
+            if key in anyway and value == anyway[key]:
+                continue
+            if key not in known:
+                raise ConfigError(
+                    f"generation_kwargs: {key}={value!r} has no counterpart here. Known: {', '.join(known)}."
+                )
+            option = known[key]
+            if (other := getattr(self, option)) not in (defaults[option], value):
+                raise ConfigError(
+                    f"generation_kwargs: {key}={value!r} and {option}={other!r}: given both ways. Remove one of them."
+                )
+            setattr(self, option, value)
+        self.generation_kwargs = None
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""

@@ -269,6 +269,20 @@ STEPS_RULES = (
 )
 COMMON_RULES = (
     when(
+        lambda o: o.pad_to_multiple_of not in (None, "auto"),
+        "pad_to_multiple_of={pad_to_multiple_of!r} has no effect because batches are laid out without padding. Leave "
+        "it out.",
+        example("sft", pad_to_multiple_of=8),
+        hint=True,
+    ),
+    *unset(
+        {"padding_value": 0},
+        lambda o: True,
+        "batches are laid out without padding. Leave it out.",
+        example("sft"),
+        hint=True,
+    ),
+    when(
         lambda o: o.remove_unused_columns,
         "remove_unused_columns=True has no effect because the data layer chooses the columns, and rewards may read "
         "any of them. Leave it False.",

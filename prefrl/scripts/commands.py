@@ -26,6 +26,7 @@ from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
 from prefrl.run.folder import STARTS, read_identity, read_starts
+from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.arguments.model_config import DType
 from prefrl.scripts.declaration import CommandParser, command, uncollected
 from prefrl.scripts.inputs import read
@@ -38,15 +39,20 @@ def doctor(argv: Sequence[str]) -> int:
     """Check a run and print what was found. The exit code is 0 if the run would begin, otherwise 2."""
     algorithm, options, own = _words_of_doctor(argv)
     given = read(algorithm, options)
-    with uncollected():  # these import torch, which mistakes do not need
+    with uncollected():
         from rich.console import Console
 
-        from prefrl.scripts.arguments.launch import launch_options
-        from prefrl.scripts.checkup.checkup import checkup_of
+        from prefrl.scripts.checkup.findings import Checkup, check_data
+
+    console = Console(highlight=False)
+    checkup = Checkup(given.located, console)
+    data = check_data(checkup, algorithm, given)
+    with uncollected():  # this imports torch, for which what is found in the data need not wait
+        from prefrl.scripts.checkup.checkup import check_run
 
     launch = launch_options(given, os.environ)
-    checkup = checkup_of(algorithm, given, launch, device_memory=own.device_memory)
-    checkup.print(Console(highlight=False))
+    check_run(checkup, algorithm, given, data, launch, device_memory=own.device_memory)
+    console.print(f"\n{checkup.summary()}")
     return 2 if checkup.count("problem") else 0
 
 

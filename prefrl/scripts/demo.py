@@ -185,6 +185,7 @@ def sft(
     )
     examples = train.remove_columns("answer")
     trainer = SFTTrainer(model, config, train_dataset=examples, processing_class=tokenizer, callbacks=callbacks)
+    trainer.history.shows_ending = False  # of a stage of the demo
     trainer.train()
 
 
@@ -210,6 +211,7 @@ def grpo(
     config = GRPOConfig(**_common(seed, output_dir) | defaults | options)
     questions = train.remove_columns("completion")
     trainer = GRPOTrainer(model, right_sum, config, questions, processing_class=tokenizer)
+    trainer.history.shows_ending = False  # of a stage of the demo
     trainer.train()
     trainer.generator.close()
 
@@ -410,6 +412,7 @@ def _train(
         use_cpu=True,
     )
     trainer = GRPOTrainer(model, gives_number, config, train, processing_class=tokenizer)
+    trainer.history.shows_ending = False  # of a stage of the demo
     trainer.train()
     trainer.generator.close()
 

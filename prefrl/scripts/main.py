@@ -6,12 +6,10 @@ import argparse
 import atexit
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -156,15 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# Libraries that, when they are imported, warn of what they lack on this machine, whether a run uses them or not.
-_NOISY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-
-
 def _run(command: str, arguments: Sequence[str]) -> int:
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # peft 0.21 reads the old name, which no user of the command can change.
-    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
     if command in OTHERS:
         return OTHERS[command](list(arguments))
     if command in REGISTRY:

@@ -148,6 +148,11 @@ class SchemaParser(OptionParser):
         }
         names = [name for name in values if name in of_command_line | places.keys()]
         options = {name: values[name] for name in names if name not in self._own}
+        path = options.pop("reward_model_path", None)  # TRL's name
+        if path is not None and (own := options.setdefault("reward_model_name_or_path", path)) != path:
+            raise ConfigError(
+                f"reward_model_path={path!r} and reward_model_name_or_path={own!r}: given both ways. Remove one."
+            )
         if options.get("reward_funcs") is not None:
             rewards, weights = weighted_rewards(options["reward_funcs"], options.get("reward_weights"))
             options |= {"reward_funcs": rewards} | ({} if weights is None else {"reward_weights": weights})

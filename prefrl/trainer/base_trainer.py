@@ -34,8 +34,8 @@ from prefrl.trainer.features import MovingReference, RouterLoss, count_flops, pa
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.optimizers import averages_weights, group_parameters, use_averaged_weights
 from prefrl.trainer.parts import Parts
-from prefrl.trainer.progress.history import History
-from prefrl.trainer.progress.views import add_views
+from prefrl.trainer.progress.history import History, next_commands, show_ending
+from prefrl.trainer.progress.views import add_views, are_shown, hide_bars_in_files
 from prefrl.trainer.scorer import Scorer
 from prefrl.trainer.steps import LongBatch, Step, StepAccount, SyncStep, idle_share
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
@@ -86,6 +86,7 @@ class BaseTrainer(Loop, Generic[Ready]):
             ConfigError: There is one.
         """
         check_names(cls, arguments)
+        hide_bars_in_files()
         return object.__new__(cls)
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
@@ -163,6 +164,22 @@ class BaseTrainer(Loop, Generic[Ready]):
     def _facts(self) -> Mapping[str, str]:
         of_run = self.policy, self.ref_model, self.state, self.train_dataset
         return facts_of(self.args, *of_run, algorithm=self.algorithm)
+
+    def show_ending(self, *, saved: bool, dataset: str | None = None, rewards: Sequence[str] | None = None) -> None:
+        """Show on the main process how training went and how to go on.
+
+        Without views, in a search of hyperparameters, and before saving if a command shows it later, nothing is shown.
+
+        Args:
+            saved: Whether the model is in `output_dir`.
+            dataset: See `next_commands`.
+            rewards: See `next_commands`.
+        """
+        is_now = saved or (self.history.shows_ending and not self.state.is_hyper_param_search)
+        if is_now and self.is_world_process_zero() and are_shown(self.callback_handler):
+            is_chat = self.processing_class.chat_template is not None
+            commands = partial(next_commands, dataset=dataset, rewards=rewards, is_chat=is_chat)
+            show_ending(self.algorithm, self.state, Path(self.args.output_dir), commands, saved=saved)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)

@@ -106,7 +106,8 @@ class Loop(Trainer):
             self.start, self.failure = checkpointing.begin(self, resume_from_checkpoint), None
             output = checkpointing.until_stopped(self, partial(self._train, *args, **kwargs))
             self.parts.tell("finished", self)
-            return output
+        self.show_ending(saved=False)
+        return output
 
     def _train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """HuggingFace's loop, from a checkpoint or the start; again from a checkpoint if a part asks for that."""

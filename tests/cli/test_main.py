@@ -122,6 +122,20 @@ def test_the_page_about_a_run_is_made_without_torch(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").is_file()
 
 
+def test_the_doctor_says_what_the_data_is_before_it_imports_torch(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    code = (
+        "import sys, types\nfrom prefrl.scripts.main import main\n"
+        "rest = types.ModuleType('prefrl.scripts.checkup.checkup')\n"
+        "rest.check_run = lambda *_, **__: print([m for m in ('torch', 'transformers') if m in sys.modules])\n"
+        "sys.modules[rest.__name__] = rest\n"
+        f"main(['doctor', 'sft', '--model_name_or_path', 'm', '--dataset_name', {str(data)!r}])"
+    )
+    found, loaded = python(code).splitlines()[2:4]
+    assert (found, loaded) == ("  ok  1 row with the columns prompt, completion", "[]")
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_bars_of_libraries_are_shown_on_terminals_only(is_terminal: bool, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
@@ -238,6 +252,15 @@ def test_a_file_made_by_init_is_accepted(name: str, tmp_path: Path, capsys: pyte
     everything = re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)  # every option at its default
     path.write_text(re.sub(r"^\w+: null .*$", "", everything, flags=re.MULTILINE), encoding="utf-8")
     assert len(SchemaParser(name).parse([str(path)]).values) > 15
+
+
+def test_the_reward_model_of_a_command_has_the_name_of_trl_too() -> None:
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_model_path", "rm"]
+    given = SchemaParser("online_dpo").parse(words)
+    assert given.values["reward_model_name_or_path"] == "rm"
+    assert "reward_model_path" not in given.values
+    with pytest.raises(ConfigError, match="reward_model_path='rm' and reward_model_name_or_path='b': given both ways"):
+        SchemaParser("online_dpo").parse([*words, "--reward_model_name_or_path", "b"])
 
 
 LIGHT = ("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "report", "watch")

@@ -83,11 +83,12 @@ def test_help_is_written_in_sentences() -> None:
         assert text.endswith((".", ")")), (name, text)
 
 
-def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path) -> None:
-    given = parse(tmp_path, "top_k: 5\nfreeze: [a]\n", "--top_k", "null", "--freeze", "null")
-    assert (given.values["top_k"], given.values["freeze"]) == (None, None)
-    with pytest.raises(ConfigError, match="seed='null': must be a whole number"):
-        parse(tmp_path, "", "--seed", "null")
+@pytest.mark.parametrize("null", ["null", "None"])
+def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path, null: str) -> None:
+    given = parse(tmp_path, f"top_k: 5\nfreeze: [a]\nmax_prompt_length: {null}\n", "--top_k", null, "--freeze", null)
+    assert [given.values[name] for name in ("top_k", "freeze", "max_prompt_length")] == [None, None, None]
+    with pytest.raises(ConfigError, match=f"seed='{null}': must be a whole number"):
+        parse(tmp_path, "", "--seed", null)
 
 
 def test_a_feature_that_is_switched_off_takes_its_options_of_the_file_along(

@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -17,7 +18,7 @@ from prefrl.errors import CheckpointError, NonFiniteError
 from prefrl.models.modes import dropout_rates
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
-from tests.assets import tiny_model
+from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import (
     ONLINE,
     OPTIONS,
@@ -191,6 +192,32 @@ def test_dropout_of_online_trainers_can_be_switched_off(tmp_path: Path) -> None:
 
     assert rates()
     assert not rates(disable_dropout=True)
+
+
+def test_online_dpo_scores_with_the_reward_model_of_its_config(tmp_path: Path) -> None:
+    tiny_reward_model().save_pretrained(tmp_path / "rm")
+    tiny_tokenizer().save_pretrained(tmp_path / "rm")
+    named = {"reward_model_path": str(tmp_path / "rm")}
+    trainer = make_trainer("online_dpo", tmp_path / "named", reward=None, **named)
+    trainer.train()
+    assert "rewards/rm/mean" in trainer.state.log_history[0]
+    given = make_trainer("online_dpo", tmp_path / "given", **named)
+    given.train()
+    assert "rewards/ragged_reward/mean" in given.state.log_history[0]
+    assert "rewards/rm/mean" not in given.state.log_history[0]
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_packing_that_cuts_rows_keeps_what_is_behind_max_length(strategy: str, tmp_path: Path) -> None:
+    def num_tokens(**options: Any) -> int:
+        texts = Dataset.from_dict({"text": ["one two three four five six seven"] * 6})
+        trainer = make_trainer("sft", tmp_path, train_dataset=texts, **options)
+        return sum(len(ids) for ids in trainer.train_dataset["input_ids"])
+
+    whole = num_tokens(max_length=None)
+    packed = num_tokens(packing=True, packing_strategy=strategy, max_length=4)
+    assert num_tokens(packing=True, max_length=4) == 6 * 4
+    assert whole - 6 <= packed <= whole  # a token that is a piece of its own has no loss
 
 
 def test_rows_are_shuffled_before_they_are_packed(tmp_path: Path) -> None:

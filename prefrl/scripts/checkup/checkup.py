@@ -27,16 +27,15 @@ from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.checkup.dataset import (
     UNLIMITED,
     Batches,
-    check_dataset_columns,
     check_rows,
-    rows_in_memory,
     show_rows,
     try_rewards,
 )
+from prefrl.scripts.checkup.findings import Checkup, Section, logged_into, rows_in_memory
 from prefrl.scripts.checkup.parallel import check_parallelism
 from prefrl.scripts.checkup.resources import check_memory, check_resources
-from prefrl.scripts.checkup.subject import Checkup, Section, Subject, logged_into, plan_of
-from prefrl.scripts.inputs import datasets_of, lora_of, options_of
+from prefrl.scripts.checkup.subject import Subject, plan_of
+from prefrl.scripts.inputs import lora_of, options_of
 from prefrl.trainer.online.prompts import prompts_per_generation
 from prefrl.trainer.online.sampling import Episodes
 
@@ -119,14 +118,22 @@ def check_before(
         check_servers(Section("Server"), subject)
 
 
-def checkup_of(
-    algorithm: Algorithm, given: Given, launch: LaunchArguments | None = None, *, device_memory: float | None = None
-) -> Checkup:
-    """Check everything. What cannot be checked after a problem is left out.
+def check_run(
+    checkup: Checkup,
+    algorithm: Algorithm,
+    given: Given,
+    data: tuple[Any, Any],
+    launch: LaunchArguments | None = None,
+    *,
+    device_memory: float | None = None,
+) -> None:
+    """Check everything but the data itself. What cannot be checked after a problem is left out.
 
     Args:
+        checkup: Gets the findings.
         algorithm: The algorithm.
         given: Its options.
+        data: From `check_data`.
         launch: How the run is started; None: in one process, without a server of its own.
         device_memory: GiB of each device; None: the devices of this machine are looked at.
 
@@ -136,14 +143,9 @@ def checkup_of(
     with given.locating():
         script, config = options_of(algorithm, given, num_processes=None if launch is None else launch.num_processes)
         plan = plan_of(config, launch, device_memory=device_memory)
-    checkup = Checkup(located=given.located)
     is_partitioned = launch is not None and launch.accelerate_config not in (None, "single", "ddp")
     subject = Subject(algorithm, script, config, is_partitioned or partitions_weights(config, os.environ), plan)
-    raw = rows = None
-    with checkup.section("Data"):
-        raw, evaluated = datasets_of(script, config)
-        if raw is not None:
-            check_dataset_columns(checkup.sections[-1], raw)
+    (raw, evaluated), rows = data, None
     with checkup.section("Model and tokenizer") as section:
         count = sum(parameter.numel() for parameter in subject.model.parameters())
         section.ok(f"{type(subject.model).__name__} with {count:,} weights")
@@ -157,7 +159,7 @@ def checkup_of(
             evaluated = played.with_prompts(evaluated)
             check_episodes(section, subject, played)
     if raw is None or checkup.count("problem"):
-        return checkup
+        return
     with checkup.section("Rows") as section:
         rows = check_rows(section, subject, raw, evaluated)
         show_rows(section, subject, rows)
@@ -171,7 +173,6 @@ def checkup_of(
                 else:
                     check_servers(section, subject)
     _check_sizes(checkup, subject, launch, raw, rows, evaluated)
-    return checkup
 
 
 def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> None:

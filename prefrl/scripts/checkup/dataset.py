@@ -1,4 +1,4 @@
-"""Checks of the rows that a run trains on: columns, lengths, ends, duplicates, rewards of them, and steps of batches.
+"""Checks of the rows that a run trains on: lengths, ends, duplicates, rewards of them, and steps of batches.
 
 Rewards are tried with the row's own answer as the completion, and with an empty one.
 """
@@ -26,7 +26,6 @@ from prefrl.data.checks import (
     warn_of_shared_rows,
     warn_of_unknown_end,
 )
-from prefrl.data.formats import get_dataset_column_names
 from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError, printable
 from prefrl.generation.local.generator import end_token_ids
@@ -34,36 +33,13 @@ from prefrl.models.plans import position_limit
 from prefrl.options.training import num_ranks
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import RewardRunner, RewardScores
-from prefrl.scripts.checkup.subject import Section, Subject, logged_into
+from prefrl.scripts.checkup.findings import Section, logged_into, rows_in_memory
+from prefrl.scripts.checkup.subject import Subject
 from prefrl.trainer.online.prompts import prompts_per_generation
 
-ROWS_READ = 1000
 _MOST_CHARACTERS = 600  # of a part of a row that is shown
 # What no limit holds for.
 UNLIMITED = {"max_length": None, "max_prompt_length": None, "filter_overlong_prompts": False}
-
-
-def rows_in_memory(dataset: Any, count: int = ROWS_READ) -> datasets.Dataset | None:
-    """The first rows of a dataset or stream, in memory; of several datasets, those of the first."""
-    if isinstance(dataset, Mapping):
-        dataset = next(iter(dataset.values()), None)
-    if dataset is None:
-        return None
-    if isinstance(dataset, datasets.IterableDataset):
-        return datasets.Dataset.from_list(list(dataset.take(count)))
-    return dataset.select(range(min(count, len(dataset))))
-
-
-def check_dataset_columns(section: Section, dataset: Any) -> None:
-    """Say what the dataset consists of, and which pairs have equal sides."""
-    size = "a stream" if isinstance(dataset, datasets.IterableDataset) else f"{len(dataset):,} rows"
-    section.ok(f"{size} with the columns {', '.join(get_dataset_column_names(dataset))}")
-    rows = rows_in_memory(dataset)
-    if rows is None or not {"chosen", "rejected"} <= set(rows.column_names):
-        return
-    equal = [i for i, row in enumerate(rows) if row["chosen"] == row["rejected"]]
-    if equal:
-        section.warn(f"{len(equal)} of {len(rows)} pairs have chosen = rejected; the first is row {equal[0]}")
 
 
 def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: Any) -> datasets.Dataset | None:
@@ -127,10 +103,9 @@ def _table_of_lengths(section: Section, subject: Subject, rows: datasets.Dataset
     counts = list(lengths.values())[-1]
     num_long = 0 if limit is None else int((counts > limit).sum())
     if num_long:
-        section.warn(
-            f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are truncated, or dropped "
-            "if the options say so"
-        )
+        is_cut = getattr(config, "packing", False) and config.packing_strategy != "bfd"
+        what = "packed in pieces" if is_cut else "truncated, or dropped if the options say so"
+        section.warn(f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are {what}")
     elif limit is not None:
         section.ok(f"no row has more than {option}={limit} tokens")
     return table

@@ -27,7 +27,7 @@ BOOLEANS = {
     **dict.fromkeys(("yes", "true", "t", "y", "1"), True),
     **dict.fromkeys(("no", "false", "f", "n", "0"), False),
 }
-_NULL = "null"
+_NULLS = ("null", "None")
 _KINDS: dict[Any, str] = {int: "int", float: "float", bool: "bool", DatasetConfig: "dataset", RewardEntry: "reward"}
 _ENDINGS_OF_DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 # What values of a type are called, by the name of the function that reads them.
@@ -48,8 +48,8 @@ class OptionParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with `--config FILE.yaml`: the file gives defaults, which the command line overrides.
 
     A scalar in the file is read like the same text on the command line, so that `1e-6` is a number and `no` a word.
-    The word `null` on the command line is None for an option that may be None. A feature that the command line
-    switches off takes its other options in the file with it. The first word may be the file, without `--config`.
+    The words `null` and `None` are None for an option that may be None. A feature that the command line switches off
+    takes its other options in the file with it. The first word may be the file, without `--config`.
 
     Args:
         takes_config: Whether there is an option `--config`. If not, giving it is an error like any other unknown
@@ -184,7 +184,7 @@ class OptionParser(argparse.ArgumentParser):
                 action.required = True
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if arg_string == _NULL and self._forms.get(action.dest, Form()).is_nullable:
+        if arg_string in _NULLS and self._forms.get(action.dest, Form()).is_nullable:
             return None
         try:
             return super()._get_value(action, arg_string)
@@ -266,7 +266,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def _value(self, action: argparse.Action, node: yaml.Node, loader: yaml.SafeLoader) -> Any:
         form = self._forms.get(action.dest, Form())
-        if node.tag == NULL_TAG:
+        if node.tag == NULL_TAG or (form.is_nullable and node.value in _NULLS):
             if not form.is_nullable:
                 raise ValueError("null is not allowed, the option always has a value")
             return None

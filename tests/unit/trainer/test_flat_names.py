@@ -105,6 +105,15 @@ def test_rewards_are_scaled_as_a_word_says(text: str, value: str, tmp_path: Path
         assert parsed.scale_rewards == value
 
 
+def test_the_word_none_is_none_where_a_parser_lets_it_pass(tmp_path: Path) -> None:
+    texts = ["--output_dir", str(tmp_path), "--stop", "None", "--chat_template_kwargs", "None"]
+    lengths = ["--max_completion_length", "None"]
+    for parser, words in ((HfArgumentParser(GRPOConfig), texts), (ArgumentParser(GRPOConfig), [*texts, *lengths])):
+        (parsed,) = parser.parse_args_into_dataclasses(words)
+        assert (parsed.stop, parsed.chat_template_kwargs) == (None, None)
+    assert parsed.max_completion_length is None
+
+
 def test_every_name_is_shown_above() -> None:
     assert PLACES.keys() == FLAT.keys()
 

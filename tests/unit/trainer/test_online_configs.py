@@ -48,6 +48,7 @@ RULES = [
     (PPOConfig, {"lam": 1.5}, "lam=1.5: must be a number >= 0 and <= 1"),
     (OnlineDPOConfig, {"loss_type": "hinge"}, "loss_type='hinge': must be one of 'sigmoid', 'ipo'"),
     (OnlineDPOConfig, {"beta": 0.0}, "beta=0.0: must be a number > 0"),
+    (OnlineDPOConfig, {"beta": [0.1, 0.05]}, r"beta=\[0.1, 0.05\]: must be one number for all epochs"),
 ]
 # What cannot be learned from group by group, or asked for ahead.
 SERVER = {"use_vllm": True, "use_cpu": True}
