@@ -56,14 +56,14 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.rollout.episodes.harbor import HarborEnv as HarborEnv
     from prefrl.rollout.episodes.harbor import HarborSpec as HarborSpec
     from prefrl.rollout.episodes.openreward import OpenRewardSpec as OpenRewardSpec
-    from prefrl.scripts.arguments.command import ModelConfig as ModelConfig
-    from prefrl.scripts.arguments.command import get_kbit_device_map as get_kbit_device_map
-    from prefrl.scripts.arguments.command import get_peft_config as get_peft_config
-    from prefrl.scripts.arguments.command import get_quantization_config as get_quantization_config
     from prefrl.scripts.arguments.datasets import DatasetConfig as DatasetConfig
     from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
     from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
     from prefrl.scripts.arguments.datasets import get_dataset as get_dataset
+    from prefrl.scripts.arguments.model_config import ModelConfig as ModelConfig
+    from prefrl.scripts.arguments.model_config import get_kbit_device_map as get_kbit_device_map
+    from prefrl.scripts.arguments.model_config import get_peft_config as get_peft_config
+    from prefrl.scripts.arguments.model_config import get_quantization_config as get_quantization_config
     from prefrl.scripts.declaration import init_zero_verbose as init_zero_verbose
     from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
@@ -106,7 +106,7 @@ _PATHS |= {
     "HarborEnv": "prefrl.rollout.episodes.harbor:HarborEnv",
     "HarborSpec": "prefrl.rollout.episodes.harbor:HarborSpec",
     "OpenRewardSpec": "prefrl.rollout.episodes.openreward:OpenRewardSpec",
-    "ModelConfig": "prefrl.scripts.arguments.command:ModelConfig",
+    "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
     "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
@@ -120,9 +120,9 @@ _PATHS |= {
     "create_reference_model": "prefrl.models.reference:create_reference_model",
     "extract_prompt": "prefrl.data.sources:extract_prompt",
     "get_dataset": "prefrl.scripts.arguments.datasets:get_dataset",
-    "get_kbit_device_map": "prefrl.scripts.arguments.command:get_kbit_device_map",
-    "get_peft_config": "prefrl.scripts.arguments.command:get_peft_config",
-    "get_quantization_config": "prefrl.scripts.arguments.command:get_quantization_config",
+    "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",
+    "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
+    "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
     "init_zero_verbose": "prefrl.scripts.declaration:init_zero_verbose",
     "is_conversational": "prefrl.data.chat_templates:is_conversational",

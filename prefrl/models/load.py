@@ -125,21 +125,10 @@ def load_reward_model(
     seed: int | None = None,
     quantization_config: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
-    """The reward model to train: a sequence classifier with one output. Otherwise like `load_model`.
+    """The reward model to train: a sequence classifier with one output. Its arguments are those of `load_model`.
 
     If `model` is a causal language model or a vision-language model, its body is kept and gets a new output layer.
     With an adapter, the output layer is trained in full.
-
-    Args:
-        model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
-        model_init_kwargs: For `from_pretrained`; not changed.
-        peft_config: A new adapter of this kind is put around the model; not changed.
-        freeze: Regular expressions; parameters whose name contains a match are not trained.
-        seed: For all new weights; torch's global random state is not changed. None: drawn from that state.
-        quantization_config: Quantize the model when it is loaded; also allowed in `model_init_kwargs`.
-
-    Returns:
-        The model, a `peft.PeftModel` if there is an adapter.
 
     Raises:
         ConfigError: As for `load_model`, or the model is not a sequence classifier or has several outputs.

@@ -88,6 +88,13 @@ class Reference(ABC):
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         """The output of `head`, the model's head, with the reference weights; the model is not changed for that."""
 
+    def _go_to(self, device: torch.device) -> None:
+        """A separate model follows a batch to its device."""
+        model = self.own_model
+        # Models that are spread over devices or quantized raise when they are moved, even to their own device.
+        if model is not None and model.device != device and not distributed.is_sharded(model):
+            model.to(device)
+
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """The weights that `mix` changes, no two of which share memory; empty if it changes none."""
@@ -100,6 +107,7 @@ class Reference(ABC):
         self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
     ) -> TokenScores:
         """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
+        self._go_to(batch.device)
         with self._in_place() as model, eval_mode(model):
             return scores_in_pieces(model, batch, scoring, max_tokens=max_tokens, want=want)
 
@@ -110,6 +118,7 @@ class Reference(ABC):
         `token_logprobs(..., reference=ReferenceLogits(hidden, reference.logits))`. Hidden states that were stored
         before a `mix` do not fit the head after it.
         """
+        self._go_to(hidden.device)
         inner = inner_model(self._model)
         head = needed_head(inner)
         with torch.no_grad(), eval_mode(head):
@@ -150,25 +159,8 @@ class _Separate(Reference):
         super().__init__(model)
         self.own_model = model
 
-    def scores(
-        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
-    ) -> TokenScores:
-        """See `Reference`; the model follows the batch to its device."""
-        self._go_to(batch.device)
-        return super().scores(batch, scoring, max_tokens=max_tokens, want=want)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `Reference`."""
-        self._go_to(hidden.device)
-        return super().logits(hidden)
-
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
-
-    def _go_to(self, device: torch.device) -> None:
-        # Models that are spread over devices or quantized raise when they are moved, even to their own device.
-        if self._model.device != device and not distributed.is_sharded(self._model):
-            self._model.to(device)
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         logits: Tensor = head(hidden)

@@ -94,7 +94,7 @@ class BaseOptions(TrainingOptions):
     early_stopping_kwargs: KwargsValue = kwargs(
         "What counts as an improvement.",
         {True: EarlyStoppingParams},
-        switch="_stops_early",
+        switch="early_stopping_patience",
         off="early_stopping_patience=None: training does not stop early. Set it.",
         decides=False,
     )
@@ -106,7 +106,7 @@ class BaseOptions(TrainingOptions):
     increase_batch_size_kwargs: KwargsValue = kwargs(
         "When the batch grows, and by how much.",
         {True: GrowthParams},
-        switch="_grows",
+        switch="increase_batch_size_on_plateau",
         off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
     )
     model_soup: Literal["uniform", "greedy"] | None = opt(
@@ -145,7 +145,7 @@ class BaseOptions(TrainingOptions):
     upload_kwargs: KwargsValue = kwargs(
         "Settings of uploads.",
         {True: UploadParams},
-        switch="uploads_checkpoints",
+        switch="upload_to",
         off="upload_to=None: nothing is uploaded. Set upload_to.",
         decides=False,
     )
@@ -320,22 +320,9 @@ class BaseOptions(TrainingOptions):
         raise NotImplementedError
 
     @property
-    def _grows(self) -> bool:
-        return self.increase_batch_size_on_plateau > 0
-
-    @property
-    def _stops_early(self) -> bool:
-        return self.early_stopping_patience is not None
-
-    @property
     def watched_metrics(self) -> tuple[str, ...]:
         """What is watched for spikes; nothing if `on_spike` is off."""
         return tuple(self.spike_params.metrics or self.spike_metrics) if self.on_spike == "rollback" else ()
-
-    @property
-    def uploads_checkpoints(self) -> bool:
-        """Whether there is a place for checkpoints besides `output_dir`."""
-        return self.upload_to is not None
 
     @property
     def rows_per_micro_batch(self: Any) -> int:

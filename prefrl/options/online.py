@@ -273,11 +273,6 @@ class OnlineOptions(RolloutOptions):
         return self.max_completion_length
 
     @property
-    def longest_sampled(self) -> int:
-        """The longest completion of training and evaluations."""
-        return max(self.longest_completion, self.eval_sampling_params.max_completion_length or 1)
-
-    @property
     def scoring_temperature(self) -> float:
         """The sampling temperature: the distribution that is sampled from enters the losses."""
         return self.temperature
@@ -286,7 +281,8 @@ class OnlineOptions(RolloutOptions):
     def length_bound(self) -> LengthBound:
         """See `BaseConfig.length_bound`."""
         options = "max_prompt_length or max_completion_length"
-        return LengthBound(self.max_prompt_length, options, sampled=self.longest_sampled)
+        sampled = max(self.longest_completion, self.eval_sampling_params.max_completion_length or 1)
+        return LengthBound(self.max_prompt_length, options, sampled=sampled)
 
     @property
     def prompts_per_evaluation_batch(self: Any) -> int:

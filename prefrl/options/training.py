@@ -237,8 +237,7 @@ class TrainingOptions:
     reduce_on_plateau_kwargs: KwargsValue = kwargs(
         "Hyperparameters of reduce_on_plateau.",
         {True: PlateauParams},
-        switch="reduces_on_plateau",
-        label="reduce_on_plateau",
+        switch="reduce_on_plateau",
         off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
     )
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = opt(

@@ -304,7 +304,8 @@ class RewardRunner:
             f"rewards/{name}/failed": float(self._failures[name] > 0) for name in self.names if self._skips_errors
         }
         values += [[one.reward if one.kind == kind else None for one in episodes or ()] for kind in self._environments]
-        metrics = log.means() | failed | (_parts(episodes) if episodes else {})
+        means = {name: sum(values) / len(values) for name, values in log.values.items()}
+        metrics = means | failed | (_parts(episodes) if episodes else {})
         return RewardScores(dict(zip(self.names, values, strict=True)), metrics, log.columns)
 
     def _settled(

@@ -26,8 +26,8 @@ from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
 from prefrl.run.folder import STARTS, read_identity, read_starts
-from prefrl.scripts.arguments.command import DType
 from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.arguments.model_config import DType
 from prefrl.scripts.declaration import CommandParser, command, uncollected
 from prefrl.scripts.inputs import read
 

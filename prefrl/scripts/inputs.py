@@ -15,14 +15,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.fields import flat_names, warn_of_hint
 from prefrl.registry import Algorithm
-from prefrl.scripts.arguments.command import (
-    CommandArguments,
-    Given,
-    RewardArguments,
-    check_reward_files,
-    get_peft_config,
-    quantization_config,
-)
+from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, check_reward_files
 from prefrl.scripts.arguments.datasets import (
     SHAPING,
     DatasetConfig,
@@ -32,6 +25,7 @@ from prefrl.scripts.arguments.datasets import (
     source_of,
 )
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
+from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import SchemaParser
 
 
@@ -47,19 +41,13 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
         ConfigError: A name, a value or a combination is wrong.
         SystemExit: Help was asked for.
     """
-    given = SchemaParser(algorithm.name).parse(argv)
+    parser = SchemaParser(algorithm.name)
+    given = parser.parse(argv)
     is_launched = is_launched or launch_options(given, os.environ) is not None
-    script, config = early_options_of(algorithm, given, knows_processes=not is_launched)
+    config = parser.check(given, knows_processes=not is_launched)
     with given.locating():
-        _check_run(script, config)
+        _check_run(given.script, config)
     return given
-
-
-def early_options_of(
-    algorithm: Algorithm, given: Given, *, knows_processes: bool = False
-) -> tuple[CommandArguments, Any]:
-    """The options of `options_of`, as far as they are known without torch; see `SchemaParser.check`."""
-    return _script(given), SchemaParser(algorithm.name).check(given, knows_processes=knows_processes)
 
 
 def check_files(given: Given) -> None:
@@ -70,7 +58,7 @@ def check_files(given: Given) -> None:
             whole.
         DataError: A dataset is missing, or of an unknown format.
     """
-    script = _script(given)
+    script: CommandArguments = given.script
     with given.locating():
         if script.dataset_name is not None:
             part = DatasetConfig(script.dataset_name, script.dataset_config, revision=script.dataset_revision)
@@ -105,38 +93,22 @@ def options_of(
     Raises:
         ConfigError: Options exclude each other, one has no effect, or the package of one is missing.
     """
-    script, config = _script(given), _config(algorithm, given, num_processes)
+    script, config_class = given.script, algorithm.load_config()
+    of_script = {field.name for part in (script, LaunchArguments) for field in dataclasses.fields(part)}
+    values = {name: value for name, value in given.values.items() if name not in of_script}
+    preset = values.pop("preset", None)
+    with given.locating():
+        if preset is not None:
+            values = combined(PRESETS[preset], values, flat_names(config_class))
+        try:
+            config = config_class.for_processes(num_processes, **values)
+        except ImportError as error:  # transformers misses the package of an option
+            raise ConfigError(str(error)) from error
     config.check_packages_installed()
     lora_of(script)  # refuses its options
     _check_run(script, config)
     _add_model_options(script, config)
     return script, config
-
-
-def _script(given: Given) -> CommandArguments:
-    """Model, data and rewards; with rewards for the algorithms that have the option."""
-    cls = given.script or (RewardArguments if given.takes_rewards else CommandArguments)
-    names = {field.name for field in dataclasses.fields(cls)}
-    try:
-        return cls(**{name: value for name, value in given.values.items() if name in names})
-    except ConfigError as error:
-        raise given.located(error) from None
-
-
-def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
-    config_class: Any = algorithm.load_config()
-    others = (given.script or RewardArguments, LaunchArguments)
-    of_script = {field.name for cls in others for field in dataclasses.fields(cls)}
-    values = {name: value for name, value in given.values.items() if name not in of_script}
-    preset = values.pop("preset", None)
-    try:
-        if preset is not None:
-            values = combined(PRESETS[preset], values, flat_names(config_class))
-        return config_class.for_processes(num_processes, **values)
-    except ConfigError as error:
-        raise given.located(error) from None
-    except ImportError as error:  # transformers misses the package of an option
-        raise ConfigError(str(error)) from error
 
 
 def _check_run(script: CommandArguments, config: Any) -> None:

@@ -23,8 +23,8 @@ from prefrl.errors import ConfigError, DataError, GenerationError, printable
 from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.run.folder import check_writable
-from prefrl.scripts.arguments.command import DType
 from prefrl.scripts.arguments.datasets import FILES, SHAPING, ColumnArguments, DatasetConfig, load_part
+from prefrl.scripts.arguments.model_config import DType
 from prefrl.scripts.declaration import command
 
 if TYPE_CHECKING:

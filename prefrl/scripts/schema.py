@@ -137,8 +137,8 @@ class SchemaParser(OptionParser):
         """The options that are given, checked as far as it costs nothing.
 
         Raises:
-            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, or an option of the
-                command whose feature is off.
+            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, an option of the
+                command whose feature is off, or options of model, data and rewards that exclude each other.
             SystemExit: Help was asked for.
         """
         values = self.read(argv)[0]
@@ -158,14 +158,15 @@ class SchemaParser(OptionParser):
             options |= {"reward_funcs": rewards} | ({} if weights is None else {"reward_weights": weights})
         if options.get("vllm") is not None and "use_vllm" not in options:
             options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
-        given = Given(options, places, takes_rewards="reward_funcs" in self._options, script=self._script)
-        try:
-            for name, value in given.values.items():
+        given = Given(options, places)
+        with given.locating():
+            for name, value in options.items():
                 self._check_number(name, value)
                 self._check_switches(name, values)
-        except ConfigError as error:
-            raise given.located(error) from None
-        return given
+            cls = self._script or (RewardArguments if "reward_funcs" in self._options else CommandArguments)
+            known = {field.name for field in dataclasses.fields(cls)}
+            script = cls(**{name: value for name, value in options.items() if name in known})
+        return dataclasses.replace(given, script=script)
 
     def check(self, given: Given, *, knows_processes: bool = True) -> Any:
         """Check the options against each other, as far as that needs neither torch nor transformers.
@@ -182,25 +183,14 @@ class SchemaParser(OptionParser):
         """
         early, values, preset = early_class(self._algorithm), given.values, given.values.get("preset")
         config = early()
-        try:
+        with given.locating():
             if preset is not None:
                 values = combined(PRESETS[preset], values, flat_names(early))
             for field in dataclasses.fields(early):
                 setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
             config.knows_sizes = knows_processes and not config.parallelism_config
             config.__post_init__()
-        except ConfigError as error:
-            raise given.located(error) from None
         return config
-
-    def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Every option by name, the defaults included.
-
-        Raises:
-            ConfigError: An unknown or missing option, or a value of the wrong type.
-            SystemExit: Help was asked for.
-        """
-        return self.read(argv)[0]
 
     def _check_number(self, name: str, value: Any) -> None:
         """Check a number of ours; those of HuggingFace are checked together with the rules."""

@@ -231,7 +231,7 @@ def test_four_nodes_train_and_the_fifth_serves(tmp_path: Path) -> None:
         assert launch is not None
         launch.check_machines()
         launches.append(launch)
-        runs.append(SchemaParser("grpo").values(call["argv"][2:]))
+        runs.append(SchemaParser("grpo").read(call["argv"][2:])[0])
     assert [launch.machine_rank for launch in launches] == [0, 1, 2, 3]
     assert {(launch.num_machines, launch.num_processes) for launch in launches} == {(4, 32)}
     assert {launch.main_process_ip for launch in launches} == {"127.0.0.1"}

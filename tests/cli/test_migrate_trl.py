@@ -93,7 +93,7 @@ def yaml_options(command: str, given: dict[str, Any], folder: Path) -> dict[str,
     result = migrate_trl_yaml(yaml.safe_dump(given), command)
     assert not result.open
     (folder / "run.yaml").write_text(result.text)
-    return SchemaParser(command).values(["--config", str(folder / "run.yaml")])
+    return SchemaParser(command).read(["--config", str(folder / "run.yaml")])[0]
 
 
 def shell_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def shell_options(command: str, given: dict[str, Any], folder: Path) -> dict[str
     words = [f"--{name} {json.dumps(value).strip('[]')}" for name, value in given.items()]
     result = migrate_commands(f"trl {command} {' '.join(words)}")
     assert not result.open
-    return SchemaParser(command).values(shlex.split(result.text)[2:])
+    return SchemaParser(command).read(shlex.split(result.text)[2:])[0]
 
 
 def script_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_a_preset_is_an_option_of_the_command(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_the_config(tmp_path: Path) -> None:
-    values = SchemaParser("grpo").values(["--model_name_or_path", "m"])
+    values = SchemaParser("grpo").read(["--model_name_or_path", "m"])[0]
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
     for name in ("num_generations", "temperature", "use_vllm", "vllm_server_port", "seed"):
         assert values[name] == getattr(config, name)
@@ -282,7 +282,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 def check(name: str, options: dict[str, Any]) -> Any:
-    return SchemaParser(name).check(Given(options, places={}, takes_rewards=False))
+    return SchemaParser(name).check(Given(options, places={}))
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=lambda value: json.dumps(value).replace('"', ""))

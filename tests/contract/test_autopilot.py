@@ -433,6 +433,10 @@ REFUSED = [
     ),
     ({"model_soup_kwargs": {"top_k": 2}}, "model_soup_kwargs"),
     ({"early_stopping_kwargs": {"threshold": 0.1}}, "early_stopping_patience=None: training does not stop early"),
+    (
+        {**EVALUATES, "early_stopping_patience": 2, "early_stopping_kwargs": {"patience": 1}},
+        "patience=1 is not known with early_stopping_patience=2",
+    ),
 ]
 
 

@@ -30,7 +30,7 @@ from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import commands, sampling
-from prefrl.scripts.arguments.command import get_kbit_device_map
+from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
 from prefrl.trainer.base_config import BaseConfig, check_precision
@@ -517,7 +517,9 @@ def test_loftq_quantizes_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -
 
 
 @reaches(
-    "scripts.commands:_devices", "scripts.arguments.command:get_kbit_device_map", "scripts.launch.command:visible_gpus"
+    "scripts.commands:_devices",
+    "scripts.arguments.model_config:get_kbit_device_map",
+    "scripts.launch.command:visible_gpus",
 )
 def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -176,13 +176,11 @@ def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArgume
             f"{name}={value!r}: would start processes, but torchrun or accelerate has already started this one. "
             "Remove it, or start the command directly."
         )
-    try:
+    with given.locating():
         options = LaunchArguments(**asked)
         if options.vllm is not None:
             _check_address(options.vllm, given)
             options.server_python(environment)
-    except ConfigError as error:
-        raise given.located(error) from None
     return options
 
 

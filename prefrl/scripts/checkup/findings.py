@@ -17,7 +17,8 @@ from prefrl.data.formats import get_dataset_column_names
 from prefrl.errors import PrefrlError, printable
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import Given
-from prefrl.scripts.inputs import datasets_of, early_options_of
+from prefrl.scripts.inputs import datasets_of
+from prefrl.scripts.schema import SchemaParser
 
 Severity = Literal["ok", "note", "warning", "problem"]
 _SIGNS: dict[Severity, str] = {
@@ -166,7 +167,8 @@ def check_data(checkup: Checkup, algorithm: Algorithm, given: Given) -> tuple[An
     """
     raw = evaluated = None
     with checkup.section("Data") as section:
-        raw, evaluated = datasets_of(*early_options_of(algorithm, given))
+        config = SchemaParser(algorithm.name).check(given, knows_processes=False)
+        raw, evaluated = datasets_of(given.script, config)
         if raw is not None:
             _check_columns(section, raw)
     return raw, evaluated

@@ -356,14 +356,12 @@ def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_r
     """
     defaults = {option["name"]: option.get("default") for option in options_of(words[0])}
     run = {**defaults, **given.values}
-    try:
+    with given.locating():
         if options.vllm is not None and not dry_run:
             port = choose_port(run[_PORT], is_given=_PORT in given.values)
             if port != run[_PORT]:
                 words, run = [*words, f"--{_PORT}", str(port)], {**run, _PORT: port}
         training, server = _plan(words, run, options, is_real=not dry_run)
-    except ConfigError as error:
-        raise given.located(error) from None
     if dry_run:
         print(*filter(None, (server, training)), sep="\n")
         return 0

@@ -254,7 +254,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.buffer.is_spent:
             generations = {number: self._collect(number) for number in self.plan.units}
             rollouts = joined(list(generations.values()), num_prompts=self.prompts.num_prompts)
-            learned = self._learned(rollouts, num_parts=self.args.updates_per_generation)
+            learned = self._learned(rollouts, num_parts=self.plan.unit // self.args.num_iterations)
             merge(self.metrics["train"], learned.metrics)
             for number, collected in generations.items():
                 self._seal(number, [collected])  # with the advantages, and before anything has learned from it
@@ -271,7 +271,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _collect(self, number: int) -> Collected:
         """The scored rollouts of a generation batch: those that an interrupted run has left, otherwise new ones."""
-        left = self.journal.left(number, step=number * self.args.steps_of_a_generation)
+        left = self.journal.left(number, step=number * self.plan.unit)
         if left is not None:
             self.prompts.repeat(left[0])
             return left[0]
@@ -288,7 +288,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _seal(self, number: int, parts: list[Collected]) -> None:
         """Write a generation batch to the journal."""
-        step, saves = number * self.args.steps_of_a_generation, self.args.save_strategy != "no"
+        step, saves = number * self.plan.unit, self.args.save_strategy != "no"
         self.journal.seal(number, parts, step=step, needed_from=max(self.run_folder.last_saved, 0) if saves else step)
 
     def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
@@ -321,7 +321,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _scored_groups(self, number: int) -> Iterator[Collected]:
         """The scored groups of a generation batch, in the order in which they arrive or arrived."""
-        left = self.journal.left(number, step=number * self.args.steps_of_a_generation)
+        left = self.journal.left(number, step=number * self.plan.unit)
         if left is not None:
             return iter(left)
         self._sync_generator()
@@ -365,8 +365,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Find the rollouts that an interrupted run has left after its checkpoint."""
         if self.start.changed:  # what was learned from them belongs to other settings
             self.journal.forget(from_step=self.plan.position)
-        length, needed = self.args.steps_of_a_generation, self.plan.units_left
-        self.journal.begin(self.run_folder.run, generations=needed, steps_each=length, device=self.args.device)
+        needed, each = self.plan.units_left, self.plan.unit
+        self.journal.begin(self.run_folder.run, generations=needed, steps_each=each, device=self.args.device)
 
     def _end_training(self) -> None:
         """See `BaseTrainer`."""

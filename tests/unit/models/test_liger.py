@@ -249,7 +249,8 @@ def test_a_config_on_a_gpu_leaves_the_losses_out(tmp_path: Path, monkeypatch: py
     config.use_liger_kernel, config.liger_kernel_config = True, '{"rope": false}'
     monkeypatch.setattr(SFTConfig, "device", torch.device("cuda"))
     config.validate()
+    config.check_machine()
     assert config.liger_kernel_config == {**NO_LOSSES, "rope": False}
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ImportError, match=r"use_liger_kernel=True needs liger_kernel: pip install 'prefrl\[liger\]'"):
-        config.validate()
+        config.check_machine()

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.scripts.arguments.command import (
+from prefrl.scripts.arguments.datasets import DatasetConfig, DatasetMixtureConfig, get_dataset, load_part
+from prefrl.scripts.arguments.model_config import (
     ModelConfig,
     get_kbit_device_map,
     get_peft_config,
     get_quantization_config,
 )
-from prefrl.scripts.arguments.datasets import DatasetConfig, DatasetMixtureConfig, get_dataset, load_part
 
 
 @pytest.fixture(autouse=True)
