@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import apply, default_of, example, mapping_of, opt, warn_of_hint, when
+from prefrl.options.fields import apply, default_of, example, flat, mapping_of, opt, unset, warn_of_hint, when
 from prefrl.options.optimizers import OPTIMIZERS, optimizer_of
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.run import HUGGINGFACE, ProfileParams
@@ -161,6 +161,36 @@ SIZE_RULES = (
 )
 
 
+# Of names that configs only take.
+NAMES_RULES = (
+    when(
+        lambda o: o.pad_to_multiple_of not in (None, "auto"),
+        "pad_to_multiple_of={pad_to_multiple_of!r} has no effect because batches are laid out without padding. Leave "
+        "it out.",
+        example("sft", pad_to_multiple_of=8),
+        hint=True,
+    ),
+    *unset(
+        {"padding_value": 0},
+        lambda o: True,
+        "batches are laid out without padding. Leave it out.",
+        example("sft"),
+        hint=True,
+    ),
+    when(
+        lambda o: o.group_by_length,
+        "group_by_length=True: rows are drawn at random. Batches are not padded, so grouping by length has no use; "
+        "max_tokens_per_micro_batch balances tokens.",
+        example("sft", group_by_length=True),
+    ),
+    when(
+        lambda o: not o.save_safetensors,
+        "save_safetensors=False: weights are always saved as safetensors, which hold no code. Leave it out.",
+        example("sft", save_safetensors=False),
+    ),
+)
+
+
 def _is_not_like_adam(o: Any) -> bool:
     name = optimizer_of(o)
     return not any(word in name for word in _LIKE_ADAM) or any(word in name for word in _UNLIKE_ADAM)
@@ -197,6 +227,14 @@ class TrainingOptions:
 
     In this class and those derived from it, methods whose `self` is `Any` read options of HuggingFace, too.
     """
+
+    # Names of TRL, and of transformers 4.
+    padding_free: bool = flat(default=False)
+    pad_to_multiple_of: int | str | None = flat()
+    padding_value: int | None = flat()
+    group_by_length: bool = flat(default=False)
+    overwrite_output_dir: bool = flat(default=False)
+    save_safetensors: bool = flat(default=True)
 
     lr_scheduler_type: str = opt(
         "linear",
