@@ -143,7 +143,7 @@ class BaseOptions(TrainingOptions):
         decides=False,
     )
     logging_steps: float = opt(
-        10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.", decides=False
+        10, "Log every N optimizer steps. A value below 1 is a fraction of all steps.", decides=False
     )
     logging_first_step: bool = opt(False, "Also log the first optimizer step.", decides=False)
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.", decides=False)

@@ -239,8 +239,7 @@ class OfflineReferenceOptions(ReferenceOptions):
 
     beta: Annotated[float, Gt(0)] = opt(
         0.1,
-        "Implicit rewards are beta * log(policy / reference), so a larger beta keeps the policy closer to the "
-        "reference.",
+        "Implicit rewards are beta * log(policy / reference). A larger beta keeps the policy closer to the reference.",
     )
     precompute_ref_log_probs: bool = opt(
         False,

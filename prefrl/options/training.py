@@ -238,7 +238,8 @@ class TrainingOptions:
 
     lr_scheduler_type: str = opt(
         "linear",
-        f"Schedule of the learning rate: one of transformers, or {', '.join(SCHEDULE_FACTS)}.",
+        "Schedule of the learning rate, such as linear, cosine or wsd. There are those of transformers, and "
+        f"{', '.join(SCHEDULE_FACTS)}.",
     )
     lr_scheduler_kwargs: KwargsValue = kwargs(
         "Hyperparameters of lr_scheduler_type, or the arguments of a schedule of transformers; see docs/schedules.md.",
@@ -247,7 +248,7 @@ class TrainingOptions:
         others_elsewhere=True,
     )
     warmup_steps: float = opt(
-        0, "Steps in which the learning rate rises to its full value; a value below 1 is a fraction of all steps."
+        0, "Steps in which the learning rate rises to its full value. A value below 1 is a fraction of all steps."
     )
     lr_decay_steps: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -291,9 +292,9 @@ class TrainingOptions:
     )
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. With 'auto', the number is found by trial; see docs/automatic_sizes.md. "
-        "This changes memory and speed, but never the update.",
+        "Split the rows of a step into micro-batches of at most this many tokens. Their number of rows is then not "
+        "fixed; a prompt counts once for its group. With 'auto', the number of tokens is found by trial; see "
+        "docs/automatic_sizes.md. This changes memory and speed, but never the update.",
         decides=False,
     )
     effective_batch_size: BatchSize | None = opt(
@@ -344,9 +345,9 @@ class TrainingOptions:
     )
     chat_template_path: str | None = opt(
         None,
-        "Chat template: a file with a Jinja template; chatml, llama-3, gemma, mistral or zephyr; or a model whose "
-        "template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. The "
-        "default is the tokenizer's own template.",
+        "Chat template: chatml, llama-3, gemma, mistral, zephyr, a file, or a model. The file has a Jinja template; a "
+        "model's template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. "
+        "The default is the tokenizer's own template.",
     )
     eos_token: str | None = opt(
         None,
