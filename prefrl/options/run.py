@@ -454,7 +454,9 @@ IGNORED_PARTS_RULES = (
         example("sft", accelerator_config={"split_batches": True}),
     ),
     when(
-        lambda o: (_part("gradient_accumulation_kwargs")(o) or {}).get("num_steps", 1) != 1,
+        lambda o: (
+            isinstance(found := _part("gradient_accumulation_kwargs")(o), dict) and found.get("num_steps", 1) != 1
+        ),
         "accelerator_config.gradient_accumulation_kwargs={given!r}: num_steps is an option of its own. Set "
         "gradient_accumulation_steps.",
         example("sft", accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}),
