@@ -141,7 +141,8 @@ def take_other_forms(config: Any) -> None:
     config_class: Any = type(config)
     for name, (hint, _) in _typed_fields(config_class).items():
         value = getattr(config, name)
-        if isinstance(value, str | list) and value in ("None", ["None"]) and type(None) in typing.get_args(hint):
+        word = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(word, str) and word == "None" and type(None) in typing.get_args(hint):
             setattr(config, name, None)  # as argparse gives it, where an option may be a text
         elif isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
             setattr(config, name, os.fspath(value))
