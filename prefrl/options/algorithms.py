@@ -34,12 +34,12 @@ class GRPOOptions(PolicyGradientOptions):
 
     scale_rewards: Literal["group", "batch", "none", True, False] = opt(
         "group",
-        "Divide centered rewards by the standard deviation of their group ('group') or of the whole batch ('batch'), "
-        "or leave them unscaled ('none', as in Dr. GRPO). True means 'group', and False means 'none'.",
+        "Divide centered rewards by the standard deviation of their group or batch, or by nothing. 'none' is used in "
+        "Dr. GRPO. True means 'group', and False means 'none'.",
     )
     advantage_estimator: Literal[
         "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
-    ] = opt("grpo", "How advantages are computed from the rewards of a group; see docs/losses.md.")
+    ] = opt("grpo", "How advantages are computed from rewards. See docs/losses.md.")
 
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: rewards scaled True means by "group", False "none"."""
@@ -230,12 +230,12 @@ class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     max_new_tokens: int | None = flat("max_completion_length")
     max_length: int | None = flat()
     reward_model_path: str | None = flat()
+    vllm_gpu_memory_utilization: float | None = flat(default=0.55)
 
     loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "Use the loss of DPO ('sigmoid') or of IPO ('ipo').")
     beta: Annotated[float, Gt(0)] = opt(
         0.1,
-        "Implicit rewards are beta * log(policy / reference), so a larger beta keeps the policy closer to the "
-        "reference.",
+        "Implicit rewards are beta * log(policy / reference). A larger beta keeps the policy closer to the reference.",
     )
     num_generations: NumSamples = opt(
         2, "Completions per prompt, at least 2. The best and the worst of them form a pair."

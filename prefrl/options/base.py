@@ -13,7 +13,6 @@ from prefrl.options.fields import (
     apply,
     check_fields,
     fill_places,
-    flat,
     json_mapping,
     opt,
     parse_json,
@@ -52,7 +51,7 @@ from prefrl.options.schedule import (
     SpikeParams,
     name_best_metric,
 )
-from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
+from prefrl.options.training import NAMES_RULES, RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
 
 _WATCHED = ("loss", "grad_norm", "kl")
@@ -74,11 +73,6 @@ class BaseOptions(TrainingOptions):
     knows_sizes: ClassVar[bool] = True
     # Whether options without effect are told; see `warn_of_hint`.
     gives_warnings: ClassVar[bool] = True
-
-    # Names of TRL for how rows are padded: they are not.
-    padding_free: bool = flat(default=False)
-    pad_to_multiple_of: int | str | None = flat()
-    padding_value: int | None = flat()
 
     strict_options: bool = opt(
         False,
@@ -150,12 +144,12 @@ class BaseOptions(TrainingOptions):
         decides=False,
     )
     logging_steps: float = opt(
-        10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.", decides=False
+        10, "Log every N optimizer steps. A value below 1 is a fraction of all steps.", decides=False
     )
     logging_first_step: bool = opt(False, "Also log the first optimizer step.", decides=False)
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.", decides=False)
     remove_unused_columns: bool = opt(
-        False, "This must stay False, because rewards may read any column of the dataset.", decides=False
+        False, "This changes nothing: rewards may read any column, and nothing else reads unknown ones.", decides=False
     )
     no_remove_unused_columns: bool = opt(
         False,
@@ -360,7 +354,7 @@ class BaseOptions(TrainingOptions):
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
         check_references({name: getattr(self, name) for name in PATHS if hasattr(self, name)})
-        apply(self, COMMON_RULES)
+        apply(self, NAMES_RULES, COMMON_RULES)
         check_device(self)
         apply(self, COMPILATION_RULES, LIGER_RULES)
         check_checkpoints(self)

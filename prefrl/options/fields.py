@@ -86,7 +86,7 @@ def opt(
 
 
 def flat(option: str | None = None, key: str | None = None, *, default: Any = None) -> Any:
-    """A field of a config that is only a name of TRL's. At its default, it is not given.
+    """A field of a config that is only a name of another library. At its default, it is not given.
 
     Either it is another name for a place in an option: `__post_init__` moves the value there and sets the field back,
     so that a copy of the config has it once. Or there is nothing to set, and a row of a table answers other values.
@@ -97,7 +97,7 @@ def flat(option: str | None = None, key: str | None = None, *, default: Any = No
         default: For fields of which None is a value.
     """
     if option is None:
-        text = "Accepted for scripts written for TRL; see docs/migrating_from_trl.md."
+        text = "Accepted for scripts of other libraries; see docs/migrating_from_trl.md."
         return opt(default, text, decides=False, is_listed=False)
     place = option if key is None else f"the key {key} of {option}"
     return opt(default, f"TRL's name for {place}.", decides=False, place=FlatName(option, key), is_listed=False)
@@ -141,7 +141,8 @@ def take_other_forms(config: Any) -> None:
     config_class: Any = type(config)
     for name, (hint, _) in _typed_fields(config_class).items():
         value = getattr(config, name)
-        if isinstance(value, str | list) and value in ("None", ["None"]) and type(None) in typing.get_args(hint):
+        word = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(word, str) and word == "None" and type(None) in typing.get_args(hint):
             setattr(config, name, None)  # as argparse gives it, where an option may be a text
         elif isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
             setattr(config, name, os.fspath(value))
@@ -397,7 +398,14 @@ def when(
 
 
 def unset(
-    given: Mapping[str, Any], if_: Callable[[Any], object], why: str, example: Example, /, *, hint: bool = False
+    given: Mapping[str, Any],
+    if_: Callable[[Any], object],
+    why: str,
+    example: Example,
+    /,
+    *,
+    hint: bool = False,
+    same: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Rule, ...]:
     """A row for each option that has no effect under a condition: it should then have its default.
 
@@ -407,11 +415,13 @@ def unset(
         why: The condition in words, and what to do, as in `Rule.message`.
         example: Options that meet the condition.
         hint: See `Rule`.
+        same: Other values of these options that ask for nothing, such as TRL's defaults.
     """
 
     def row(name: str, value: Any) -> Rule:
+        others = [same[name]] if name in same else []
         return Rule(
-            lambda options: if_(options) and getattr(options, name) != _default(options, name),
+            lambda options: if_(options) and getattr(options, name) not in (_default(options, name), *others),
             f"{name}={{{name}!r}} has no effect because {why}",
             replace(example, options={**example.options, name: value}),
             hint=hint,

@@ -75,6 +75,12 @@ PROMPTS_RULES = (
         "of prompts. Set shuffle_dataset=False for the dataset's own order.",
         example("grpo", train_sampling_strategy="sequential"),
     ),
+    when(
+        lambda o: o.remove_unused_columns,
+        "remove_unused_columns=True has no effect because rewards may read any column. Leave it False.",
+        example("grpo", remove_unused_columns=True),
+        hint=True,
+    ),
     _from_dataset("dataloader_num_workers", 2, unset=0),
     _from_dataset("dataloader_drop_last", True, unset=False),
     _from_dataset("dataloader_persistent_workers", True, unset=False),
@@ -91,6 +97,7 @@ PROMPTS_RULES = (
         "log_completions=False. Set log_completions=True.",
         example("grpo"),
         hint=True,
+        same={"num_completions_to_print": None},
     ),
 )
 NUMBERS_RULES = (
@@ -361,6 +368,7 @@ NO_SERVER_RULES = (
         "use_vllm=False. Set use_vllm=True.",
         example("grpo"),
         hint=True,
+        same={"vllm_server_host": "0.0.0.0", "vllm_server_timeout": 240.0},
     ),
 )
 # With use_vllm.

@@ -239,8 +239,7 @@ class OfflineReferenceOptions(ReferenceOptions):
 
     beta: Annotated[float, Gt(0)] = opt(
         0.1,
-        "Implicit rewards are beta * log(policy / reference), so a larger beta keeps the policy closer to the "
-        "reference.",
+        "Implicit rewards are beta * log(policy / reference). A larger beta keeps the policy closer to the reference.",
     )
     precompute_ref_log_probs: bool = opt(
         False,
@@ -358,7 +357,8 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
     loss_balance: Literal["log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = opt(
         None,
         "How to weight several losses in each step, from their values and gradients; loss_weights and rpo_alpha are "
-        "the preferences. Each step needs another forward pass. By default, the weights are fixed.",
+        "the preferences. Each step needs another forward pass. The routers' loss of a mixture of experts keeps its "
+        "weight. By default, all weights are fixed.",
     )
     loss_balance_kwargs: KwargsValue = kwargs(
         "Hyperparameters of loss_balance.",

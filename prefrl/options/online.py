@@ -135,7 +135,7 @@ class OnlineOptions(RolloutOptions):
         256, "Maximum completion length in tokens. None means what max_prompt_length leaves of the model's context."
     )
     temperature: Annotated[float, Ge(LEAST_TEMPERATURE), Le(100)] = opt(
-        0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
+        0.9, "Sampling temperature. Log-probs in losses are computed at the same temperature."
     )
     temperature_eval: Annotated[float, Ge(0), Le(100)] | None = opt(
         None,
@@ -190,7 +190,7 @@ class OnlineOptions(RolloutOptions):
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
         False,
-        "Print completions of each generation batch as a table, and send all of them to those trackers in report_to "
+        "Print completions of each generation batch as a table. All of them are sent to those trackers in report_to "
         "that have tables.",
         decides=False,
     )

@@ -215,13 +215,12 @@ class RolloutOptions(BaseOptions):
     """Rewards, prompts, and the servers or the process that samples completions."""
 
     # Names of TRL for keys of mappings.
+    vllm_importance_sampling_cap: float | None = flat("vllm_importance_sampling_kwargs", "clip_max")
     reward_clip_range: list[float] | None = flat("reward_shaping_kwargs", "clip_range")
     missing_eos_penalty: float | None = flat("reward_shaping_kwargs", "missing_eos_penalty")
     vllm_structured_outputs_regex: str | None = flat("vllm_guided_decoding_regex")
     vllm_importance_sampling_clip_min: float | None = flat("vllm_importance_sampling_kwargs", "clip_min")
     vllm_importance_sampling_clip_max: float | None = flat("vllm_importance_sampling_kwargs", "clip_max", default=3.0)
-
-    vllm_importance_sampling_cap: float | None = flat("vllm_importance_sampling_kwargs", "clip_max")
     # Names of TRL for other ways to sample, and to log what was sampled.
     generation_kwargs: dict[str, Any] | str | None = flat()
     vllm_mode: Literal["server", "colocate"] = flat(default="server")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -244,17 +245,24 @@ def _idle(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Ru
     return replace(_ignored(name, value, unset=unset, because=because, remedy=remedy), hint=True, resets={name: unset})
 
 
-def _ignored_part(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
-    """A part of `accelerator_config` that has no effect here."""
+def _part(name: str) -> Callable[[Any], Any]:
+    """Reads a key of `accelerator_config`, which is a mapping until HuggingFace's __post_init__; None: not given."""
 
     def given(o: Any) -> Any:
-        parts = o.accelerator_config  # a mapping until HuggingFace's __post_init__
-        return parts.get(name, unset) if isinstance(parts, dict) else getattr(parts, name, unset)
+        parts = o.accelerator_config
+        return parts.get(name) if isinstance(parts, dict) else getattr(parts, name, None)
 
+    return given
+
+
+def _idle_part(name: str, value: Any, *, because: str, remedy: str) -> Rule:
+    """A key of `accelerator_config` that has nothing to act on here."""
+    given = _part(name)
     return when(
-        lambda o: given(o) != unset,
+        lambda o: given(o) == value,
         f"accelerator_config.{name}={{given!r}} has no effect because {because}. {remedy}",
         example("sft", accelerator_config={name: value}),
+        hint=True,
         given=given,
     )
 
@@ -268,28 +276,6 @@ STEPS_RULES = (
     ),
 )
 COMMON_RULES = (
-    when(
-        lambda o: o.pad_to_multiple_of not in (None, "auto"),
-        "pad_to_multiple_of={pad_to_multiple_of!r} has no effect because batches are laid out without padding. Leave "
-        "it out.",
-        example("sft", pad_to_multiple_of=8),
-        hint=True,
-    ),
-    *unset(
-        {"padding_value": 0},
-        lambda o: True,
-        "batches are laid out without padding. Leave it out.",
-        example("sft"),
-        hint=True,
-    ),
-    when(
-        lambda o: o.remove_unused_columns,
-        "remove_unused_columns=True has no effect because the data layer chooses the columns, and rewards may read "
-        "any of them. Leave it False.",
-        example("sft", remove_unused_columns=True),
-        hint=True,
-        resets={"remove_unused_columns": False},
-    ),
     when(
         lambda o: o.train_sampling_strategy not in ("random", "sequential"),
         "train_sampling_strategy={train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches are not "
@@ -449,17 +435,31 @@ IGNORED_RULES = (
     ),
     _idle("dataloader_in_order", False, unset=True, because=_SEED, remedy="Leave it True."),
 )
+# `even_batches=False` is silent: no row is repeated to fill a step.
 IGNORED_PARTS_RULES = (
-    _ignored_part("split_batches", True, unset=False, because=_OWN_BATCHES, remedy="Set per_device_train_batch_size."),
-    _ignored_part("dispatch_batches", True, unset=None, because=_OWN_BATCHES, remedy="Leave it out."),
-    _ignored_part(
-        "even_batches",
-        False,
-        unset=True,
-        because=_OWN_BATCHES,
-        remedy="Leave it out; dataloader_drop_last skips uneven steps.",
+    when(
+        _part("split_batches"),
+        "accelerator_config.split_batches=True: per_device_train_batch_size is the number of rows of each process. "
+        "Divide it by the number of processes, and leave split_batches out.",
+        example("sft", accelerator_config={"split_batches": True}),
     ),
-    _ignored_part("use_seedable_sampler", False, unset=True, because=_SEED, remedy="Set data_seed."),
+    when(
+        lambda o: (
+            isinstance(found := _part("gradient_accumulation_kwargs")(o), dict) and found.get("num_steps", 1) != 1
+        ),
+        "accelerator_config.gradient_accumulation_kwargs={given!r}: num_steps is an option of its own. Set "
+        "gradient_accumulation_steps.",
+        example("sft", accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}),
+        given=_part("gradient_accumulation_kwargs"),
+    ),
+    _idle_part(
+        "gradient_accumulation_kwargs",
+        {"sync_each_batch": True},
+        because="gradients are exchanged in the last micro-batch of a step, as the backend requires",
+        remedy="Leave it out.",
+    ),
+    _idle_part("dispatch_batches", True, because=_OWN_BATCHES, remedy="Leave it out."),
+    _idle_part("use_seedable_sampler", False, because=_SEED, remedy="Set data_seed."),
 )
 
 

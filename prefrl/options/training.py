@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import apply, default_of, example, mapping_of, opt, warn_of_hint, when
+from prefrl.options.fields import apply, default_of, example, flat, mapping_of, opt, unset, warn_of_hint, when
 from prefrl.options.optimizers import OPTIMIZERS, optimizer_of
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.run import HUGGINGFACE, ProfileParams
@@ -161,6 +161,36 @@ SIZE_RULES = (
 )
 
 
+# Of names that configs only take.
+NAMES_RULES = (
+    when(
+        lambda o: o.pad_to_multiple_of not in (None, "auto"),
+        "pad_to_multiple_of={pad_to_multiple_of!r} has no effect because batches are laid out without padding. Leave "
+        "it out.",
+        example("sft", pad_to_multiple_of=8),
+        hint=True,
+    ),
+    *unset(
+        {"padding_value": 0},
+        lambda o: True,
+        "batches are laid out without padding. Leave it out.",
+        example("sft"),
+        hint=True,
+    ),
+    when(
+        lambda o: o.group_by_length,
+        "group_by_length=True: rows are drawn at random. Batches are not padded, so grouping by length has no use; "
+        "max_tokens_per_micro_batch balances tokens.",
+        example("sft", group_by_length=True),
+    ),
+    when(
+        lambda o: not o.save_safetensors,
+        "save_safetensors=False: weights are always saved as safetensors, which hold no code. Leave it out.",
+        example("sft", save_safetensors=False),
+    ),
+)
+
+
 def _is_not_like_adam(o: Any) -> bool:
     name = optimizer_of(o)
     return not any(word in name for word in _LIKE_ADAM) or any(word in name for word in _UNLIKE_ADAM)
@@ -198,9 +228,18 @@ class TrainingOptions:
     In this class and those derived from it, methods whose `self` is `Any` read options of HuggingFace, too.
     """
 
+    # Names of TRL, and of transformers 4.
+    padding_free: bool = flat(default=False)
+    pad_to_multiple_of: int | str | None = flat()
+    padding_value: int | None = flat()
+    group_by_length: bool = flat(default=False)
+    overwrite_output_dir: bool = flat(default=False)
+    save_safetensors: bool = flat(default=True)
+
     lr_scheduler_type: str = opt(
         "linear",
-        f"Schedule of the learning rate: one of transformers, or {', '.join(SCHEDULE_FACTS)}.",
+        "Schedule of the learning rate, such as linear, cosine or wsd. There are those of transformers, and "
+        f"{', '.join(SCHEDULE_FACTS)}.",
     )
     lr_scheduler_kwargs: KwargsValue = kwargs(
         "Hyperparameters of lr_scheduler_type, or the arguments of a schedule of transformers; see docs/schedules.md.",
@@ -209,7 +248,7 @@ class TrainingOptions:
         others_elsewhere=True,
     )
     warmup_steps: float = opt(
-        0, "Steps in which the learning rate rises to its full value; a value below 1 is a fraction of all steps."
+        0, "Steps in which the learning rate rises to its full value. A value below 1 is a fraction of all steps."
     )
     lr_decay_steps: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -252,9 +291,9 @@ class TrainingOptions:
     )
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. With 'auto', the number is found by trial; see docs/automatic_sizes.md. "
-        "This changes memory and speed, but never the update.",
+        "Split the rows of a step into micro-batches of at most this many tokens. Their number of rows is then not "
+        "fixed; a prompt counts once for its group. With 'auto', the number of tokens is found by trial; see "
+        "docs/automatic_sizes.md. This changes memory and speed, but never the update.",
         decides=False,
     )
     effective_batch_size: BatchSize | None = opt(
@@ -305,9 +344,9 @@ class TrainingOptions:
     )
     chat_template_path: str | None = opt(
         None,
-        "Chat template: a file with a Jinja template; chatml, llama-3, gemma, mistral or zephyr; or a model whose "
-        "template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. The "
-        "default is the tokenizer's own template.",
+        "Chat template: chatml, llama-3, gemma, mistral, zephyr, a file, or a model. The file has a Jinja template; a "
+        "model's template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. "
+        "The default is the tokenizer's own template.",
     )
     eos_token: str | None = opt(
         None,

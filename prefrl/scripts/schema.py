@@ -229,16 +229,13 @@ class SchemaParser(OptionParser):
 
 _Options = Sequence[Mapping[str, Any]]
 _WIDTH = 118
-_HEAD = 42  # the column behind which common options are described
+_HEAD = 36  # the column behind which common options are described
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": (
-        *("model_name_or_path", "dtype", "attn_implementation"),
-        *("use_peft", "lora_r", "lora_target_modules", "load_in_4bit"),
-    ),
+    "Model": (*("model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r"),),
     "Data": (
-        *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
-        *("conversational", "chat_template_path", "eos_token", "max_length", "assistant_only_loss"),
+        *("dataset_name", "datasets", "columns", "prompt_template", "system_prompt", "chat_template_path"),
+        *("max_length", "assistant_only_loss"),
     ),
     "Rewards and agents": (
         *("reward_funcs", "reward_weights", "reward_model_name_or_path"),
@@ -247,17 +244,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
-        *("vllm", "vllm_server_base_url", "log_completions"),
+        *("vllm", "log_completions"),
     ),
     "Training": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "bf16", "seed"),
-        *("weight_decay", "gradient_checkpointing"),
     ),
     "Processes": ("num_processes", "accelerate_config"),
     "Output": (
         *("output_dir", "logging_steps", "report_to", "eval_strategy", "eval_steps", "save_steps"),
-        *("save_total_limit", "resume_from_checkpoint", "push_to_hub"),
+        "resume_from_checkpoint",
     ),
 }
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -26,10 +26,11 @@ from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import listed_fields, mapping_of, read_json
+from prefrl.options.fields import hints_of, listed_fields, mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
 from prefrl.options.schedule import WsdParams, own_options, schedule_of
+from prefrl.options.types import check_value
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
 from prefrl.trainer.scheduler import (
     SCHEDULE_NAMES,
@@ -94,8 +95,10 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _complete(self) -> None:
         """Let HuggingFace check its options, under the names of optimizers and schedules that it knows."""
-        for key in read_json(self, "accelerator_config"):
-            check_known("accelerator_config", key, [field.name for field in fields(AcceleratorConfig)], "key")
+        hints = hints_of(AcceleratorConfig)
+        for key, value in read_json(self, "accelerator_config").items():
+            check_known("accelerator_config", key, hints, "key")
+            check_value(f"accelerator_config.{key}", value, hints[key])
         schedule, optim = schedule_of(self), self.optim
         check_known("lr_scheduler_type", schedule, SCHEDULE_NAMES, "schedule")
         if schedule in SCHEDULES:

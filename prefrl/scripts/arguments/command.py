@@ -251,14 +251,16 @@ class EpisodeArguments:
 
     environment: dict[str, Any] | str | None = opt(
         None,
-        "Environment for multi-turn episodes: my_env.py:Game or module.Game, a class or a function that returns an "
-        "instance. Parameters follow in parentheses: my_env.py:Game(size=3). For several environments, a mapping from "
-        "the values of the dataset's column environment to such names; JSON on the command line.",
+        "Environment for multi-turn episodes, such as my_env.py:Game or module.Game. It is a class, or a function "
+        "that returns an instance. Parameters follow in parentheses: my_env.py:Game(size=3). For several "
+        "environments, give a mapping from the values of the dataset's column environment to such names, on the "
+        "command line as JSON.",
     )
     tools: list[str] | None = opt(
         None,
-        "Tools that the model may call: my_tools.py:search or module.search, functions with type hints and a "
-        "docstring, or classes, whose public methods are tools. A class is instantiated once for each process.",
+        "Tools that the model may call, such as my_tools.py:search or module.search. Each is a function with type "
+        "hints and a docstring, or a class, whose public methods are tools. A class is instantiated once for each "
+        "process.",
     )
 
     def check_names(self) -> None:
@@ -435,7 +437,7 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         "{numeric_reward: 1.0, format_reward: 0.2}.",
     )
     reward_model_name_or_path: str | None = opt(
-        None, "Sequence-classification model that gives one more reward, after those of reward_funcs."
+        None, "Sequence-classification model for one more reward, after those of reward_funcs."
     )
 
     def __post_init__(self) -> None:

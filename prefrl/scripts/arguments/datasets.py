@@ -44,8 +44,8 @@ class ColumnArguments:
     )
     prompt_template: str | None = opt(
         None,
-        "Text of the prompt, with the dataset's columns in braces, such as 'Question: {question} Answer:'. Literal "
-        "braces are doubled. In conversations, this is the user's message.",
+        "Text of the prompt, with columns of the dataset in braces. An example is 'Question: {question} Answer:'. "
+        "Literal braces are doubled. In conversations, this is the user's message.",
     )
     system_prompt: str | None = opt(
         None,
@@ -163,7 +163,9 @@ class ScriptArguments(ColumnArguments):
         ConfigError: `ignore_bias_buffers` is set, or an option of columns cannot be read.
     """
 
-    dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
+    dataset_name: str | None = opt(
+        None, f"Dataset: a name on the Hub, a folder or a file. Files: {FILES}. Set this or datasets."
+    )
     dataset_config: str | None = opt(None, "Name of the dataset's configuration, if it has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
     dataset_train_split: str = opt("train", "Split to train on. Slices such as train[:90%] work.")

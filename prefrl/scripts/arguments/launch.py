@@ -35,14 +35,14 @@ class ProcessArguments:
 
     num_processes: Annotated[int, Ge(1), Le(1_000_000)] | None = opt(
         None,
-        "Start this many training processes, on all machines together, through accelerate. By default, the command "
+        "Start this many training processes, on all machines together. By default, the command "
         "trains in its own process; with other launch options, it starts one process per training GPU, or a single "
         "one on a CPU.",
     )
     accelerate_config: str | None = opt(
         None,
-        "One of single, ddp, zero1, zero2, zero3, zero3_offload and fsdp2, or your own accelerate config file. The "
-        "default is single for one process, and ddp for several.",
+        "Backend: single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2 or a config file. The file is accelerate's. "
+        "The default is single for one process, and ddp for several.",
     )
     num_machines: Annotated[int, Ge(1)] | None = opt(
         None, "Number of machines to train on. Run the command on each of them. The default is 1."

@@ -56,10 +56,10 @@ class ModelConfig:
 
     model_name_or_path: str | None = opt(None, "Name of a model on the Hub, or a folder.")
     model_revision: str = opt("main", "Branch, tag or commit of the model on the Hub.")
-    dtype: DType = opt("float32", "Data type of the weights. 'auto' takes that of the files.")
+    dtype: DType = opt("float32", "Data type of weights. 'auto' takes that of the files.")
     attn_implementation: str | None = opt(
         None,
-        "Attention implementation of transformers, such as sdpa or flash_attention_2. By default, transformers "
+        "Implementation of attention in transformers, such as flash_attention_2 or sdpa. By default, transformers "
         "chooses.",
     )
     use_peft: bool = opt(False, "Train LoRA adapters instead of the model's own weights.")

@@ -374,6 +374,9 @@ def default_in_words(default: Any) -> str:
 class _HelpFormatter(argparse.HelpFormatter):
     """Shows one spelling of each option, and the kind of value that it takes."""
 
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=118)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         option = action.option_strings[0] if action.option_strings else action.dest
         if action.nargs == 0:
