@@ -151,7 +151,8 @@ class SchemaParser(OptionParser):
         path = options.pop("reward_model_path", None)  # TRL's name
         if path is not None and (own := options.setdefault("reward_model_name_or_path", path)) != path:
             raise ConfigError(
-                f"reward_model_path={path!r} and reward_model_name_or_path={own!r}: given both ways. Remove one of them."
+                f"reward_model_path={path!r} and reward_model_name_or_path={own!r}: given both ways. Remove one of "
+                "them."
             )
         if options.get("reward_funcs") is not None:
             rewards, weights = weighted_rewards(options["reward_funcs"], options.get("reward_weights"))
