@@ -344,7 +344,7 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
     label_smoothing: LabelSmoothing = opt(
         0.0,
         "Probability that a label is wrong. The losses sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair use it; "
-        "exo_pair replaces 0 by its paper's 1e-3.",
+        "exo_pair replaces 0 with its paper's 1e-3.",
     )
     discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "Temperature of the mixture in the loss discopop.")
     f_divergence_type: Divergence = opt(

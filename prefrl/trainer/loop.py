@@ -284,7 +284,9 @@ class Loop(Trainer):
         return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
     def floating_point_ops(self, inputs: Step) -> int:
-        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are actually
+        processed.
+        """
         return int(self.flops_of_token) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
