@@ -303,9 +303,8 @@ class SFTOptions(OfflineOptions):
     )
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = opt(
         "bfd",
-        "'bfd' (best-fit decreasing) keeps sequences whole and truncates longer ones to max_length. 'bfd_split' cuts "
-        "longer ones into pieces, so that no text is lost. 'wrapped' joins all sequences into one stream of tokens "
-        "and cuts it every max_length tokens.",
+        "'bfd' (best-fit decreasing) keeps sequences whole, truncated to max_length. 'bfd_split' packs longer ones in "
+        "pieces. 'wrapped' joins all sequences into one stream of tokens and cuts it every max_length tokens.",
     )
     eval_packing: bool | None = opt(None, "Also pack the evaluation dataset. The default is the value of packing.")
 
