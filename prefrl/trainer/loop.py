@@ -90,8 +90,9 @@ class Loop(Trainer):
         """Run HuggingFace's training loop.
 
         Args:
-            resume_from_checkpoint: A checkpoint, which may be a URL; True or "auto" for the last complete one in
-                `output_dir`, or else in `upload_to`, or a new training without one; None or "disable": a new one.
+            resume_from_checkpoint: A checkpoint, which may be a URL. True or "auto" takes the last complete one in
+                `output_dir`, or else in `upload_to`; if there is none, training starts anew. None or "disable" starts
+                anew.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
