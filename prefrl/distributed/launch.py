@@ -117,6 +117,11 @@ def check_backend(args: Any, environment: Mapping[str, str], accelerator: Any) -
             "fsdp_version=1 is not supported. Set fsdp_version: 2 in the accelerate config, or version: 2 in "
             "fsdp_config."
         )
+    if size := accelerator.state.fsdp_plugin.min_num_params:
+        raise ConfigError(
+            f"min_num_params={size}: FSDP2 cannot be told by size what to shard, because a list of layers would count "
+            "as a layer. Leave it out of fsdp_config and the accelerate config: each layer is sharded by itself."
+        )
 
 
 def check_quantized(accelerator: Any, model: Any) -> None:

@@ -315,8 +315,8 @@ def create_reference_model(model: _M, num_shared_layers: int | None = None, patt
 
     Args:
         model: The model. It is not changed, unless layers are shared.
-        num_shared_layers: Number of first layers that, with the embeddings, share their memory in both models and are
-            frozen in both. None means the copy shares nothing.
+        num_shared_layers: Number of leading layers that both models share, together with the embeddings. Shared layers
+            are frozen. None means that nothing is shared.
         pattern: Part of the names of the parameters of layer `{layer}`, such as "transformer.h.{layer}.". By default,
             it is found.
 

@@ -293,9 +293,8 @@ class SFTOptions(OfflineOptions):
     )
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = opt(
         "bfd",
-        "'bfd' (best-fit decreasing) keeps sequences whole and truncates longer ones to max_length. 'bfd_split' cuts "
-        "longer ones into pieces, so that no text is lost. 'wrapped' joins all sequences into one stream of tokens "
-        "and cuts it every max_length tokens.",
+        "'bfd' (best-fit decreasing) keeps sequences whole, truncated to max_length. 'bfd_split' packs longer ones in "
+        "pieces. 'wrapped' joins all sequences into one stream of tokens and cuts it every max_length tokens.",
     )
     eval_packing: bool | None = opt(None, "Also pack the evaluation dataset. The default is the value of packing.")
 
@@ -334,7 +333,7 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
     label_smoothing: LabelSmoothing = opt(
         0.0,
         "Probability that a label is wrong. The losses sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair use it; "
-        "exo_pair replaces 0 by its paper's 1e-3.",
+        "exo_pair replaces 0 with its paper's 1e-3.",
     )
     discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "Temperature of the mixture in the loss discopop.")
     f_divergence_type: Divergence = opt(

@@ -172,7 +172,7 @@ class KwargsOption(Generic[P]):
         for choices, keys in keys_of.items():
             where = "every value" if choices == "all" else choices
             listed = ", ".join(f"{key.name}={default_of(key)!r}" for key in keys)
-            parts.append(f"Keys{f' with {where}' if len(keys_of) > 1 else ''}: {listed}.")
+            parts.append(f"Keys{f' for {where}' if len(keys_of) > 1 else ''}: {listed}.")
         return " ".join([*parts, "On the command line, give it as JSON."])
 
     def keys(self) -> dict[str, list[Field[Any]]]:

@@ -62,8 +62,7 @@ class DoctorArguments:
 
     device_memory: Annotated[float, Gt(0)] | None = opt(
         None,
-        "Memory in GiB of each device on which the run will be. By default, the devices of this machine are "
-        "looked at.",
+        "Memory of each device that the run will use, in GiB. By default, the devices of this machine count.",
     )
 
     def __post_init__(self) -> None:

@@ -233,8 +233,8 @@ class BaseConfig(BaseOptions, TrainingArguments):
         """The scheduler that these options ask for. None means HuggingFace's.
 
         Args:
-            given: The scheduler that there is already, if there is one.
-            optimizer: New, or before its state is read.
+            given: A scheduler that exists already, if any.
+            optimizer: The optimizer, new or before its state is loaded.
             num_training_steps: Steps of the training.
 
         Raises:

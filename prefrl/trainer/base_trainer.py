@@ -243,7 +243,7 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     @abstractmethod
     def trial(self, num_rows: int) -> AbstractContextManager[LongBatch]:
-        """A context with a micro-batch of rows that are as long as any.
+        """A context with a micro-batch of rows as long as the longest.
 
         At its end, everything that the next update depends on is as it was before. All ranks must enter it.
         """
@@ -418,7 +418,7 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     @property
     def evaluates_averages(self) -> bool:
-        """Whether the weights that are evaluated now are others than those that are trained."""
+        """Whether the weights that are evaluated now differ from those that are trained."""
         return averages_weights(self.optimizer) or any(self.parts.tell("has_replaced_weights", self))
 
     def run_evaluation(self, dataloader: Any, prefix: str) -> EvalLoopOutput:

@@ -90,8 +90,9 @@ class Loop(Trainer):
         """Run HuggingFace's training loop.
 
         Args:
-            resume_from_checkpoint: A checkpoint, which may be a URL; True or "auto" for the last complete one in
-                `output_dir`, or else in `upload_to`, or a new training without one; None or "disable": a new one.
+            resume_from_checkpoint: A checkpoint, which may be a URL. True or "auto" takes the last complete one in
+                `output_dir`, or else in `upload_to`; if there is none, training starts anew. None or "disable" starts
+                anew.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
@@ -285,7 +286,9 @@ class Loop(Trainer):
         return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
     def floating_point_ops(self, inputs: Step) -> int:
-        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are actually
+        processed.
+        """
         return int(self.flops_of_token) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

@@ -194,7 +194,8 @@ class DatasetConfig:
         data_files: As in `datasets.load_dataset`.
         split: The split. Slices such as train[:90%] work.
         columns: New names of columns, and the dataset's own names: {"prompt": "question"}. A list of names, and of
-            such mappings, also says which columns to keep: ["answer", {"prompt": "question"}]. None: all, as they are.
+            such mappings, also says which columns to keep: ["answer", {"prompt": "question"}]. The default is all
+            columns, unchanged.
         fraction: Its share of the mixture's rows, relative to the others. Each part contributes its first rows, as
             many as its share allows, and no row occurs twice.
         weight: How often a row is drawn from it, relative to the others. Rows are drawn at random until a part ends.

@@ -68,8 +68,8 @@ class LaunchArguments(ProcessArguments):
     )
     vllm_python: str | None = opt(
         None,
-        "Python of the environment with vLLM. The default is the variable PREFRL_VLLM_PYTHON, or else the current "
-        "Python.",
+        "Python interpreter of the environment in which vLLM is installed. The default is the environment variable "
+        "PREFRL_VLLM_PYTHON, or else the current interpreter.",
         needs=["use_vllm", "vllm"],
     )
     vllm_args: str | None = opt(
