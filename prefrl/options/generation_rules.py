@@ -106,6 +106,12 @@ NUMBERS_RULES = (
         "weight; those with weight 0 are only logged.",
         example("grpo", reward_weights=[0.0]),
     ),
+    when(
+        lambda o: o.eval_reward_weights and not any(o.eval_reward_weights),
+        "eval_reward_weights={eval_reward_weights!r}: all rewards count 0, so eval_reward would always be 0. Give one "
+        "of them a weight; those with weight 0 are only logged.",
+        example("grpo", eval_reward_weights=[0.0]),
+    ),
 )
 STOP_RULES = (
     when(

@@ -276,6 +276,12 @@ class TrainingOptions:
         "Number of epochs between checkpoints with save_strategy='epoch'. 0.25 means four per epoch.",
         decides=False,
     )
+    stop_at_first_limit: bool = opt(
+        False,
+        "With max_steps, also end the run after num_train_epochs, whichever comes first. By default, max_steps "
+        "overrides num_train_epochs, as in transformers.",
+        decides=False,
+    )
     max_eval_samples: Annotated[int, Ge(1)] | None = opt(
         None,
         "Evaluate only this many rows of each dataset, from its start. By default, all rows are evaluated.",

@@ -117,7 +117,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         given = {name: value for name, value in given.items() if name not in ARGUMENTS}
         suffix = type(self).__name__.removesuffix("Trainer")
         self.args = args = own_config(type(self), args, output_dir=default_output_dir(model, suffix))
-        check_stream(given.get("train_dataset"), max_steps=args.max_steps)
+        check_stream(given.get("train_dataset"), args)
         super().__init__(model, args, **given)
         if self.policy.can_generate():
             end_ids = end_token_ids(self.policy, self.tokenizer)
