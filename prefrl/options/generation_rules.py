@@ -134,6 +134,12 @@ STOP_RULES = (
 )
 GENERATION_SIZE_RULES = (
     when(
+        lambda o: "per_device_eval_batch_size" in o.automatic,
+        "per_device_eval_batch_size='auto' in a trainer that samples: how many completions fit is not known before "
+        "they are sampled. Set a number.",
+        example("grpo", per_device_eval_batch_size="auto"),
+    ),
+    when(
         lambda o: o.sought == {"per_device_train_batch_size"},
         "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
         "generation batch has. Set effective_batch_size.",
