@@ -221,15 +221,11 @@ class AutomaticSizes(Part):
 
     def _timed(self, batch: TokenBatch) -> float:
         self._model.zero_grad(set_to_none=True)
-        self._wait()
+        _wait(self._args.device)
         start = self.clock()
         self._run(batch)
-        self._wait()
+        _wait(self._args.device)
         return self.clock() - start
-
-    def _wait(self) -> None:
-        if self._args.device.type == "cuda":
-            torch.cuda.synchronize(self._args.device)
 
 
 class EvaluationSize:
@@ -279,20 +275,30 @@ class EvaluationSize:
             sys.stderr.write(_report(self.trials, found, time.perf_counter() - start))
 
     def _measured(self, dataset: Any, rows: int, memory: TrialMemory) -> Trial | None:
-        """The faster of two passes; None: memory ran out on a process, with fewer rows there was enough."""
-        seconds, tokens = math.inf, 0
+        """The faster of two passes; None: memory ran out on a process, with fewer rows there was enough.
+
+        Raises:
+            OutOfMemoryError: One row is too much, on any process.
+        """
+        seconds, tokens, problem = math.inf, 0, "out of memory in another process. See its message."
         try:
-            with explained(lambda: f"an evaluation of {rows} rows", self._args, EVALUATION):
+            with explained(lambda: f"an evaluation of {rows} of the longest rows", self._args, EVALUATION):
                 for _ in range(2):
                     begun = self.clock()
                     tokens = self._evaluate(dataset, rows)
+                    _wait(self._args.device)
                     seconds = min(seconds, self.clock() - begun)
-        except OutOfMemoryError:
-            if rows == 1:
-                raise
-            seconds = math.inf
+        except OutOfMemoryError as error:
+            seconds, problem = math.inf, str(error)  # the error itself would keep the tensors of the pass
         load, most, slowest = distributed.max_over_ranks([memory.load, tokens, seconds], self._args.device)
+        if math.isinf(slowest) and rows == 1:
+            raise OutOfMemoryError(problem)
         return None if math.isinf(slowest) else Trial(rows, int(most), most / slowest, load)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _own_tokens(batch: TokenBatch) -> int:

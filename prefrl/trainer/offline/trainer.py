@@ -308,8 +308,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         """Evaluate rows of a dataset that are as long as any; returns the tokens of the pass."""
         item, model = self._longest(dataset, num_rows, option="eval_dataset"), self.policy.to(self.args.device)
         with eval_mode(model), torch.no_grad(), distributed.usable(model):
-            for metric in self.evaluation_step(model, item).values():
-                metric.value()  # waits for the device
+            self.evaluation_step(model, item)
         return int(item.num_forward_tokens)
 
     def _bytes_to_come(self) -> int:

@@ -335,8 +335,8 @@ def test_a_long_error_is_shortened() -> None:
     assert len(str(raised.value)) < 230
 
 
-@pytest.mark.parametrize(("fits", "found"), [(8, 8), (3, 2), (1, 1)])
-def test_the_size_of_evaluations_is_the_fastest_that_fits(fits: int, found: int) -> None:
+@pytest.mark.parametrize(("fits", "found"), [(8, 8), (3, 2), (1, 1), (0, None)])
+def test_the_size_of_evaluations_is_the_fastest_that_fits(fits: int, found: int | None) -> None:
     """Every pass takes a second, so the most rows are the fastest."""
 
     def evaluate(dataset: list[str], rows: int) -> int:
@@ -349,6 +349,10 @@ def test_the_size_of_evaluations_is_the_fastest_that_fits(fits: int, found: int)
     made = config(per_device_eval_batch_size="auto")
     size = EvaluationSize(made, evaluate, lambda: 0)
     size.clock = lambda: seconds[-1]
+    if found is None:
+        with pytest.raises(OutOfMemoryError, match="out of memory in an evaluation of 1 of the longest rows"):
+            size.settle(["row"] * 8)
+        return
     size.settle(["row"] * 8)
     assert made.per_device_eval_batch_size == found
     assert [trial.rows for trial in size.trials] == [rows for rows in (1, 2, 4, 8) if rows <= fits]
