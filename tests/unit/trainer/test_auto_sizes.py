@@ -353,6 +353,10 @@ def test_the_size_of_evaluations_is_the_fastest_that_fits(fits: int, found: int 
         with pytest.raises(OutOfMemoryError, match="out of memory in an evaluation of 1 of the longest rows"):
             size.settle(["row"] * 8)
         return
-    size.settle(["row"] * 8)
+    rows = ["row"] * 8
+    size.settle(rows)
+    passes = len(seconds)
+    size.settle(rows)
+    assert len(seconds) == passes
     assert made.per_device_eval_batch_size == found
     assert [trial.rows for trial in size.trials] == [rows for rows in (1, 2, 4, 8) if rows <= fits]
