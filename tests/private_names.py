@@ -85,6 +85,7 @@ HOOKS = {
     ],
     "_issue_warnings_after_load": ["load_result"],
     "_load_best_model": [],
+    "set_initial_training_values": ["args", "dataloader"],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_get_grad_norm": ["model", "grad_norm"],
     "_get_output_dir": ["trial"],

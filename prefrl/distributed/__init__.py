@@ -44,6 +44,7 @@ from prefrl.distributed.launch import (
     check_processes,
     check_quantized,
     check_state_read,
+    check_state_whole,
     check_weights_stay,
     check_works_under,
     partitions_weights,

@@ -218,6 +218,19 @@ def check_state_read(accelerator: Any, name: str) -> None:
         )
 
 
+def check_state_whole(accelerator: Any, option: str) -> None:
+    """Refuse an option that discards the optimizer's state where processes hold parts of it.
+
+    Raises:
+        ConfigError: DeepSpeed or FSDP2 partitions the state.
+    """
+    if accelerator.distributed_type.value in ("DEEPSPEED", "FSDP"):
+        raise ConfigError(
+            f"{option} under DeepSpeed or FSDP2, which partition the optimizer's state and save only one that is "
+            "complete. Use DDP, or leave it False."
+        )
+
+
 def check_gradients_seen(accelerator: Any, option: str) -> None:
     """Refuse an option that changes gradients between the backward pass and the update.
 

@@ -113,6 +113,12 @@ NUMBERS_RULES = (
         "weight; those with weight 0 are only logged.",
         example("grpo", reward_weights=[0.0]),
     ),
+    when(
+        lambda o: o.eval_reward_weights and not any(o.eval_reward_weights),
+        "eval_reward_weights={eval_reward_weights!r}: all rewards count 0, so eval_reward would always be 0. Give one "
+        "of them a weight; those with weight 0 are only logged.",
+        example("grpo", eval_reward_weights=[0.0]),
+    ),
 )
 STOP_RULES = (
     when(
@@ -134,6 +140,12 @@ STOP_RULES = (
     ),
 )
 GENERATION_SIZE_RULES = (
+    when(
+        lambda o: "per_device_eval_batch_size" in o.automatic,
+        "per_device_eval_batch_size='auto' in a trainer that samples: how many completions fit is not known before "
+        "they are sampled. Set a number.",
+        example("grpo", per_device_eval_batch_size="auto"),
+    ),
     when(
         lambda o: o.sought == {"per_device_train_batch_size"},
         "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "

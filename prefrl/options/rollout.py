@@ -242,6 +242,9 @@ class RolloutOptions(BaseOptions):
     )
     reward_model_kwargs: KwargsValue = kwargs("How reward models score.", RewardModelParams)
     reward_weights: list[float] | None = opt(None, "Weight of each reward. By default, each weight is 1.")
+    eval_reward_weights: list[float] | None = opt(
+        None, "Weight of each reward in eval_reward_funcs. By default, each weight is 1.", decides=False
+    )
     reward_timeout: Seconds | None = opt(
         600.0,
         "Time limit, in seconds, for one call of a reward function with a batch. None means no limit.",

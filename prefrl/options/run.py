@@ -219,9 +219,10 @@ def check_device(config: Any) -> None:
     Raises:
         ConfigError: Names the option and what to do.
     """
-    if config.sought and config.device.type not in ("cpu", "cuda", "unknown"):  # unknown: the command's early checks
+    sought = config.sought | (config.automatic & {"per_device_eval_batch_size"})
+    if sought and config.device.type not in ("cpu", "cuda", "unknown"):  # unknown: the command's early checks
         raise ConfigError(
-            f"{min(config.sought)}='auto' on {config.device.type.upper()}: sizes are found by trial on CUDA devices "
+            f"{min(sought)}='auto' on {config.device.type.upper()}: sizes are found by trial on CUDA devices "
             "and CPUs only. Set a number."
         )
     apply(config, CPU_RULES)

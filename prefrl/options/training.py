@@ -28,8 +28,9 @@ _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_s
 _ADAPTER_FACTOR = 10
 # The default learning rates are for optimizers with one of these words in their names, but with none of the others.
 _LIKE_ADAM, _UNLIKE_ADAM = ("adam", "amsgrad", "adafactor", "muon", "soap"), ("galore", "apollo")
+EVALUATED_ROWS = "per_device_eval_batch_size"
 # The options that take "auto".
-AUTOMATIC = (_ROWS, _STEPS, _TOKENS, "learning_rate")
+AUTOMATIC = (_ROWS, _STEPS, _TOKENS, EVALUATED_ROWS, "learning_rate")
 
 
 @hyperparameters
@@ -41,8 +42,7 @@ class AutoSizeParams(Params):
     )
     max_batch_size: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Largest per_device_train_batch_size that is tried. The default is 128 on a CPU; on a GPU, memory is the only "
-        "limit.",
+        "Largest number of rows that is tried. The default is 128 on a CPU; on a GPU, memory is the only limit.",
     )
 
 
@@ -67,7 +67,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
-    """Set the sizes that follow from `effective_batch_size`; return the names of those that need a trial.
+    """Set the sizes that follow from `effective_batch_size`; return the names of those that need a trial of a step.
 
     If batch size and accumulation both need one, they get values that make the same step.
 
@@ -79,13 +79,14 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
         ConfigError: The sizes contradict each other, or nothing decides them.
     """
     apply(config, SIZE_RULES)
-    automatic -= {"learning_rate"}
+    finds_evaluated = EVALUATED_ROWS in automatic
+    automatic -= {"learning_rate", EVALUATED_ROWS}
     if config.effective_batch_size is not None:
         automatic -= _derived(config, automatic)
         check_value(_STEPS, config.gradient_accumulation_steps, HUGGINGFACE[_STEPS])
     if _ROWS in automatic and _has_budget(config):
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
-    if not automatic and mapping_of(config, "auto_size_kwargs"):
+    if not automatic and not finds_evaluated and mapping_of(config, "auto_size_kwargs"):
         warn_of_hint(
             config,
             f"auto_size_kwargs={config.auto_size_kwargs!r} has no effect because no size is found by trial. Set "
@@ -312,6 +313,12 @@ class TrainingOptions:
     save_epochs: _Epochs = opt(
         1.0,
         "Number of epochs between checkpoints with save_strategy='epoch'. 0.25 means four per epoch.",
+        decides=False,
+    )
+    stop_at_first_limit: bool = opt(
+        False,
+        "With max_steps, also end the run after num_train_epochs, whichever comes first. By default, max_steps "
+        "overrides num_train_epochs, as in transformers.",
         decides=False,
     )
     max_eval_samples: Annotated[int, Ge(1)] | None = opt(

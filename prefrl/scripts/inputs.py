@@ -67,7 +67,8 @@ def check_files(given: Given) -> None:
             for number, part in enumerate(getattr(script, option)):
                 source_of(part, f"{option}[{number}].path={part.path!r}")
         if isinstance(script, RewardArguments):
-            check_reward_files(script.reward_funcs or ())
+            for option in ("reward_funcs", "eval_reward_funcs"):
+                check_reward_files(getattr(script, option) or (), option)
             if script.environment or script.tools:
                 script.check_code()
         checkpoint = given.values.get("resume_from_checkpoint")
@@ -132,6 +133,8 @@ def _check_run(script: CommandArguments, config: Any) -> None:
     if script.eval_datasets:
         paths = ", ".join(part.path for part in script.eval_datasets)
         warn_of_hint(config, f"eval_datasets={paths} has no effect because eval_strategy='no'. {remedy}")
+    if (own := getattr(script, "eval_reward_funcs", None)) is not None:
+        warn_of_hint(config, f"eval_reward_funcs={own} has no effect because eval_strategy='no'. {remedy}")
     if config.do_eval:
         warn_of_hint(config, f"do_eval=True has no effect because eval_strategy='no'. {remedy}")
 

@@ -153,9 +153,12 @@ class SchemaParser(OptionParser):
             raise ConfigError(
                 f"reward_model_path={path!r} and reward_model_name_or_path={own!r}: given both ways. Remove one."
             )
-        if options.get("reward_funcs") is not None:
-            rewards, weights = weighted_rewards(options["reward_funcs"], options.get("reward_weights"))
-            options |= {"reward_funcs": rewards} | ({} if weights is None else {"reward_weights": weights})
+        for prefix in ("", "eval_"):
+            if options.get(f"{prefix}reward_funcs") is not None:
+                given_weights = options.get(f"{prefix}reward_weights")
+                rewards, weights = weighted_rewards(options[f"{prefix}reward_funcs"], given_weights, prefix=prefix)
+                options[f"{prefix}reward_funcs"] = rewards
+                options |= {} if weights is None else {f"{prefix}reward_weights": weights}
         if options.get("vllm") is not None and "use_vllm" not in options:
             options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
         given = Given(options, places)
@@ -238,7 +241,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("max_length", "assistant_only_loss"),
     ),
     "Rewards and agents": (
-        *("reward_funcs", "reward_weights", "reward_model_name_or_path"),
+        *("reward_funcs", "reward_weights", "reward_model_name_or_path", "eval_reward_funcs"),
         *("environment", "tools"),
     ),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
 from prefrl.rewards.named import reward_by_name
 from prefrl.run.checkpoints import find_last
@@ -36,7 +37,7 @@ def main(algorithm: Algorithm, given: Given) -> int:
         script, config = options_of(algorithm, given)
         extra: dict[str, Any] = {}
         if isinstance(script, RewardArguments):
-            extra = {"reward_funcs": _rewards(script)}
+            extra = _rewards(script)
             if script.environment or script.tools:
                 extra |= script.loaded()
         train_dataset, eval_dataset = datasets_of(script, config)
@@ -77,8 +78,12 @@ def _say_stopped(command: str, trainer: Any) -> None:
     print(text, file=sys.stderr)
 
 
-def _rewards(script: RewardArguments) -> list[Any]:
+def _rewards(script: RewardArguments) -> dict[str, Any]:
     rewards: list[Any] = [reward_by_name(name) for name in script.reward_funcs or []]
     if script.reward_model_name_or_path is not None:
         rewards.append(script.reward_model_name_or_path)
-    return rewards
+    if script.eval_reward_funcs is None:
+        return {"reward_funcs": rewards}
+    with about_evaluations():
+        own = [reward_by_name(name) for name in script.eval_reward_funcs]
+    return {"reward_funcs": rewards, "eval_reward_funcs": own}

@@ -80,6 +80,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         _is_rewards,
         "a reward, a list of them or a mapping to their weights: functions, and reward models or their names",
     ),
+    "eval_reward_funcs": (_is_rewards, "what reward_funcs may be, or None: evaluations have the rewards of training"),
     "processing_class": (
         lambda value: isinstance(value, PreTrainedTokenizerBase | ProcessorMixin),
         "a tokenizer or processor of transformers or None",
@@ -215,16 +216,23 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
         )
 
 
-def check_stream(dataset: Any, *, max_steps: int) -> None:
-    """Reject a stream to train on without a number of optimizer steps.
+def check_stream(dataset: Any, args: BaseConfig) -> None:
+    """Reject a stream to train on without a number of optimizer steps, or with a limit in epochs.
 
     Raises:
-        ConfigError: `max_steps` is not positive.
+        ConfigError: `max_steps` is not positive, or `stop_at_first_limit` is set.
     """
-    if isinstance(dataset, datasets.IterableDataset) and max_steps <= 0:
+    if not isinstance(dataset, datasets.IterableDataset):
+        return
+    if args.max_steps <= 0:
         raise ConfigError(
-            f"max_steps={max_steps} with an IterableDataset, whose length is not known: set the number of optimizer "
-            "steps, max_steps > 0"
+            f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
+            "optimizer steps, max_steps > 0"
+        )
+    if args.stop_at_first_limit:
+        raise ConfigError(
+            "stop_at_first_limit=True with an IterableDataset, whose length is not known: its epochs cannot end the "
+            "run. Leave it False; max_steps ends the run."
         )
 
 

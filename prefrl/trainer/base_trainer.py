@@ -28,7 +28,7 @@ from prefrl.options.training import automatic_rate
 from prefrl.run.folder import Identity, check_writable
 from prefrl.trainer import checkpointing
 from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
-from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows
+from prefrl.trainer.evaluation import check_training_set, first_rows
 from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
 from prefrl.trainer.features import MovingReference, RouterLoss, count_flops, parts_of_models
 from prefrl.trainer.loop import Loop
@@ -296,12 +296,16 @@ class BaseTrainer(Loop, Generic[Ready]):
             callback.take_reference(reference, options)
         if moves:
             every = options.ref_model_sync_steps if options.sync_ref_model else None
-            self.parts.add(MovingReference(reference, alpha=options.ref_model_mixup_alpha, steps=every))
+            resets = options.reset_optimizer_with_reference
+            if resets:
+                distributed.check_state_whole(self.accelerator, "reset_optimizer_with_reference=True")
+            alpha = options.ref_model_mixup_alpha
+            self.parts.add(MovingReference(reference, alpha=alpha, steps=every, resets_optimizer=resets))
             self._reference_moves = True
 
     def _begin_training(self) -> None:
         """Called on all ranks before the first step of a training run."""
-        check_metric_names(self.args, self.eval_dataset)
+        self.evaluation.check_metrics()
         self._averages_weights = averages_weights(self.optimizer)
         if distributed.num_processes() > 1:  # the self-check makes several passes; FSDP2 must run them outside a step
             verdict_of(self.policy)

@@ -34,7 +34,7 @@ from prefrl.trainer.optimizers import (
 from prefrl.trainer.parts import Events, GoBack, Parts
 from prefrl.trainer.progress.views import closed_at_end, contain_trackers
 from prefrl.trainer.run_folder import RunFolder, StartingPoint
-from prefrl.trainer.steps import Step, StepAccount, StepPlan, SyncStep, drained
+from prefrl.trainer.steps import Step, StepAccount, StepPlan, SyncStep, drained, limits_of
 from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -165,6 +165,11 @@ class Loop(Trainer):
     def get_total_train_batch_size(self, args: BaseConfig) -> int:
         """Rows of a step, over all ranks."""
         return int(args.rows_per_micro_batch * args.gradient_accumulation_steps * distributed.world_size())
+
+    def set_initial_training_values(self, args: BaseConfig, dataloader: Any) -> tuple[Any, ...]:
+        """The length of the training, whose steps are the last value: that of the first limit."""
+        length_with = super().set_initial_training_values
+        return min((length_with(limit, dataloader) for limit in limits_of(args)), key=lambda values: values[-1])
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None, trial: Any
@@ -352,9 +357,7 @@ class Loop(Trainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predictions and labels for raw data, as `compute_metrics` gets them, with the metrics of `evaluate`.
-
-        The metrics are returned and not logged.
+        """Predictions and labels for raw data, as `compute_metrics` gets them, and metrics, which are not logged.
 
         Raises:
             ConfigError: There is no dataset, or there are several.

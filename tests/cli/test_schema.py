@@ -254,6 +254,16 @@ def test_a_missing_file_of_rewards_is_told_with_its_line(tmp_path: Path) -> None
     check_files(read(REGISTRY["grpo"], [str(path)]))
 
 
+def test_rewards_of_evaluations_have_weights_and_files_of_their_own(tmp_path: Path) -> None:
+    given = parse(tmp_path, "", "--eval_reward_funcs", "numeric_reward=2", "b.py:f")
+    assert given.values["eval_reward_funcs"] == ["numeric_reward", "b.py:f"]
+    assert given.values["eval_reward_weights"] == [2.0, 1.0]
+    with pytest.raises(ConfigError, match=r"^eval_reward_funcs\[1\]='b.py:f': there is no file 'b.py'"):
+        check_files(given)
+    with pytest.raises(ConfigError, match=r"^eval_reward_weights=\[1.0\]: eval_reward_funcs already gives weights"):
+        parse(tmp_path, "eval_reward_funcs: {numeric_reward: 2}\neval_reward_weights: [1.0]\n")
+
+
 SERVER = {"use_vllm": True}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"upload_to": "~/runs/${trainer.experiment_name}"}),

@@ -131,6 +131,7 @@ def test_environments_fill_the_empty_prompts_of_a_stream(tmp_path: Path) -> None
         ({"curriculum": "variance"}, "curriculum='variance' with an IterableDataset: it chooses among all prompts"),
         ({"dynamic_sampling": True}, "dynamic_sampling=True with an IterableDataset"),
         ({"max_steps": -1}, "max_steps=-1 with an IterableDataset"),
+        ({"stop_at_first_limit": True}, "stop_at_first_limit=True with an IterableDataset"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

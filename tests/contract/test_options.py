@@ -98,6 +98,10 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "sync_ref_model": (True, {"ref_model_sync_steps": 1}),
     "ref_model_mixup_alpha": (0.1, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "ref_model_sync_steps": (1, {"sync_ref_model": True}),
+    "reset_optimizer_with_reference": (
+        True,
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "optim": "adamw_torch"},
+    ),
     # Advantages.
     "advantage_estimator": ("rloo", {}),
     "scale_rewards": ("none", {}),
@@ -202,6 +206,7 @@ NEUTRAL = {
     "tool_parser",  # test_play, test_tool_calls
     "reward_timeout",  # test_runner
     "reward_num_workers",  # test_pool
+    "eval_reward_weights",  # test_evaluation
     "on_reward_error",  # test_runner
     "stop_without_signal",  # test_arguments
     "chat_template_kwargs",  # test_tokenize

@@ -38,7 +38,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
     ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     ("dpo", {"loss_type": ["sigmoid", "bco_pair"], "loss_balance": "gradnorm"}),
-    ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "gradient_accumulation_steps": 2}),
+    # Saved right after the optimizer has lost its state.
+    ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": SAVED_AT, "reset_optimizer_with_reference": True}),
     ("dpo", {"precompute_ref_log_probs": True}),
     ("kto", {}),
     ("orpo", {}),

@@ -37,7 +37,7 @@ from prefrl.trainer.base_config import BaseConfig, check_precision
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import read_later
 from prefrl.trainer.features.profile import StepProfiler
-from prefrl.trainer.features.sizes import AutomaticSizes
+from prefrl.trainer.features.sizes import AutomaticSizes, EvaluationSize
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.online.sampling import sync_method
@@ -95,7 +95,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 
 def options(**values: Any) -> Any:
     """A config with these values."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "device": OWN,
         "bf16": False,
         "fp16": False,
@@ -103,7 +103,8 @@ def options(**values: Any) -> Any:
         "torch_compile": False,
         "fp8": False,
     }
-    return SimpleNamespace(**defaults | {"sought": frozenset(), "activation_offloading": False} | values)
+    defaults |= {"sought": frozenset(), "automatic": frozenset(), "activation_offloading": False}
+    return SimpleNamespace(**defaults | values)
 
 
 # Attention.
@@ -224,7 +225,7 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     assert resources._available(subject) == (76 * GIB, place + others)
 
 
-@reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:AutomaticSizes._wait")
+@reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:_wait")
 def test_trials_time_the_gpu_and_give_its_memory_back(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +248,26 @@ def test_trials_time_the_gpu_and_give_its_memory_back(
     assert args.per_device_train_batch_size == 4
     assert gpus.calls == [("empty_cache", 3)]
     assert "4 rows" in capsys.readouterr().err
+
+
+@reaches("trainer.features.sizes:EvaluationSize.settle")
+def test_trials_of_evaluations_know_the_memory_of_the_gpu_and_give_it_back(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = gpus[3]
+
+    def evaluate(dataset: Any, rows: int) -> int:
+        own.work(1.0, rows * 10 * GIB)
+        return 30 * rows
+
+    args = SFTConfig(output_dir="x", report_to="none", use_cpu=True, per_device_eval_batch_size="auto")
+    monkeypatch.setattr(SFTConfig, "device", OWN)
+    size = EvaluationSize(args, evaluate, lambda: 0)
+    size.clock = lambda: own.done
+    size.settle(range(200))  # more than a CPU would try
+    assert [trial.rows for trial in size.trials] == [1, 2, 4]  # 8 rows need 80 GiB
+    assert args.per_device_eval_batch_size == 4
+    assert gpus.calls == [("empty_cache", 3)]
 
 
 @reaches("scripts.checkup.resources:products_per_second.multiply")

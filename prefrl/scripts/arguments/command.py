@@ -92,7 +92,10 @@ _WEIGHTED = re.compile(r"(.*[\w)])=([-+]?\d[\d_.]*(?:[eE][-+]?\d+)?)", re.DOTALL
 
 
 def weighted_rewards(
-    rewards: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] | None, weights: Sequence[float] | None
+    rewards: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] | None,
+    weights: Sequence[float] | None,
+    *,
+    prefix: str = "",
 ) -> tuple[list[Any] | None, Sequence[float] | None]:
     """The entries of `reward_funcs` without their weights, and the weights.
 
@@ -100,6 +103,7 @@ def weighted_rewards(
         rewards: Entries; `entry=weight` on the command line, and a mapping from entries to weights in a file, say what
             `reward_weights` would say.
         weights: The option `reward_weights`.
+        prefix: What the names of both options begin with: "eval_" for those of evaluations.
 
     Raises:
         ConfigError: A weight is no number, or `reward_weights` is given too.
@@ -115,30 +119,35 @@ def weighted_rewards(
     for entry, weight in pairs:
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise ConfigError(
-                f"reward_funcs: the weight of {entry!r} is {weight!r}; it must be a number. Give parameters in an "
-                "entry of a list, as in [{name: string_check, reference: '{answer}'}], or in parentheses"
+                f"{prefix}reward_funcs: the weight of {entry!r} is {weight!r}; it must be a number. Give parameters "
+                "in an entry of a list, as in [{name: string_check, reference: '{answer}'}], or in parentheses"
             )
     if weights is not None:
-        raise ConfigError(f"reward_weights={weights}: reward_funcs already gives weights. Remove one of them")
+        raise ConfigError(
+            f"{prefix}reward_weights={weights}: {prefix}reward_funcs already gives weights. Remove one of them"
+        )
     return [entry for entry, _ in pairs], [float(weight) for _, weight in pairs]
 
 
-def reward_entries(entries: Sequence[str | Mapping[str, Any]] | None) -> list[RewardEntry] | None:
-    """The entries of the option `reward_funcs`.
+def reward_entries(
+    entries: Sequence[str | Mapping[str, Any]] | None, option: str = "reward_funcs"
+) -> list[RewardEntry] | None:
+    """The entries of an option that names rewards.
 
     Raises:
         ConfigError: One is neither a name nor a mapping with a name.
     """
     if entries is None:
         return None
-    return [RewardEntry(entry, f"reward_funcs[{i}]") for i, entry in enumerate(entries)]
+    return [RewardEntry(entry, f"{option}[{i}]") for i, entry in enumerate(entries)]
 
 
-def check_reward_files(entries: Sequence[str]) -> None:
+def check_reward_files(entries: Sequence[str], option: str) -> None:
     """Refuse rewards in files that are not there; files are not run.
 
     Args:
-        entries: Of the option `reward_funcs`.
+        entries: What the option says.
+        option: Its name.
 
     Raises:
         ConfigError: A file is missing.
@@ -146,7 +155,7 @@ def check_reward_files(entries: Sequence[str]) -> None:
     for number, entry in enumerate(entries):
         place = entry.partition("(")[0].rpartition(":")[0]
         if place.endswith(".py") and not Path(place).is_file():
-            raise ConfigError(f"reward_funcs[{number}]={str(entry)!r}: there is no file {place!r}")
+            raise ConfigError(f"{option}[{number}]={str(entry)!r}: there is no file {place!r}")
 
 
 @dataclass
@@ -439,6 +448,11 @@ class RewardArguments(CommandArguments, EpisodeArguments):
     reward_model_name_or_path: str | None = opt(
         None, "Sequence-classification model for one more reward, after those of reward_funcs."
     )
+    eval_reward_funcs: list[RewardEntry] | None = opt(
+        None,
+        "Rewards of evaluations instead of those of training, written as in reward_funcs. Evaluations then have no "
+        "loss, which belongs to the rewards of training.",
+    )
 
     def __post_init__(self) -> None:
         if self.environment or self.tools:
@@ -446,6 +460,7 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         super().__post_init__()
         check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
+        self.eval_reward_funcs = reward_entries(self.eval_reward_funcs, "eval_reward_funcs")
         if not self.reward_funcs and self.reward_model_name_or_path is None and self.needs_reward:
             raise ConfigError(
                 "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from prefrl.data.formats import get_dataset_column_names
 from prefrl.data.tools import signature_of
 from prefrl.distributed import partitions_weights
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
+from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
@@ -101,10 +101,13 @@ def check_before(
             episodes.readers(subject.processing_class)
             dataset = episodes.training_prompts(dataset, num_rows=_FEW_ROWS)
             eval_dataset = episodes.with_prompts(eval_dataset)
-    if functions := [reward for reward in given.get("reward_funcs", ()) if callable(reward)]:
-        with subject.naming_dataset(ConfigError):
-            environments = None if subject.episodes is None else subject.episodes.rewards
-            RewardRunner(functions, environments=environments).check_columns(get_dataset_column_names(dataset))
+    of_training = given.get("reward_funcs", ())
+    for rewards, part in ((of_training, dataset), (given.get("eval_reward_funcs", of_training), eval_dataset)):
+        functions, rows = [reward for reward in rewards if callable(reward)], rows_in_memory(part, 1)
+        if functions and rows is not None:
+            with subject.naming_dataset(ConfigError) if part is dataset else nullcontext():
+                environments = None if subject.episodes is None else subject.episodes.rewards
+                RewardRunner(functions, environments=environments).check_columns(rows.column_names)
     for number, part in enumerate((dataset, eval_dataset)):
         rows = rows_in_memory(part, _FEW_ROWS)
         if rows is None or not len(rows):
@@ -166,6 +169,8 @@ def check_run(
     if subject.is_online:
         with checkup.section("Rewards") as section:
             try_rewards(section, subject, raw)
+            with about_evaluations():
+                try_rewards(section, subject, evaluated, option="eval_reward_funcs")
         if config.use_vllm:
             with checkup.section("Server") as section:
                 if launch is not None and launch.vllm is not None:

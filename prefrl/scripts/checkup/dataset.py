@@ -177,20 +177,28 @@ _ANSWERS = ("completion", "response", "solution", "answer", "ground_truth", "cho
 _ROWS = 3
 
 
-def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
+def try_rewards(section: Section, subject: Subject, dataset: Any, *, option: str = "reward_funcs") -> None:
     """Call the reward functions on the first rows, and show what they return.
+
+    Args:
+        section: Says what is found.
+        subject: The run.
+        dataset: Whose rows the rewards get; None: there is none, so none is called.
+        option: Which rewards: "reward_funcs" or "eval_reward_funcs".
 
     Raises:
         ConfigError: There is no such reward, or a column is missing.
         RewardError: A reward raised an error, or returned something else than finite numbers.
     """
-    config, script = subject.config, subject.script
-    if (model := getattr(script, "reward_model_name_or_path", None)) is not None:
+    config, script, is_training = subject.config, subject.script, option == "reward_funcs"
+    model = getattr(script, "reward_model_name_or_path", None) if is_training else None
+    if model is not None:
         section.note(f"the reward model {model} was not loaded")
-    if not subject.reward_names:
+    rewards: list[Any] = [reward_by_name(name) for name in getattr(script, option, None) or ()]
+    if not rewards or dataset is None:
         return
-    weights = config.reward_weights if model is None else None
-    rewards: list[Any] = [reward_by_name(name) for name in subject.reward_names]
+    weights = config.reward_weights if is_training else config.eval_reward_weights
+    weights = weights if model is None else None
     environments = None if subject.episodes is None else subject.episodes.rewards
     runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout, environments=environments)
     if "environments" in runner.required:
@@ -296,6 +304,9 @@ class Batches:
 
 
 def _num_steps(config: Any, steps_per_epoch: int | None) -> int | None:
-    if config.max_steps > 0:
-        return int(config.max_steps)
-    return None if steps_per_epoch is None else int(steps_per_epoch * config.num_train_epochs)
+    by_epochs = None if steps_per_epoch is None else int(steps_per_epoch * config.num_train_epochs)
+    if config.max_steps <= 0:
+        return by_epochs
+    if config.stop_at_first_limit and by_epochs is not None:
+        return min(int(config.max_steps), by_epochs)
+    return int(config.max_steps)

@@ -24,7 +24,7 @@ from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
 from prefrl.registry import Algorithm
-from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
+from prefrl.scripts.arguments.command import CommandArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
@@ -181,11 +181,6 @@ class Subject:
     def num_embeddings(self) -> int:
         """Token ids that the model has embeddings for."""
         return num_embeddings(self.model)
-
-    @property
-    def reward_names(self) -> list[str]:
-        """Rewards as the options name them."""
-        return list(self.script.reward_funcs or []) if isinstance(self.script, RewardArguments) else []
 
     def tokenized(self, dataset: Any, **changes: Any) -> Any:
         """The dataset with token ids, as the trainer prepares it before it packs rows, with some other options.
