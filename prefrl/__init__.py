@@ -152,8 +152,8 @@ _NOISE = {
     "torch.utils._pytree": "%s is an Enum subclass",
     "DeepSpeed": "Setting accelerator to CPU",
 }
-for _name, _start in _NOISE.items():
-    logging.getLogger(_name).addFilter(lambda record, start=_start: not str(record.msg).startswith(start))
+for _name in _NOISE:
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(_NOISE[record.name]))
 # peft 0.21 reads the old name.
 warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
 

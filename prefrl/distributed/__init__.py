@@ -10,6 +10,7 @@ from prefrl.distributed.backend import (
     loss_scale,
     no_sync,
     prepare_frozen,
+    tell_ddp,
     tell_deepspeed,
     updates_conditionally,
     updates_in_backward,
