@@ -144,8 +144,12 @@ _KINDS: dict[Any, _Kind] = {
 }
 
 
-@cache
 def _kind_of(hint: Any) -> _Kind:
+    return _kind(hint, getattr(hint, "__args__", ()))
+
+
+@cache  # also by the parts: unions of the same types in another order are equal, but are described in their own order
+def _kind(hint: Any, written: tuple[Any, ...]) -> _Kind:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _KINDS:
         return _KINDS[hint]

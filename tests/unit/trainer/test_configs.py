@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
 from prefrl.losses.truncation import cumsum_permitted
 from prefrl.models.modes import of_products
+from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.trainer.base_config import BaseConfig
 
@@ -348,3 +349,12 @@ def test_cumulative_sums_are_permitted_only_inside(is_on: bool) -> None:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_message_names_the_types_in_their_order_whatever_was_described_before() -> None:
+    for hint, words in (
+        (None | int | str, "None, an integer, or a string"),
+        (str | int | None, "a string, an integer, or None"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"name=0.5: must be {words}")):
+            check_value("name", 0.5, hint)
