@@ -38,6 +38,7 @@ from prefrl.distributed.launch import (
     check_chooses_optimizer,
     check_chooses_schedule,
     check_deepspeed,
+    check_deepspeed_starts,
     check_devices,
     check_gradients_seen,
     check_heads,

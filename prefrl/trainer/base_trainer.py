@@ -105,6 +105,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     ) -> None:
         check_writable(Path(args.output_dir))
         args.check_packages_installed()
+        check_training_set(args, train_dataset, eval_dataset)
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__
@@ -141,7 +142,6 @@ class BaseTrainer(Loop, Generic[Ready]):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        check_training_set(args, self.train_dataset, self.eval_dataset)
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
