@@ -179,8 +179,9 @@ def test_options_that_a_conversion_would_lose_are_refused(model: PreTrainedModel
 def test_datasets_are_looked_at_before_the_model_is_loaded(
     dataset: Any, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
     with pytest.raises(PrefrlError, match=message):
-        SFTTrainer("no/such-model", config_of("sft", tmp_path, **options), train_dataset=dataset)
+        SFTTrainer("no/such-model", config, train_dataset=dataset)
 
 
 # What follows processing_class in the constructors of TRL 1.16, up to callbacks, and how many follow optimizers.
