@@ -24,8 +24,6 @@ def check_deepspeed_starts(given: Any, environment: Mapping[str, str]) -> None:
         MissingPackageError: It is not installed.
         ConfigError: No launcher has started this process.
     """
-    if given is None:
-        return
     shown = f"deepspeed={given!r}" if isinstance(given, str) else "deepspeed"
     if not is_installed("deepspeed"):
         raise MissingPackageError(f"{shown} needs deepspeed: pip install 'prefrl[deepspeed]'")

@@ -23,12 +23,11 @@ from transformers.utils import find_adapter_config_file
 
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
 from prefrl.errors import ConfigError, cause_of, require
-from prefrl.http import hub_or_cache
 from prefrl.losses.per_token import WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.classifier import add_classifier
 from prefrl.models.forward import in_pieces, inputs_of, prepare_like, verdict_of, with_idle_image
-from prefrl.models.modes import eval_mode, seeded
+from prefrl.models.modes import eval_mode, hub_or_cache, seeded
 from prefrl.models.plans import Plan
 from prefrl.models.scoring import ScoringRequest, inner_model, is_classifier, read_out
 from prefrl.types import TokenBatch

@@ -28,10 +28,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from prefrl.distributed import shape_of
 from prefrl.errors import cause_of
-from prefrl.http import hub_or_cache
 from prefrl.losses import logprobs
 from prefrl.models.adapters import add_adapter
 from prefrl.models.load import CAUSAL, REWARD, auto_class_of, check_dtype, load_error, repository_arguments
+from prefrl.models.modes import hub_or_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,11 +25,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from prefrl.distributed import is_main, shape_of
 from prefrl.errors import CheckpointError, ConfigError, cause_of
-from prefrl.http import hub_or_cache
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.classifier import add_classifier, check_has_body
 from prefrl.models.kernels import freeze_parameters
-from prefrl.models.modes import seeded
+from prefrl.models.modes import hub_or_cache, seeded
 from prefrl.models.tokenizer_changes import TokenizerChanges, check_special_tokens
 from prefrl.options.names import unpinned_code
 

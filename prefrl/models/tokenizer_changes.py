@@ -10,9 +10,8 @@ from transformers import AddedToken, AutoTokenizer
 
 from prefrl.distributed import shape_of
 from prefrl.errors import ConfigError, cause_of
-from prefrl.http import hub_or_cache
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.modes import seeded
+from prefrl.models.modes import hub_or_cache, seeded
 from prefrl.options.names import nearest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import nn
 
 from prefrl.distributed import is_main, is_sharded
 from prefrl.errors import ConfigError, RewardError, cause_of, require
-from prefrl.http import hub_or_cache
+from prefrl.models.modes import hub_or_cache
 from prefrl.options.names import nearest, unpinned_code
 from prefrl.pictures import has_images, images_of, in_blocks, opened, with_placeholders
 from prefrl.rewards.base import message_text

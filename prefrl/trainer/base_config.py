@@ -117,7 +117,8 @@ class BaseConfig(BaseOptions, TrainingArguments):
         else:
             check_not_refused(optimizer_of(self))
             check_known("optim", optimizer_of(self), _NAMES, "optimizer")
-        distributed.check_deepspeed_starts(self.deepspeed, os.environ)
+        if self.deepspeed is not None:
+            distributed.check_deepspeed_starts(self.deepspeed, os.environ)
         try:
             TrainingArguments.__post_init__(self)
         except ValueError as error:

@@ -86,7 +86,8 @@ class BaseTrainer(Loop, Generic[Ready]):
             ConfigError: There is one.
         """
         check_names(cls, arguments)
-        hide_bars_in_files()
+        if "TQDM_DISABLE" not in os.environ:  # with which the command hides them
+            hide_bars_in_files()
         return object.__new__(cls)
 
     def __init__(  # noqa: PLR0913 - TRL's constructor

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from prefrl.http import Http, Overdue, Refused, Unreachable, hub_or_cache, unreachable_hub
+from prefrl.http import Http, Overdue, Refused, Unreachable, unreachable_hub
+from prefrl.models.modes import hub_or_cache
 from tests.patience import PATIENCE
 
 Handle = Callable[[BaseHTTPRequestHandler], None]
