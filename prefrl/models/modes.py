@@ -111,7 +111,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def hub_or_cache(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Context in which a model or tokenizer is loaded by its name or path.
+    """Context in which a model, a tokenizer or a dataset is loaded by its name or path.
 
     The libraries below ask the Hub six times for each file, for half a minute, before they look into the cache. If the
     Hub does not answer once, they are only let look there.
@@ -142,7 +142,7 @@ def hub_or_cache(name: str | os.PathLike[str]) -> Iterator[None]:
             raise
         raise FileNotFoundError(
             f"there is no such folder, {constants.HF_HUB_CACHE} does not hold it either, and the Hub cannot be asked: "
-            f"{reason}.{guess} Give the path of a folder with the model, or set HF_HOME to the folder of a cache that "
+            f"{reason}.{guess} Give the path of a folder with the files, or set HF_HOME to the folder of a cache that "
             "has it, or HF_ENDPOINT to a mirror of the Hub."
         ) from error
     finally:
