@@ -159,7 +159,7 @@ def test_trainers_refuse_before_a_model_is_loaded(name: str, tmp_path: Path) -> 
 def test_ddp_looks_for_weights_without_a_gradient_where_there_may_be_some(
     changed: dict[str, Any], looks: bool
 ) -> None:
-    model = tiny_model().train()
+    model = tiny_model(attention_dropout=0.5).train()
     if "unused" in changed:
         model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
     model.config.layerdrop = changed.get("layerdrop", 0.0)
