@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -153,14 +152,8 @@ _NOISE = {
     "torch.utils._pytree": "%s is an Enum subclass",
     "DeepSpeed": "Setting accelerator to CPU",
 }
-
-
-def _is_news(start: str, record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(start)
-
-
-for _name, _start in _NOISE.items():
-    logging.getLogger(_name).addFilter(partial(_is_news, _start))
+for _name in _NOISE:
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(_NOISE[record.name]))
 # peft 0.21 reads the old name.
 warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
 

@@ -149,6 +149,11 @@ def reason_of(error: BaseException) -> str:
     return printable(without_secrets(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")))
 
 
+def cause_of(error: Exception) -> Exception | None:
+    """What to raise an error `from` that quotes another one: nothing, if a file is not there, which says all."""
+    return None if isinstance(error, OSError) else error
+
+
 def masked(value: Any, name: str = "") -> Any:
     """An option's value as it may be logged: a copy, at any depth, with `***` for secrets.
 

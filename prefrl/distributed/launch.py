@@ -11,10 +11,27 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from prefrl.distributed.processes import form_teams, limit_waits, num_processes, team_size
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, MissingPackageError, is_installed
 
 # Set by `prefrl launch` for its training processes.
 _NUM_PROCESSES = "PREFRL_NUM_PROCESSES"
+
+
+def check_deepspeed_starts(given: Any, environment: Mapping[str, str]) -> None:
+    """Reject the option `deepspeed` where DeepSpeed cannot start, before HuggingFace tries to.
+
+    Raises:
+        MissingPackageError: It is not installed.
+        ConfigError: No launcher has started this process.
+    """
+    shown = f"deepspeed={given!r}" if isinstance(given, str) else "deepspeed"
+    if not is_installed("deepspeed"):
+        raise MissingPackageError(f"{shown} needs deepspeed: pip install 'prefrl[deepspeed]'")
+    if "RANK" not in environment and not is_installed("mpi4py"):
+        raise ConfigError(
+            f"{shown}: no launcher has started this process, so DeepSpeed would not find the others. Start it with "
+            "`accelerate launch` or `torchrun`, or without this option by `prefrl launch --accelerate_config zero3`."
+        )
 
 
 def check_processes(args: Any, environment: Mapping[str, str]) -> None:

@@ -204,16 +204,27 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
             f"one dataset. Choose a split: {name}=ds[{example!r}]"
         )
     elif dataset is not None and not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        several = ", or several by name" if takes_several else ""
         raise DataError(
             f"{name} is a {type(dataset).__name__}: must be a datasets.Dataset or "
-            f"IterableDataset{', or several by name' if takes_several else ''}. To convert a list of rows, use "
-            "datasets.Dataset.from_list(rows)"
+            f"IterableDataset{several}. {_how_to_load(dataset)}"
         )
     elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
         raise DataError(
             f"{name} has a transform (with_transform or set_transform), which would run each time that rows are read, "
             "but rows are read once, before training. Apply it with map(), or remove it with with_format(None)"
         )
+
+
+def _how_to_load(given: Any) -> str:
+    """How a dataset is made of what was given for one."""
+    if not isinstance(given, str | os.PathLike):
+        return "To convert a list of rows, use datasets.Dataset.from_list(rows)"
+    name, kind = os.fspath(given), Path(given).suffix.lower().lstrip(".")
+    kind = {"jsonl": "json", "txt": "text"}.get(kind, kind)
+    if kind not in ("json", "csv", "parquet", "text"):
+        return f"Load it: datasets.load_dataset({name!r}, split='train')"
+    return f"Load it: datasets.load_dataset({kind!r}, data_files={name!r}, split='train')"
 
 
 def check_stream(dataset: Any, args: BaseConfig) -> None:

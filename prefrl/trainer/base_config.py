@@ -58,6 +58,19 @@ _NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
 KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
 
 
+# What HuggingFace says of options that this machine cannot follow, and what is said instead.
+_HUGGINGFACES = {
+    "Your setup doesn't support bf16": (
+        "bf16=True on a machine without a GPU that computes in bfloat16. Set use_cpu=True to train on the CPU, which "
+        "can, or leave bf16 out; older GPUs have fp16=True."
+    ),
+    "--tf32 requires": (
+        "tf32=True on a machine without a GPU that has TF32: it needs an NVIDIA GPU of compute capability 8.0 "
+        "(Ampere) or higher. Leave tf32 out."
+    ),
+}
+
+
 @dataclass
 class BaseConfig(BaseOptions, TrainingArguments):
     """`transformers.TrainingArguments` with the options that all trainers of prefrl share."""
@@ -108,10 +121,13 @@ class BaseConfig(BaseOptions, TrainingArguments):
         else:
             check_not_refused(optimizer_of(self))
             check_known("optim", optimizer_of(self), _NAMES, "optimizer")
+        if self.deepspeed is not None:
+            distributed.check_deepspeed_starts(self.deepspeed, os.environ)
         try:
             TrainingArguments.__post_init__(self)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            ours = (text for start, text in _HUGGINGFACES.items() if str(error).startswith(start))
+            raise ConfigError(next(ours, str(error))) from None
         finally:
             if optim in OPTIMIZERS:
                 self.optim = optim

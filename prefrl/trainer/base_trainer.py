@@ -86,7 +86,8 @@ class BaseTrainer(Loop, Generic[Ready]):
             ConfigError: There is one.
         """
         check_names(cls, arguments)
-        hide_bars_in_files()
+        if "TQDM_DISABLE" not in os.environ:  # with which the command hides them
+            hide_bars_in_files()
         return object.__new__(cls)
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
@@ -105,6 +106,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     ) -> None:
         check_writable(Path(args.output_dir))
         args.check_packages_installed()
+        check_training_set(args, train_dataset, eval_dataset)
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__
@@ -141,7 +143,6 @@ class BaseTrainer(Loop, Generic[Ready]):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        check_training_set(args, self.train_dataset, self.eval_dataset)
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)

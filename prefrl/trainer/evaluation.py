@@ -19,6 +19,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, merge
 from prefrl.models.modes import eval_mode
+from prefrl.options.fields import plain_value
 from prefrl.options.names import current_metric, nearest
 from prefrl.trainer.memory import EVALUATION, explained
 from prefrl.trainer.parts import Run
@@ -222,11 +223,17 @@ def check_best_metric(args: TrainingArguments, metrics: Mapping[str, float]) -> 
 
 
 def check_training_set(args: BaseConfig, train_dataset: Any, eval_dataset: Any) -> None:
-    """Reject `evaluate_training_set` where the training set cannot be evaluated.
+    """Reject evaluations of nothing, and `evaluate_training_set` where the training set cannot be evaluated.
 
     Raises:
         ConfigError: There is none, it may have no end, or an evaluation dataset has its name.
     """
+    strategy = plain_value(args.eval_strategy)
+    if strategy != "no" and eval_dataset is None:
+        raise ConfigError(
+            f"eval_strategy={strategy!r} with eval_dataset=None: there is nothing to evaluate on. Pass an "
+            "eval_dataset, or set eval_strategy='no'."
+        )
     if not args.evaluate_training_set:
         return
     if train_dataset is None:

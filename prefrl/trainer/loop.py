@@ -184,6 +184,7 @@ class Loop(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """The model, in the backend's wrapper, with what the backend saved."""
+        distributed.tell_ddp(self.accelerator, self.model, self.args)
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -118,9 +119,11 @@ class Recorder:
 
     def __init__(self, **arguments: Any) -> None:
         Recorder.given = arguments
+        self.history = SimpleNamespace(shows_ending=True)
 
-    def is_world_process_zero(self) -> bool:
-        return False
+    def show_ending(self, *, saved: bool, dataset: str | None, rewards: Any) -> None:
+        assert saved
+        assert not self.history.shows_ending  # else training has shown it, before the model was saved
 
     def train(self, resume_from_checkpoint: str | bool | None) -> None:
         Recorder.given["resume"] = resume_from_checkpoint

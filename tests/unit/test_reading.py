@@ -32,7 +32,7 @@ BARS: dict[str, float] = {
     "files of a dpo step": 32,
     "functions of a sft step": 151,
     "files of a sft step": 29,
-    "functions from the command line to a trainer": 365,
+    "functions from the command line to a trainer": 366,
     "files from the command line to a trainer": 67,
     # Classes of ours that one object is made of, at most over the algorithms.
     "classes of a trainer": 4,

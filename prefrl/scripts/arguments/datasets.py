@@ -7,13 +7,14 @@ import json
 import logging
 import string
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Gt
 
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError, DataError, cause_of
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import nearest
 from prefrl.scripts.arguments.own_datasets import bad_line, check_code, code_of, dataset_of_code, delimiter, not_utf8
@@ -354,9 +355,10 @@ def load_part(
 
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says what they would
     try:
-        dataset = datasets.load_dataset(
-            path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
-        )
+        with _from_hub(path) if path == part.path and "://" not in path else nullcontext():
+            dataset = datasets.load_dataset(
+                path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
+            )
     except StopIteration as error:  # datasets' reader of JSON lets it out for a file without rows
         raise DataError(f"{where}: has no rows") from error
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
@@ -365,8 +367,14 @@ def load_part(
         reason = bad_line(Path(part.path)) or not_utf8(Path(part.path)) or cause
         named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
         what = f"{where} with {split_option}={part.split!r}"
-        raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
+        raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from cause_of(error)
     return dataset if shape is None else shape.apply(dataset, within=within)
+
+
+def _from_hub(name: str) -> AbstractContextManager[None]:
+    from prefrl.models.modes import hub_or_cache  # imports torch, which files do not need
+
+    return hub_or_cache(name)
 
 
 def _format_of(path: str) -> tuple[str, dict[str, Any]] | None:

@@ -164,17 +164,28 @@ def _dataset_of(rows: list[Any], code: CodeName) -> Dataset:
 _DELIMITERS = (";", "\t", "|")
 
 
+# The kinds of values that a column cannot hold together.
+_KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+
+
 def bad_line(path: Path) -> str | None:
-    """Where the first line is that is no JSON, in a file of lines of JSON; None if there is none, or no such file."""
+    """Where the first line is that is no JSON, or has a value of another kind than an earlier one in the same field.
+
+    None if there is none, or if it is no file of lines of JSON.
+    """
     if not path.is_file() or not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
         return None
     opened = gzip.open if path.suffix.lower() == ".gz" else open
-    number = 0
+    number, kinds = 0, dict[str, tuple[str, int]]()
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007 - for the message below
-                if line.strip():
-                    json.loads(line)
+            for number, line in enumerate(lines, start=1):
+                row = json.loads(line) if line.strip() else {}
+                for name, value in row.items() if isinstance(row, dict) else ():
+                    kind = _KINDS.get(type(value), "")
+                    first, at = kinds.setdefault(name, (kind, number)) if kind else ("", 0)
+                    if first != kind:
+                        return f"{name!r} is {first} in line {at} and {kind} in line {number}. Give it one type"
     except json.JSONDecodeError as error:
         return f"line {number} is not JSON: {error.msg} in column {error.colno}"
     except (OSError, UnicodeDecodeError):
