@@ -47,19 +47,13 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
         ConfigError: A name, a value or a combination is wrong.
         SystemExit: Help was asked for.
     """
-    given = SchemaParser(algorithm.name).parse(argv)
+    parser = SchemaParser(algorithm.name)
+    given = parser.parse(argv)
     is_launched = is_launched or launch_options(given, os.environ) is not None
-    script, config = early_options_of(algorithm, given, knows_processes=not is_launched)
+    script, config = script_of(given), parser.check(given, knows_processes=not is_launched)
     with given.locating():
         _check_run(script, config)
     return given
-
-
-def early_options_of(
-    algorithm: Algorithm, given: Given, *, knows_processes: bool = False
-) -> tuple[CommandArguments, Any]:
-    """The options of `options_of`, as far as they are known without torch; see `SchemaParser.check`."""
-    return _script(given), SchemaParser(algorithm.name).check(given, knows_processes=knows_processes)
 
 
 def check_files(given: Given) -> None:
@@ -70,7 +64,7 @@ def check_files(given: Given) -> None:
             whole.
         DataError: A dataset is missing, or of an unknown format.
     """
-    script = _script(given)
+    script = script_of(given)
     with given.locating():
         if script.dataset_name is not None:
             part = DatasetConfig(script.dataset_name, script.dataset_config, revision=script.dataset_revision)
@@ -105,7 +99,7 @@ def options_of(
     Raises:
         ConfigError: Options exclude each other, one has no effect, or the package of one is missing.
     """
-    script, config = _script(given), _config(algorithm, given, num_processes)
+    script, config = script_of(given), _config(algorithm, given, num_processes)
     config.check_packages_installed()
     lora_of(script)  # refuses its options
     _check_run(script, config)
@@ -113,7 +107,7 @@ def options_of(
     return script, config
 
 
-def _script(given: Given) -> CommandArguments:
+def script_of(given: Given) -> CommandArguments:
     """Model, data and rewards; with rewards for the algorithms that have the option."""
     cls = given.script or (RewardArguments if given.takes_rewards else CommandArguments)
     names = {field.name for field in dataclasses.fields(cls)}

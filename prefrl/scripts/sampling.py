@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
@@ -44,6 +44,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 @dataclass
 class SamplingArguments:
     """The model, and how completions are sampled."""
+
+    GROUP: ClassVar[str] = "Model and sampling"
 
     model_name_or_path: str | None = opt(
         None,
@@ -345,6 +347,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 class GenerateArguments(SamplingArguments, ColumnArguments):
     """The prompts, and where the completions go."""
 
+    GROUP: ClassVar[str] = "Prompts and output"
+
     prompt: str | None = opt(None, "Prompt to complete. Set this or dataset_name.")
     system: str | None = opt(None, "System prompt that goes with prompt.")
     raw: bool = opt(False, "Continue the text of prompt directly, without the chat template.")
@@ -387,7 +391,9 @@ class GenerateArguments(SamplingArguments, ColumnArguments):
 @command(
     "generate",
     GenerateArguments,
-    about="Sample completions of a prompt, or of all prompts of a dataset.",
+    about="Sample completions of a prompt, or of all prompts of a dataset.\n\nExamples:\n"
+    '  prefrl generate runs/first "What is 2 + 3?" --num_generations 4\n'
+    "  prefrl generate runs/first --dataset_name questions.jsonl --output_file answers.jsonl",
     positional=("model_name_or_path", "prompt"),
 )
 def generate(options: GenerateArguments) -> int:
@@ -426,6 +432,8 @@ _COMMANDS = "/clear forgets the conversation, /undo its last turn; /exit or Ctrl
 class ChatArguments(SamplingArguments):
     """The model, and what it is told first."""
 
+    GROUP: ClassVar[str] = "Conversation"
+
     system: str | None = opt(None, "System prompt of the conversation.")
 
     def __post_init__(self) -> None:
@@ -435,7 +443,12 @@ class ChatArguments(SamplingArguments):
         )
 
 
-@command("chat", ChatArguments, about="Talk to a model in the terminal.", positional=("model_name_or_path",))
+@command(
+    "chat",
+    ChatArguments,
+    about=f"Talk to a model in the terminal. {_COMMANDS}\n\nExample:\n  prefrl chat runs/first",
+    positional=("model_name_or_path",),
+)
 def chat(options: ChatArguments) -> int:
     """Talk until the input ends."""
     console = Console(highlight=False)

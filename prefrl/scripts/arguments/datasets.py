@@ -9,7 +9,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
@@ -37,6 +37,8 @@ class ColumnArguments:
     Raises:
         ConfigError: An option cannot be read.
     """
+
+    GROUP: ClassVar[str] = "Columns of the dataset"
 
     columns: dict[str, str] | str | None = opt(
         None,

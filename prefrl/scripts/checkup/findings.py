@@ -17,7 +17,8 @@ from prefrl.data.formats import get_dataset_column_names
 from prefrl.errors import PrefrlError, printable
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import Given
-from prefrl.scripts.inputs import datasets_of, early_options_of
+from prefrl.scripts.inputs import datasets_of, script_of
+from prefrl.scripts.schema import SchemaParser
 
 Severity = Literal["ok", "note", "warning", "problem"]
 _SIGNS: dict[Severity, str] = {
@@ -165,8 +166,9 @@ def check_data(checkup: Checkup, algorithm: Algorithm, given: Given) -> tuple[An
         The datasets to train on and to evaluate on, as `datasets_of` returns them; None if they cannot be loaded.
     """
     raw = evaluated = None
+    config = SchemaParser(algorithm.name).check(given, knows_processes=False)
     with checkup.section("Data") as section:
-        raw, evaluated = datasets_of(*early_options_of(algorithm, given))
+        raw, evaluated = datasets_of(script_of(given), config)
         if raw is not None:
             _check_columns(section, raw)
     return raw, evaluated
