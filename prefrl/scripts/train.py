@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -14,7 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from prefrl.registry import Algorithm
+from prefrl.options.online import OnlineOptions
+from prefrl.registry import REGISTRY, Algorithm
 from prefrl.rewards.named import reward_by_name
 from prefrl.run.checkpoints import find_last
 from prefrl.scripts.arguments.command import Given, RewardArguments
@@ -69,7 +71,8 @@ def main(algorithm: Algorithm, given: Given) -> int:
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
         # With options of columns, the command that evaluates would be too long for the panel.
         dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
-        print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
+        environment = getattr(script, "environment", None)
+        print_ending(trainer, dataset=dataset, rewards=getattr(script, "reward_funcs", None), environment=environment)
     except KeyboardInterrupt as interrupt:
         if not interrupt.args:  # else training stopped in order, and has said so
             _say_stopped(algorithm.name, trainer)
@@ -104,13 +107,16 @@ _PROMPT = "your prompt"
 _WITHOUT_TEXT = ("reward",)  # algorithms whose models do not write
 
 
-def print_ending(trainer: BaseTrainer[Any], *, dataset: str | None, rewards: Sequence[str] | None) -> None:
+def print_ending(
+    trainer: BaseTrainer[Any], *, dataset: str | None, rewards: Sequence[str] | None, environment: Any = None
+) -> None:
     """Print the panel, on the main process.
 
     Args:
         trainer: After training and saving.
         dataset: The dataset that was trained on; None: a mixture, or its columns were mapped.
         rewards: Rewards of the command line; None: the algorithm has none.
+        environment: The option of this name.
     """
     if not trainer.is_world_process_zero():
         return
@@ -119,7 +125,8 @@ def print_ending(trainer: BaseTrainer[Any], *, dataset: str | None, rewards: Seq
     console.print(ending(trainer.algorithm, state.log_history, folder=folder, **steps))
     console.print("Next steps:")
     is_chat = trainer.processing_class.chat_template is not None
-    for command in next_commands(trainer.algorithm, folder, dataset=dataset, rewards=rewards, is_chat=is_chat):
+    given = {"dataset": dataset, "rewards": rewards, "environment": environment}
+    for command in next_commands(trainer.algorithm, folder, **given, is_chat=is_chat):
         console.print(Text(f"  {command}"), soft_wrap=True)  # in one piece, so that it can be copied
 
 
@@ -151,7 +158,13 @@ def _course(log_history: Sequence[dict[str, Any]], name: str, is_greater_better:
 
 
 def next_commands(
-    algorithm: str, folder: str, *, dataset: str | None, rewards: Sequence[str] | None, is_chat: bool
+    algorithm: str,
+    folder: str,
+    *,
+    dataset: str | None,
+    rewards: Sequence[str] | None,
+    is_chat: bool,
+    environment: Any = None,
 ) -> list[str]:
     """The commands to go on with; see `print_ending`. `is_chat` says whether the model has a chat template."""
     commands = []
@@ -159,9 +172,13 @@ def next_commands(
         commands += (
             [["chat", folder], ["generate", folder, _PROMPT]] if is_chat else [["generate", folder, _PROMPT, "--raw"]]
         )
-    if rewards and dataset is not None:
+    if environment:
+        which = environment if isinstance(environment, str) else json.dumps(environment)
+        commands.append(["play", which, "--model", folder])
+    elif rewards and dataset is not None:
         commands.append(["eval", folder, dataset, "--reward_funcs", *rewards])
-    if (Path(folder) / "completions").is_dir():
+    # Without the first condition, those that an earlier run has left in the folder would count.
+    if issubclass(REGISTRY[algorithm].load_options(), OnlineOptions) and (Path(folder) / "completions").is_dir():
         commands.append(["look", folder, "--worst", "5"])
     if (Path(folder) / "adapter_config.json").is_file():
         commands.append(["merge", folder, f"{folder.rstrip('/')}-merged"])
