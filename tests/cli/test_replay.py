@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "grpo",
         {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1, "ema_decay": 0.5},
     ),
-    "critic": ("ppo", {"critic_learning_rate": 1e-2}),
+    "critic and stop strings": ("ppo", {"critic_learning_rate": 1e-2, "stop": ["a", "e", "1"]}),
     "episodes": ("grpo", {"talks": "forgetful", "turn_credit": "return", "beta": 0.0}),
 }
 
