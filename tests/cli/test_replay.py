@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from prefrl import GRPOConfig
 from prefrl.errors import NonFiniteError
 from prefrl.scripts.main import main
-from prefrl.scripts.replay import config_of_run
+from prefrl.scripts.replay import Replay, _Pair, config_of_run
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of, stopping_model
 
@@ -74,6 +75,33 @@ def test_a_step_of_an_online_run_is_the_same_bit_by_bit(
     assert int(verdict) == sum(len(row) == 3 and row[2] == f"{entry.get(row[0], math.nan):.6g}" for row in rows) > 20
     assert "Completions and rewards were read from" in shown
     assert f"prefrl look {tmp_path} --step 5" in shown
+
+
+SAME = [_Pair("loss", 0.5, 0.5), _Pair("grad_norm", math.nan, math.nan), _Pair("new", 1.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "first", "verdict"),
+    [
+        (SAME, 4, "All 2 numbers that the run logged of this step are the same to the last digit."),
+        (
+            [*SAME, _Pair("kl", 1.0, 1.25), _Pair("entropy", 1.0, 1.01)],
+            4,
+            "2 of 4 .* kl most, by 2.0e-01 .*more",
+        ),
+        (
+            [*SAME, _Pair("kl", 1.0, 1.000001)],
+            4,
+            "1 of 3 .* kl most, by 1.0e-06 of its value. This is rounding",
+        ),
+        ([*SAME, _Pair("kl", math.nan, 1.0)], 4, "1 of 3 numbers .* kl most, by inf .* more than rounding"),
+        (SAME, 2, "The run logged only the mean of steps 2 to 4, so there is nothing to compare."),
+        (SAME, None, "The run logged nothing at this step"),
+    ],
+)
+def test_the_verdict_says_what_differs_and_by_how_much(pairs: list[_Pair], first: int | None, verdict: str) -> None:
+    replay: Any = SimpleNamespace(step=4)
+    assert re.match(verdict, Replay._verdict(replay, pairs, first))
 
 
 def test_from_a_checkpoint_without_the_optimizer_one_step_can_be_computed(
