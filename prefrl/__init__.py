@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import EpisodeError as EpisodeError
     from prefrl.errors import GenerationError as GenerationError
     from prefrl.errors import HubError as HubError
+    from prefrl.errors import MissingPackageError as MissingPackageError
     from prefrl.errors import NonFiniteError as NonFiniteError
     from prefrl.errors import OutOfMemoryError as OutOfMemoryError
     from prefrl.errors import PrefrlError as PrefrlError

@@ -17,6 +17,7 @@ __all__ = [
     "EpisodeError",
     "GenerationError",
     "HubError",
+    "MissingPackageError",
     "NonFiniteError",
     "OutOfMemoryError",
     "PrefrlError",

@@ -33,7 +33,7 @@ SOURCES = sorted((ROOT / "prefrl").rglob("*.py"))
 PRIVATE: dict[str, tuple[str, ...]] = {
     "argparse": ("_StoreFalseAction",),
     "argparse:ArgumentParser": ("_actions", "_check_value", "_get_value", "_option_string_actions"),
-    "argparse:HelpFormatter": ("_expand_help", "_format_action_invocation"),
+    "argparse:HelpFormatter": ("_expand_help", "_fill_text", "_format_action_invocation"),
     "os": ("_exit",),
     "sys": ("_base_executable", "_current_frames"),
     "typing:Protocol": ("_is_protocol",),

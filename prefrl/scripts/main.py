@@ -57,7 +57,7 @@ OTHERS = {
     ),
     "merge": Listed("commands:merge", "merge an adapter into its base model"),
     "soup": Listed("soup", "average checkpoints"),
-    "replay": Listed("commands:replay", "recompute a past step of a run, for debugging"),
+    "replay": Listed("commands:replay", "compute a past step of a run again, and compare it with what was logged"),
     "verify": Listed("oracle.command", "compute the exact bias of your own loss, advantage or KL estimate"),
     "vllm-serve": Listed("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
     "migrate": Listed("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),

@@ -25,7 +25,15 @@ from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, weighted_rewards
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, default_in_words, option_of
+from prefrl.scripts.parsing.option_parser import (
+    HEAD,
+    WIDTH,
+    EarlyParser,
+    OptionParser,
+    choices_in_words,
+    default_in_words,
+    option_of,
+)
 
 HUGGINGFACE_FILE = Path(__file__).with_name("huggingface.json")
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
@@ -231,8 +239,6 @@ class SchemaParser(OptionParser):
 
 
 _Options = Sequence[Mapping[str, Any]]
-_WIDTH = 118
-_HEAD = 36  # the column behind which common options are described
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (*("model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r"),),
@@ -317,11 +323,10 @@ def _line(option: Mapping[str, Any]) -> str:
     head = f"  --{option['name']} {kind_of(option) if 'choices' not in option else ''}".rstrip()
     # The first sentence; --help WORD has the rest.
     about = re.split(r"(?<=[a-z0-9)]{2}\.) ", option.get("help", ""), maxsplit=1)[0]
-    values = f" One of {', '.join(map(str, option['choices']))}." if "choices" in option else ""
-    text = about + values + default_in_words(option.get("default"))
-    first, *rest = textwrap.wrap(text, _WIDTH - max(len(head), _HEAD) - 1) or [""]
-    more = textwrap.wrap(" ".join(rest), _WIDTH - _HEAD - 1)
-    return "\n".join([f"{head:<{_HEAD}} {first}", *(f"{'':<{_HEAD}} {line}" for line in more)]).rstrip()
+    text = about + choices_in_words(option.get("choices")) + default_in_words(option.get("default"))
+    first, *rest = textwrap.wrap(text, WIDTH - max(len(head), HEAD) - 1) or [""]
+    more = textwrap.wrap(" ".join(rest), WIDTH - HEAD - 1)
+    return "\n".join([f"{head:<{HEAD}} {first}", *(f"{'':<{HEAD}} {line}" for line in more)]).rstrip()
 
 
 def _entry(option: Mapping[str, Any]) -> str:
@@ -329,7 +334,7 @@ def _entry(option: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"  --{option['name']} {kind_of(option)}",
-            *textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8),
+            *textwrap.wrap(text, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8),
         ]
     )
 

@@ -59,7 +59,8 @@ def main(algorithm: Algorithm, given: Given) -> int:
         trainer.save_model(config.output_dir)  # and push it with push_to_hub
         # With options of columns, the command that evaluates would be too long for the panel.
         dataset = None if any(getattr(script, name) for name in SHAPING) else script.dataset_name
-        trainer.show_ending(saved=True, dataset=dataset, rewards=getattr(script, "reward_funcs", None))
+        rewards, environment = getattr(script, "reward_funcs", None), getattr(script, "environment", None)
+        trainer.show_ending(saved=True, dataset=dataset, rewards=rewards, environment=environment)
     except KeyboardInterrupt as interrupt:
         if not interrupt.args:  # else training stopped in order, and has said so
             _say_stopped(algorithm.name, trainer)

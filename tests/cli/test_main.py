@@ -63,7 +63,7 @@ CHEAP: list[tuple[list[str], str]] = [
     (["soup", "--output_dir", "o", "--checkpoints", "no/a", "no/b"], "'no/a': there is no such folder"),
     (["verify"], "function: not given"),
     (["verify", "no_module:f"], "the module 'no_module' cannot be imported"),
-    (["replay"], "the following arguments are required: run"),
+    (["replay"], "run: not given"),
     (["replay", "no/run", "--step", "1"], "run='no/run': has no run.json"),
     (["migrate"], "no files"),
     (["migrate", "no.py"], "no.py: cannot be read"),

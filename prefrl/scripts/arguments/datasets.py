@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
@@ -37,6 +37,8 @@ class ColumnArguments:
     Raises:
         ConfigError: An option cannot be read.
     """
+
+    GROUP: ClassVar[str] = "Columns of the dataset"
 
     columns: dict[str, str] | str | None = opt(
         None,

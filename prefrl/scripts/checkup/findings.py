@@ -166,8 +166,8 @@ def check_data(checkup: Checkup, algorithm: Algorithm, given: Given) -> tuple[An
         The datasets to train on and to evaluate on, as `datasets_of` returns them; None if they cannot be loaded.
     """
     raw = evaluated = None
+    config = SchemaParser(algorithm.name).check(given, knows_processes=False)
     with checkup.section("Data") as section:
-        config = SchemaParser(algorithm.name).check(given, knows_processes=False)
         raw, evaluated = datasets_of(given.script, config)
         if raw is not None:
             _check_columns(section, raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import time
@@ -17,6 +18,8 @@ from rich.text import Text
 from transformers import PrinterCallback, TrainerCallback
 
 from prefrl.errors import printable, reason_of
+from prefrl.options.online import OnlineOptions
+from prefrl.registry import REGISTRY
 from prefrl.rollout.summary import as_text
 from prefrl.run.checkpoints import checkpoint_name
 from prefrl.run.folder import METRICS_FILE, append_metrics
@@ -392,7 +395,13 @@ def _course(log_history: Sequence[dict[str, Any]], name: str, is_greater_better:
 
 
 def next_commands(
-    algorithm: str, folder: str, *, dataset: str | None, rewards: Sequence[str] | None, is_chat: bool
+    algorithm: str,
+    folder: str,
+    *,
+    dataset: str | None,
+    rewards: Sequence[str] | None,
+    is_chat: bool,
+    environment: Mapping[str, str] | str | None = None,
 ) -> list[str]:
     """The commands to go on with.
 
@@ -402,15 +411,20 @@ def next_commands(
         dataset: The dataset that was trained on; None: a mixture, its columns were mapped, or it has no name.
         rewards: Rewards that a command can name; None: there are none.
         is_chat: Whether the model has a chat template.
+        environment: The option of the command; None: the run has no environment that a command can name.
     """
     commands = []
     if algorithm not in _WITHOUT_TEXT:
         commands += (
             [["chat", folder], ["generate", folder, _PROMPT]] if is_chat else [["generate", folder, _PROMPT, "--raw"]]
         )
-    if rewards and dataset is not None:
+    if environment:
+        which = environment if isinstance(environment, str) else json.dumps(environment)
+        commands.append(["play", which, "--model", folder])
+    elif rewards and dataset is not None:
         commands.append(["eval", folder, dataset, "--reward_funcs", *rewards])
-    if (Path(folder) / "completions").is_dir():
+    # Without the first condition, those that an earlier run has left in the folder would count.
+    if issubclass(REGISTRY[algorithm].load_options(), OnlineOptions) and (Path(folder) / "completions").is_dir():
         commands.append(["look", folder, "--worst", "5"])
     if (Path(folder) / "adapter_config.json").is_file():
         commands.append(["merge", folder, f"{folder.rstrip('/')}-merged"])

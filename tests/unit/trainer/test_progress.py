@@ -289,7 +289,17 @@ def test_the_commands_have_the_paths_filled_in(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_with_an_environment_is_played_and_not_evaluated_on_its_prompts(tmp_path: Path) -> None:
+    lines = commands_after(tmp_path, "grpo", rewards=["my.py:f"], environment="my_env.py:Game(size=3)")
+    assert f"prefrl play 'my_env.py:Game(size=3)' --model {tmp_path}" in lines
+    assert not any("prefrl eval" in line for line in lines)
+    assert f"""prefrl play '{{"a": "x.py:A"}}' --model {tmp_path}""" in commands_after(
+        tmp_path, "grpo", environment={"a": "x.py:A"}
+    )
+
+
 def test_commands_that_the_run_has_no_use_for_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()  # of another run
     assert [line.split()[1] for line in commands_after(tmp_path, "sft")] == ["chat", "generate", "report"]
     assert commands_after(tmp_path, "reward") == [f"prefrl report {tmp_path}"]  # a reward model does not write
 
