@@ -120,13 +120,13 @@ def _blocks() -> list[object]:
 
 
 @pytest.mark.parametrize("code", _blocks())
-def test_python_blocks_run(code: str, workspace: Path, model_folder: Path, reward_folder: Path) -> None:
+def test_python_blocks_run(code: str, workspace: Path, stopping_folder: Path, reward_folder: Path) -> None:
     prompts = workspace / "prompts.jsonl"
     prompts.write_text(prompts.read_text(encoding="utf-8") * 4, encoding="utf-8")  # a step has 8 rows
     shutil.copy(prompts, workspace / "questions.jsonl")
     if "RewardTrainer(" not in code:  # it writes this model
         shutil.copytree(reward_folder, workspace / "runs/reward")
-    exec(compile(code.replace(MODEL, str(model_folder)), "<docs>", "exec"), {"__name__": "__main__"})
+    exec(compile(code.replace(MODEL, str(stopping_folder)), "<docs>", "exec"), {"__name__": "__main__"})
 
 
 def _command_lines(command: str | None = None) -> list[object]:
