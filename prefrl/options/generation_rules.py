@@ -462,12 +462,7 @@ SERVER_RULES = (
     when(
         lambda o: " and ".join(_guides(o)) if len(_guides(o)) > 1 else None,
         "{found} are set: completions can follow only one of them. Remove the others.",
-        example(
-            "grpo",
-            use_vllm=True,
-            vllm_guided_decoding_regex="a",
-            vllm_kwargs={"guided_grammar": "b"},
-        ),
+        example("grpo", use_vllm=True, vllm_guided_decoding_regex="a", vllm_kwargs={"guided_grammar": "b"}),
     ),
     *unset(
         {"max_staleness": 2},
@@ -486,30 +481,3 @@ def cuts_of(options: Any) -> dict[str, Any]:
     """The sampling options that make the sampler's distribution differ from the softmax at the temperature."""
     values = {name: getattr(options, name) for name in _NEUTRAL}
     return {name: value for name, value in values.items() if value not in _NEUTRAL[name]}
-
-
-LOCAL_RULES = (
-    *unset(
-        {"ds3_gather_for_generation": False, "cache_implementation": "dynamic"},
-        lambda o: o.use_vllm,
-        "use_vllm=True: a server samples. Remove it.",
-        example("grpo", use_vllm=True),
-        hint=True,
-    ),
-    when(
-        lambda o: o.cache_implementation == "offloaded" and o.device.type == "cpu",
-        "cache_implementation='offloaded' has no effect because this run is on the CPU, where the cache is in host "
-        "memory anyway. Leave it out.",
-        example("grpo", cache_implementation="offloaded"),
-        hint=True,
-        resets={"cache_implementation": None},
-    ),
-    when(
-        lambda o: o.cache_implementation == "static",
-        "cache_implementation='static' has no effect because the sampler's cache grows with its completions. Leave "
-        "it out.",
-        example("grpo", cache_implementation="static"),
-        hint=True,
-        resets={"cache_implementation": None},
-    ),
-)

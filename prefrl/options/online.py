@@ -10,13 +10,24 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about, apply, default_of, json_mapping, mapping_of, opt, parse_json, warn_of_hint
+from prefrl.options.fields import (
+    about,
+    apply,
+    default_of,
+    example,
+    json_mapping,
+    mapping_of,
+    opt,
+    parse_json,
+    unset,
+    warn_of_hint,
+    when,
+)
 from prefrl.options.generation_rules import (
     AT_K_RULES,
     GENERATION_MODE_RULES,
     GENERATION_SIZE_RULES,
     LEAST_TEMPERATURE,
-    LOCAL_RULES,
     NO_SERVER_RULES,
     NUMBERS_RULES,
     PROMPTS_RULES,
@@ -36,6 +47,32 @@ from prefrl.options.types import (
     Seconds,
     ToolErrorMode,
     TruncationMode,
+)
+
+LOCAL_RULES = (
+    *unset(
+        {"ds3_gather_for_generation": False, "cache_implementation": "dynamic"},
+        lambda o: o.use_vllm,
+        "use_vllm=True: a server samples. Remove it.",
+        example("grpo", use_vllm=True),
+        hint=True,
+    ),
+    when(
+        lambda o: o.cache_implementation == "offloaded" and o.device.type == "cpu",
+        "cache_implementation='offloaded' has no effect because this run is on the CPU, where the cache is in host "
+        "memory anyway. Leave it out.",
+        example("grpo", cache_implementation="offloaded"),
+        hint=True,
+        resets={"cache_implementation": None},
+    ),
+    when(
+        lambda o: o.cache_implementation == "static",
+        "cache_implementation='static' has no effect because the sampler's cache grows with its completions. Leave "
+        "it out.",
+        example("grpo", cache_implementation="static"),
+        hint=True,
+        resets={"cache_implementation": None},
+    ),
 )
 
 

@@ -166,30 +166,18 @@ class BaseTrainer(Loop, Generic[Ready]):
         of_run = self.policy, self.ref_model, self.state, self.train_dataset
         return facts_of(self.args, *of_run, algorithm=self.algorithm)
 
-    def show_ending(
-        self,
-        *,
-        saved: bool,
-        dataset: str | None = None,
-        rewards: Sequence[str] | None = None,
-        environment: Mapping[str, str] | str | None = None,
-    ) -> None:
+    def show_ending(self, *, saved: bool, **given: Any) -> None:
         """Show on the main process how training went and how to go on.
 
         Without views, in a search of hyperparameters, and before saving if a command shows it later, nothing is shown.
 
         Args:
             saved: Whether the model is in `output_dir`.
-            dataset: See `next_commands`.
-            rewards: See `next_commands`.
-            environment: See `next_commands`.
+            given: What the commands to go on with can name; see `next_commands`.
         """
         is_now = saved or (self.history.shows_ending and not self.state.is_hyper_param_search)
         if is_now and self.is_world_process_zero() and are_shown(self.callback_handler):
-            is_chat = self.processing_class.chat_template is not None
-            commands = partial(
-                next_commands, dataset=dataset, rewards=rewards, environment=environment, is_chat=is_chat
-            )
+            commands = partial(next_commands, is_chat=self.processing_class.chat_template is not None, **given)
             show_ending(self.algorithm, self.state, Path(self.args.output_dir), commands, saved=saved)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:

@@ -91,14 +91,12 @@ class Loop(Trainer):
 
         Args:
             resume_from_checkpoint: A checkpoint, which may be a URL. True or "auto" takes the last complete one in
-                `output_dir`, or else in `upload_to`; if there is none, training starts anew. None or "disable" starts
-                anew.
+                `output_dir` or else in `upload_to`, if there is one. None or "disable" starts anew.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
         Raises:
-            ConfigError: Another process trains in `output_dir`, the checkpoint is incomplete or belongs to another
-                run, or these processes cannot read it or cannot train a second time.
+            ConfigError: Another process trains in `output_dir`, or these cannot use the checkpoint or train twice.
             CheckpointError: A checkpoint cannot be written.
             NonFiniteError: A loss, a gradient or a weight is NaN or infinite.
         """
@@ -292,9 +290,7 @@ class Loop(Trainer):
         return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
     def floating_point_ops(self, inputs: Step) -> int:
-        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are actually
-        processed.
-        """
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are processed."""
         return int(self.flops_of_token) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

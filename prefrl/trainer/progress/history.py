@@ -398,9 +398,9 @@ def next_commands(
     algorithm: str,
     folder: str,
     *,
-    dataset: str | None,
-    rewards: Sequence[str] | None,
     is_chat: bool,
+    dataset: str | None = None,
+    rewards: Sequence[str] | None = None,
     environment: Mapping[str, str] | str | None = None,
 ) -> list[str]:
     """The commands to go on with.
