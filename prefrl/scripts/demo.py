@@ -112,7 +112,9 @@ def run_tiny(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
     for stage, name in (("base", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO")):
         console.print(f"held-out accuracy {name}: {accuracy[stage]:.3f}")
     console.print(f"{summary['seconds_total']} s, {summary['cpu_seconds']} of CPU; everything is in {output_dir}")
-    console.print(f"Next steps: prefrl report {output_dir}, and prefrl report {output_dir / 'sft'} about SFT")
+    console.print(
+        f"Next steps:\n  prefrl report {output_dir}\n  prefrl report {output_dir / 'sft'}  # the first stage"
+    )
     return summary
 
 
