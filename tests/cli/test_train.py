@@ -121,7 +121,7 @@ class Recorder:
         Recorder.given = arguments
         self.history = SimpleNamespace(shows_ending=True)
 
-    def show_ending(self, *, saved: bool, dataset: str | None, rewards: Any) -> None:
+    def show_ending(self, *, saved: bool, dataset: str | None, rewards: Any, environment: Any = None) -> None:
         assert saved
         assert not self.history.shows_ending  # else training has shown it, before the model was saved
 
