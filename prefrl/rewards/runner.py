@@ -141,7 +141,7 @@ class RewardRunner:
         on_error: Literal["raise", "skip"] = "raise",
         processing_classes: ProcessingClass | Sequence[ProcessingClass | None] | None = None,
         columns: Collection[str] | None = None,
-        environments: Mapping[str, type] | None = None,
+        environments: Mapping[str, Callable[..., Any]] | None = None,
         device: torch.device | str | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         model_kwargs: Mapping[str, Any] | None = None,

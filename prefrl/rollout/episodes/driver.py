@@ -8,9 +8,9 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from prefrl.rollout.episodes.environment import EnvironmentKind, Seat, Seats
 from prefrl.rollout.episodes.play import EnvironmentFailure, EpisodeLimits, Played, Player, Task
 from prefrl.rollout.episodes.threads import MainThread, watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
+
+if TYPE_CHECKING:
+    from prefrl.rollout.episodes.agent import AgentPlayer
+    from prefrl.rollout.gateway.server import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +76,7 @@ class EpisodeSampler:
         # Held by each episode that is played.
         self.places = asyncio.Semaphore(sys.maxsize if count is None else count)
         self._has_warned = False
+        self._gateway: Gateway | None = None  # if there are agents
 
     def start(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
@@ -116,7 +121,12 @@ class EpisodeSampler:
         """Close all environments."""
         with suppress(TimeoutError):
             # Longer only if an async function blocks the loop: then its thread is left alone.
-            self._loop.submit(self._seats.close()).result(self.limits.tool_timeout + 1)
+            self._loop.submit(self._close()).result(self.limits.tool_timeout + 1)
+
+    async def _close(self) -> None:
+        if self._gateway is not None:
+            await self._gateway.close()
+        await self._seats.close()
 
     async def played(self, row: Mapping[str, Any], group: int, seed: int, sample: Sample) -> Rollout:
         """The rollout of one episode, begun again if its environment fails and the options say so."""
@@ -137,22 +147,32 @@ class EpisodeSampler:
             else:
                 self._in_use[id(seat.environment)] = seat
             played = player.played
+            if seat.kind.agent is not None:
+                row = {**row, "result": played.result}
             return Rollout(played.turns, row, group, prompt=played.prompt, text=played.said, episode=episode)
         return _failed(player.seat.kind.name, player.played, row, group)
 
-    def player(self, row: Mapping[str, Any], seed: int, sample: Sample) -> Player:
+    def player(self, row: Mapping[str, Any], seed: int, sample: Sample) -> Player | AgentPlayer:
         """Who plays an episode, and where: called on the loop. Nobody else plays there until it is over."""
         own = of_environment(row, self._kinds)
         task = Task(
             row,
             self._encoder.template(row),
             own.reader,
-            seeds=lambda turn: seed_of(seed, turn + 1),
+            seed=lambda token_ids, number: seed_of(seed, 1, number, *token_ids),
             environment_seed=seed_of(seed, 0),
             sample=sample,
             context_limit=self._generator().context_limit,
         )
-        return Player(task, self._seats.take(own.kind), self.limits)
+        seat = self._seats.take(own.kind)
+        if own.kind.agent is None:
+            return Player(task, seat, self.limits)
+        from prefrl.rollout.episodes.agent import AgentPlayer  # a run without agents needs no server
+        from prefrl.rollout.gateway.server import Gateway
+
+        if self._gateway is None:
+            self._gateway = Gateway()
+        return AgentPlayer(task, seat, self.limits, self._gateway)
 
     def _note_failure(self, error: EnvironmentFailure) -> None:
         if self.limits.environment_error == "raise":
@@ -277,15 +297,19 @@ class EpisodesPending:
     async def _play(self, number: int, sample: int, row: Mapping[str, Any], group: int, seed: int) -> None:
         """Play an episode, and note what became of it; on the loop, like all that follows."""
         home = Home()
+        open_requests: set[Future[Completion]] = set()  # an agent may ask several times at once
 
         async def sampled(token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
             answer = self._turns.ask(token_ids, max_tokens=max_tokens, seed=seed, home=home)
+            waiting = nullcontext() if open_requests else self._waiting()
             self._asked.add(answer)
+            open_requests.add(answer)
             try:
-                with self._waiting():
+                with waiting:
                     return await asyncio.wrap_future(answer)
             finally:
                 self._asked.discard(answer)
+                open_requests.discard(answer)
 
         try:
             with self._waiting():

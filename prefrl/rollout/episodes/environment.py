@@ -86,6 +86,24 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Agent:
+    """A program that acts by itself and asks the policy over a chat API. It stands where a class of environments does.
+
+    Args:
+        solve: Called for each episode with the columns of the dataset's row and a client, whose `base_url`, `api_key`
+            and `model` any library for agents takes. It may be async; otherwise, it runs on a thread of its own. It
+            returns a reward, rewards by name, or a result for the reward functions, which read it as `result`.
+    """
+
+    solve: Callable[[Mapping[str, Any], Any], Any]
+
+    @property
+    def name(self) -> str:
+        """What its rewards and metrics are called after."""
+        return str(getattr(self.solve, "__name__", type(self.solve).__name__))
+
+
+@dataclass(frozen=True)
 class EnvironmentKind:
     """A class of environments, and what the model can call in its episodes."""
 
@@ -99,6 +117,7 @@ class EnvironmentKind:
     is_one_of_several: bool = False  # chosen by the dataset's column `environment`
     has_reward: bool = False
     edits: bool = False  # it overrides `edit`
+    agent: Callable[[Mapping[str, Any], Any], Any] | None = None  # called with a row and a client; see `Agent`
     # Instances that no episode has had yet, each with the thread that made it: they may belong to that thread.
     unused: list[tuple[Any, Worker]] = field(default_factory=list)
 
@@ -132,6 +151,28 @@ def environment_kinds(
     return {name: _kind(name, make, functions, wheres[name]) for name, make in factories.items()}
 
 
+def with_agents(factory: Any, agent: Any) -> Any:
+    """The environments of a trainer, with its agents among them.
+
+    Args:
+        factory: The argument `environment_factory`.
+        agent: The argument `agent`: a function, or several by the value of the dataset's column `environment`.
+
+    Raises:
+        ConfigError: There are both, and not by the column.
+    """
+    if agent is None:
+        return factory
+    if not isinstance(agent, Mapping):
+        if factory is not None:
+            raise ConfigError(
+                "agent and environment_factory: each must be a mapping from values of the dataset's column environment"
+            )
+        return Agent(agent)
+    agents = {name: Agent(solve) for name, solve in agent.items()}
+    return agents if factory is None else {**factory, **agents}
+
+
 def _named(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Callable[..., Any]]:
     if tools is not None and not isinstance(tools, list | tuple):
         raise ConfigError(f"tools={tools!r}: must be a list of functions, such as [search]")
@@ -141,6 +182,11 @@ def _named(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Callable[...
 def _kind(
     name: str | None, make: Callable[[], Any], functions: Mapping[str, Callable[..., Any]], where: str
 ) -> EnvironmentKind:
+    if isinstance(make, Agent):
+        is_one = name is not None
+        return EnvironmentKind(
+            make.name, None, {}, frozenset(), {}, is_one_of_several=is_one, has_reward=True, agent=make.solve
+        )
     if not callable(make):
         raise ConfigError(f"{where}={make!r}: must be a class, or a function that returns a new environment")
     worker = Worker()

@@ -13,12 +13,12 @@ from typing import Any
 from prefrl.data.chat import ChatTemplate, encode
 from prefrl.data.encode import TruncationSide, kept
 from prefrl.data.formats import Message, read_messages
-from prefrl.data.next_turn import Answer, next_context, said_text
-from prefrl.data.tokenize import completion_text
+from prefrl.data.next_turn import Answer, next_context
 from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
 from prefrl.errors import DataError, EpisodeError, reason_of
 from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, EnvironmentKind, Observation, Seat
+from prefrl.rollout.turns import call_id, read_turn
 from prefrl.types import Completion, Episode, StopReason, Turn
 
 
@@ -40,10 +40,6 @@ class EpisodeLimits:
     max_concurrent_environments: int | None
 
 
-# How many ids of the prompt's end are decoded to see whether it opens the model's thinking.
-_PROMPT_END_IDS = 64
-
-
 class EnvironmentFailure(Exception):
     """The environment failed, so that the episode says nothing about the model."""
 
@@ -55,7 +51,8 @@ class Task:
     row: Mapping[str, Any]  # of the dataset, with `prompt` and `prompt_ids`
     template: ChatTemplate  # with the schemas of the tools
     reader: ToolCallReader | None  # None: there are no tools
-    seeds: Callable[[int], int]  # number of a turn -> its seed
+    # The seed of a turn: the ids that are sent, and how often they were sent before.
+    seed: Callable[[Sequence[int], int], int]
     environment_seed: int
     # Samples a completion of at most so many tokens: ids, tokens, seed.
     sample: Callable[[Sequence[int], int, int], Awaitable[Completion]]
@@ -72,6 +69,7 @@ class Played:
     num_calls: int = 0
     num_failed_calls: int = 0
     prompt: list[Message] = field(default_factory=list)  # with what `reset` added
+    result: Any = None  # of an agent, for the reward functions
 
 
 class Player:
@@ -135,8 +133,8 @@ class Player:
             room, at_limit = self._room(start, len(token_ids))
             if room < 1:
                 return at_limit
-            number = len(self.played.turns)
-            completion = await self._task.sample(token_ids, room, self._task.seeds(number))
+            seed = self._task.seed(token_ids, sum(turn.sent_ids == token_ids for turn in self.played.turns))
+            completion = await self._task.sample(token_ids, room, seed)
             parsed = self._note(Turn(token_ids, completion))
             if completion.finish_reason == "length":
                 return at_limit
@@ -155,7 +153,7 @@ class Player:
             if self._kind.is_full:
                 self.seat.environment.seed = self._task.environment_seed
             # The environment may change what it is given; the row is that of other episodes, too.
-            opening = await self._of_environment("reset", **copy.deepcopy(_columns(row, self._kind)))
+            opening = await self._of_environment("reset", **copy.deepcopy(columns_of(row, self._kind)))
         self.played.prompt = self._seen = _opened(messages, opening, self._kind.name)
         if opening is None:
             return list(row["prompt_ids"])
@@ -174,43 +172,16 @@ class Player:
 
     def _note(self, turn: Turn) -> ParsedTurn:
         """Read what the model said in a turn, and keep it."""
-        tokenizer, completion = self._task.template.tokenizer, turn.completion
-        if self._task.reader is None:
-            text: Any = completion_text(tokenizer, completion.token_ids, conversational=False)
-            parsed = ParsedTurn(text, ())
-        else:
-            text = tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False)
-            before = tokenizer.decode(turn.sent_ids[-_PROMPT_END_IDS:], clean_up_tokenization_spaces=False)
-            parsed = self._task.reader.read(text, prompt=before)
-        message = self._as_message(parsed, said_text(self._task.template, turn))
         self.played.turns.append(turn)
+        parsed, message = read_turn(self._task.template, self._task.reader, turn, self._call_id)
         self.played.turn_rewards.append(0.0)
         self.played.said.append(message)
         self._seen = [*self._seen, message]
         self._answers.append(Answer(message, turn))
         return parsed
 
-    def _as_message(self, parsed: ParsedTurn, text: str) -> Message:
-        """The message of a turn, of which `text` is all that was sampled before the token that ended it."""
-        if any(not call.name for call in parsed.calls):  # what could not be read stays text
-            return {"role": "assistant", "content": text}
-        message: Message = {"role": "assistant", "content": parsed.text}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": self._call_id(i),
-                    "function": {"name": c.name, "arguments": dict(c.arguments)},
-                }
-                for i, c in enumerate(parsed.calls)
-            ]
-        return message
-
     def _call_id(self, number: int) -> str:
-        """Nine letters and digits, as some templates demand, that no other call of the conversation has."""
-        return f"c{len(self.played.turns) % 10**4:04}{number % 10**4:04}"
+        return call_id(len(self.played.turns), number)
 
     async def _answer(self, parsed: ParsedTurn) -> tuple[list[Message], StopReason | None]:
         """The messages that follow a turn, or why there are none."""
@@ -356,8 +327,8 @@ class Player:
             raise EnvironmentFailure(f"{name}: {reason_of(error)}") from error
 
 
-def _columns(row: Mapping[str, Any], kind: EnvironmentKind) -> dict[str, Any]:
-    """What `reset` is given of a row of the dataset."""
+def columns_of(row: Mapping[str, Any], kind: EnvironmentKind) -> dict[str, Any]:
+    """What an environment or an agent is given of a row of the dataset."""
     hidden = {"prompt_ids"}
     if kind.is_one_of_several:
         hidden.add("environment")

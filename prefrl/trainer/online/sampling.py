@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from prefrl.types import Rollout
 
 Tools = list[Callable[..., Any]]
+# A function of a dataset row and a client, or several by the value of the dataset's column `environment`.
+Agents = Callable[[Mapping[str, Any], Any], Any] | Mapping[str, Callable[[Mapping[str, Any], Any], Any]]
 EnvironmentFactory = Callable[[], Any] | Mapping[str, Callable[[], Any]]
 
 
@@ -105,11 +107,12 @@ class Episodes:
             )
 
     @property
-    def rewards(self) -> dict[str, type] | None:
-        """Classes of environments that have rewards of their own, by name; None: there are no environments."""
+    def rewards(self) -> dict[str, Callable[..., Any]] | None:
+        """Classes of environments that have rewards of their own, and agents, by name; None: there are none."""
         if not self.has_environments:
             return None
-        return {kind.name: kind.cls for kind in self.kinds.values() if kind.has_reward and kind.cls is not None}
+        code = {kind.name: kind.cls or kind.agent for kind in self.kinds.values() if kind.has_reward}
+        return {name: one for name, one in code.items() if one is not None}
 
     @property
     def schemas(self) -> dict[str | None, list[Schema]] | None:
@@ -121,7 +124,8 @@ class Episodes:
         """A hash of each tool and each class of environments, by name."""
         tools = {name: tool for kind in self.kinds.values() for name, tool in kind.tools.items()}
         code: dict[str, Callable[..., Any]] = {**tools}
-        code |= {kind.name: kind.cls for kind in self.kinds.values() if kind.cls is not None}
+        own = {kind.name: kind.cls or kind.agent for kind in self.kinds.values()}
+        code |= {name: one for name, one in own.items() if one is not None}
         hashes = {name: reward_fingerprint(one) for name, one in code.items()}
         for kind in self.kinds.values():  # what a class is always made with
             if isinstance(kind.make, partial) and kind.make.keywords:
@@ -255,7 +259,7 @@ class OnlineArguments(TypedDict, total=False):
 def reward_runner(
     args: PolicyGradientConfig,
     sources: RewardSources,
-    environments: Mapping[str, type] | None,
+    environments: Mapping[str, Callable[..., Any]] | None,
     *,
     processors: ProcessingClass | list[ProcessingClass | None] | None = None,
     of_evaluations: bool = False,
@@ -289,7 +293,7 @@ def reward_runner(
 
 
 def evaluation_rewards(
-    args: PolicyGradientConfig, sources: RewardSources | None, environments: Mapping[str, type] | None
+    args: PolicyGradientConfig, sources: RewardSources | None, environments: Mapping[str, Callable[..., Any]] | None
 ) -> RewardRunner | None:
     """The rewards that evaluations have instead of those of training; None: they have the same.
 

@@ -15,6 +15,7 @@ from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, RolloutSampler, joined
+from prefrl.rollout.episodes.environment import with_agents
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.selection import visit_order
 from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.learner import Learned, Learner
-    from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
+    from prefrl.trainer.online.sampling import Agents, EnvironmentFactory, Tools
 
 # The checkpoint file of adaptive coefficients and running moments.
 _STATE_FILE = "learning_state.json"
@@ -102,6 +103,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             dataset's column `environment`.
         compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
         eval_reward_funcs: Rewards of evaluations instead of `reward_funcs`. Evaluations then have no loss.
+        agent: A program that asks the policy over a chat API, see `Agent`, or several by the column `environment`.
 
     Raises:
         ConfigError: The options cannot be combined.
@@ -133,12 +135,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
         environment_factory: EnvironmentFactory | None = None,
         compute_metrics: ComputeMetrics | None = None,
         eval_reward_funcs: RewardSources | None = None,
+        agent: Agents | None = None,
     ) -> None:
         check_arguments(type(self), {"rollout_func": rollout_func, "eval_reward_funcs": eval_reward_funcs})
         shared: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         shared |= {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
         shared |= {"quantization_config": quantization_config, "peft_config": peft_config}
         shared |= {"compute_metrics": compute_metrics}
+        environment_factory = with_agents(environment_factory, agent)
         if reward_funcs is None and environment_factory is not None:
             reward_funcs = []  # the environments give them
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})

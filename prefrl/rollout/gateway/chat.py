@@ -1,0 +1,135 @@
+"""The wire format of OpenAI's `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from prefrl.data.formats import REASONING_FIELDS, Message
+from prefrl.rollout.gateway.formats import (
+    Asked,
+    Body,
+    Event,
+    Reply,
+    RequestError,
+    WireFormat,
+    arguments_of,
+    call_message,
+    given,
+    limit_of,
+    needed,
+    schema,
+    stops_of,
+    text_of,
+    tool_message,
+)
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed")
+_REFUSED = ("functions", "function_call", "audio", "prediction", "web_search_options")
+
+
+def _read(body: Body) -> Asked:
+    _check(body)
+    messages: list[Message] = []
+    for number, message in enumerate(needed(body.get("messages"), list, "messages")):
+        messages.append(_message(message, messages, f"messages[{number}]"))
+    tools = []
+    for number, tool in enumerate(body.get("tools") or ()):
+        function = needed(tool.get("function"), dict, f"tools[{number}].function")
+        tools.append(schema(function.get("name"), function.get("description"), function.get("parameters")))
+    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    sampling = given(body, _SAMPLING)
+    if body.get("tool_choice") == "none":
+        tools = []
+    elif body.get("tool_choice") not in (None, "auto"):
+        sampling["tool_choice"] = body["tool_choice"]
+    return Asked(messages, tools, limit_of(limit, "max_tokens"), stops_of(body.get("stop"), "stop"), sampling)
+
+
+def _check(body: Body) -> None:
+    if body.get("n") not in (None, 1):
+        raise RequestError(f"n={body['n']!r}: must be 1. Send one request for each answer")
+    for name in _REFUSED:
+        if body.get(name):
+            raise RequestError(f"{name} is not supported: use messages and tools")
+    kind = (body.get("response_format") or {}).get("type", "text")
+    if kind != "text":
+        raise RequestError(f"response_format.type={kind!r}: must be 'text', because answers are sampled freely")
+    if body.get("logprobs") or body.get("top_logprobs"):
+        raise RequestError("logprobs are not returned: leave logprobs and top_logprobs out")
+
+
+def _message(message: Any, earlier: list[Message], where: str) -> Message:
+    role = needed(message, dict, where).get("role")
+    content = text_of(message.get("content"), f"{where}.content")
+    if role == "tool":
+        return tool_message(message.get("tool_call_id"), content, earlier)
+    found: Message = {"role": "system" if role == "developer" else role, "content": content}
+    if found["role"] not in ("system", "user", "assistant"):
+        raise RequestError(f"{where}.role={role!r}: must be system, developer, user, assistant or tool")
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+    if reasoning is not None:
+        found["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        found["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(message["tool_calls"])
+        ]
+    return found
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = needed(needed(call, dict, where).get("function"), dict, f"{where}.function")
+    arguments = arguments_of(function.get("arguments"), f"{where}.function.arguments")
+    return call_message(call.get("id"), function.get("name"), arguments)
+
+
+def _write(reply: Reply, body: Body) -> dict[str, Any]:
+    choice = {"index": 0, "message": _answer(reply), "finish_reason": _finish(reply), "logprobs": None}
+    return {**_base(reply, body, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+
+def _events(reply: Reply, body: Body) -> Iterator[Event]:
+    chunk = _base(reply, body, "chat.completion.chunk")
+    delta = _answer(reply)
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+    yield None, {**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    yield None, {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(reply)}]}
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield None, {**chunk, "choices": [], "usage": _usage(reply)}
+    yield None, "[DONE]"
+
+
+def _base(reply: Reply, body: Body, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": _model(body)}
+
+
+def _model(body: Body) -> str:
+    return str(body.get("model") or "policy")
+
+
+def _answer(reply: Reply) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in reply.calls
+    ]
+    answer = {**reply.message, "content": reply.message["content"] or (None if calls else "")}
+    return {**answer, "tool_calls": calls} if calls else answer
+
+
+def _finish(reply: Reply) -> str:
+    return "length" if reply.ending == "length" else "tool_calls" if reply.calls else "stop"
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    total = reply.num_sent + reply.num_sampled
+    return {"prompt_tokens": reply.num_sent, "completion_tokens": reply.num_sampled, "total_tokens": total}
+
+
+def _error(error: RequestError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+CHAT = WireFormat(_read, _write, _events, _error)

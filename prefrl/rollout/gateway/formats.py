@@ -1,0 +1,167 @@
+"""What the wire formats of chat APIs have in common: what a client asks for, what it is answered, and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from prefrl.data.formats import Message
+from prefrl.data.tools import Schema
+
+Body = Mapping[str, Any]
+# The name of a streamed event, or None, and its data; a text is sent as it is.
+Event = tuple[str | None, "dict[str, Any] | str"]
+Ending = Literal["stop", "stop_string", "length"]
+
+
+class RequestError(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        message: What is wrong and what is allowed.
+        status: Of HTTP.
+        code: For programs, where a format has one.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for a turn, in the terms of chat templates."""
+
+    messages: list[Message]
+    tools: list[Schema] = field(default_factory=list)
+    max_tokens: int | None = None  # None: as many as fit
+    stop: tuple[str, ...] = ()  # texts at which the answer ends
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # options that would change the distribution
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A turn as a client sees it."""
+
+    id: str  # unique among the replies of a session
+    message: Message
+    ending: Ending
+    stop_string: str | None  # that ended it
+    num_sent: int  # tokens
+    num_sampled: int  # tokens
+    created: int  # seconds since 1970
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The tool calls of the message."""
+        return list(self.message.get("tool_calls") or ())
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """A chat API: how its requests are read and answered. All functions are pure."""
+
+    read: Callable[[Body], Asked]  # raises RequestError
+    write: Callable[[Reply, Body], dict[str, Any]]
+    events: Callable[[Reply, Body], Iterator[Event]]  # of a streamed answer
+    error: Callable[[RequestError], dict[str, Any]]
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content: a text, or parts of type text.
+
+    Raises:
+        RequestError: There is a part of another type.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [{"text": part} if isinstance(part, str) else part for part in needed(content, list, where)]
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(f"{where}[{number}] is of type {kind!r}: only text can be shown to the model")
+    return "".join(part["text"] for part in parts)
+
+
+def arguments_of(text: Any, where: str) -> dict[str, Any]:
+    """The arguments of a tool call that a client sends back as JSON text.
+
+    Raises:
+        RequestError: It is no JSON object.
+    """
+    try:
+        arguments = json.loads(text or "{}") if isinstance(text, str | None) else text
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}={text!r:.200}: must be a JSON object")
+    return arguments
+
+
+def call_message(call_id: Any, name: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call inside a message."""
+    return {"type": "function", "id": str(call_id), "function": {"name": str(name), "arguments": dict(arguments)}}
+
+
+def tool_message(call_id: Any, content: str, earlier: Sequence[Message]) -> Message:
+    """The result of a tool, with the name of the tool that the call of this id has."""
+    calls = [call for message in earlier for call in message.get("tool_calls") or ()]
+    name = next((call["function"]["name"] for call in reversed(calls) if call["id"] == call_id), None)
+    message: Message = {"role": "tool"} if name is None else {"role": "tool", "name": name}
+    return {**message, "content": content, "tool_call_id": str(call_id)}
+
+
+def schema(name: Any, description: Any, parameters: Any) -> Schema:
+    """A tool as chat templates read it."""
+    function: dict[str, Any] = {"name": str(name)}
+    if description is not None:
+        function["description"] = str(description)
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def needed(value: Any, kind: type, where: str) -> Any:
+    """The value.
+
+    Raises:
+        RequestError: It is of another type.
+    """
+    if not isinstance(value, kind):
+        raise RequestError(f"{where}={value!r:.200}: must be a JSON {_JSON_NAMES[kind]}")
+    return value
+
+
+_JSON_NAMES = {list: "array", dict: "object", str: "string", int: "number"}
+
+
+def limit_of(value: Any, where: str) -> int | None:
+    """A number of tokens, or None.
+
+    Raises:
+        RequestError: It is no positive integer.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(f"{where}={value!r}: must be a positive integer")
+    return value
+
+
+def stops_of(value: Any, where: str) -> tuple[str, ...]:
+    """Texts at which an answer ends.
+
+    Raises:
+        RequestError: It is neither a text nor a list of texts.
+    """
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise RequestError(f"{where}={value!r:.200}: must be a string or an array of strings")
+    return tuple(one for one in found if one)
+
+
+def given(body: Body, names: Sequence[str]) -> dict[str, Any]:
+    """The options of these names that a request sets."""
+    return {name: body[name] for name in names if body.get(name) is not None}

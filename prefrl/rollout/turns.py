@@ -1,0 +1,55 @@
+"""What the model said in one turn of a conversation, as a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefrl.data.chat import ChatTemplate
+from prefrl.data.formats import Message
+from prefrl.data.next_turn import said_text
+from prefrl.data.tokenize import completion_text
+from prefrl.data.tool_calls import ParsedTurn, ToolCallReader
+from prefrl.types import Turn
+
+# How many ids of the prompt's end are decoded to see whether it opens the model's thinking.
+_PROMPT_END_IDS = 64
+
+
+def read_turn(
+    template: ChatTemplate, reader: ToolCallReader | None, turn: Turn, call_id: Callable[[int], str]
+) -> tuple[ParsedTurn, Message]:
+    """What the model said in a turn: read, and as a message.
+
+    Args:
+        template: The conversation's.
+        reader: Reads calls; None: there are no tools.
+        turn: What was sent and sampled.
+        call_id: The id of each call, by its number in the turn.
+    """
+    tokenizer, completion = template.tokenizer, turn.completion
+    if reader is None:
+        parsed = ParsedTurn(str(completion_text(tokenizer, completion.token_ids, conversational=False)), ())
+    else:
+        text = tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False)
+        before = tokenizer.decode(turn.sent_ids[-_PROMPT_END_IDS:], clean_up_tokenization_spaces=False)
+        parsed = reader.read(text, prompt=before)
+    if any(not call.name for call in parsed.calls):  # what could not be read stays text
+        return parsed, {"role": "assistant", "content": said_text(template, turn)}
+    message: Message = {"role": "assistant", "content": parsed.text}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call_id(number),
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for number, call in enumerate(parsed.calls)
+        ]
+    return parsed, message
+
+
+def call_id(turn: int, number: int) -> str:
+    """Nine letters and digits, as some templates demand, that no other call of the conversation has."""
+    return f"c{turn % 10**4:04}{number % 10**4:04}"
