@@ -107,7 +107,7 @@ class Played:
             self.row,
             self.template,
             reader,
-            seeds=lambda turn: 100 + turn,
+            seed=lambda *_: 100 + len(self.sent),
             environment_seed=7,
             sample=self._sample,
             context_limit=context_limit,
