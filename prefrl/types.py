@@ -66,6 +66,14 @@ class Episode:
     reward: float | None = None  # of the environment, with those of the turns; None: it has none
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of `reward` that have names
     environment: Any = None  # until the rollout is scored
+    result: Any = None  # that an agent returned for the rewards
+    num_sampled: int = 0  # tokens that were sampled for it
+    # Of these, tokens that stand in none of its turns: of tries that failed, and of answers that came after its end.
+    num_dropped: int = 0
+    # Of an agent, for each turn: its messages, since `Rollout.text` has those of one conversation only; and the number
+    # of the turn that it goes on from, -1 if it begins a conversation.
+    said: list[Any] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -67,6 +67,16 @@ class _Seam:
     end: Span  # characters of `after` that stand for the token that ended the completion; empty if there is none
 
 
+def first_context(template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
+    """The ids to send for a conversation without an answer of the policy.
+
+    Raises:
+        DataError: The template refuses or drops a message.
+    """
+    text = template.render(_accepted(template, messages, 0), add_generation_prompt=True)
+    return encode(text, [], template.tokenizer).token_ids
+
+
 def next_context(
     template: ChatTemplate,
     messages: Sequence[Message],

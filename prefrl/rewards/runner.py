@@ -79,7 +79,7 @@ _MOST_FAILURES = 10
 
 # What rewards get besides the columns of the dataset.
 _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-_ENVIRONMENTS = "environments"
+_ENVIRONMENTS, _RESULT = "environments", "result"
 # Columns that rewards get under another name, or not at all.
 _HIDDEN = ("prompt", "prompt_ids", "unexpanded_ids")
 
@@ -119,8 +119,9 @@ class RewardRunner:
         processing_classes: Tokenizers of reward models, or processors of those that read images: one for all of them,
             or K entries with None for functions and for models that bring their own.
         columns: Columns of the dataset, if they are already known.
-        environments: Classes of environments that have rewards of their own, by name. Each is one more reward, of
-            weight 1, after the others. None means there are no environments, so rewards cannot ask for them.
+        environments: Classes of environments that have rewards of their own, and functions of agents, by name. Each is
+            one more reward, of weight 1, after the others. None means there are none, so rewards cannot ask for them.
+            With agents, rewards get what each has returned as `result`.
         device: Device for reward models. By default, they stay where they are.
         model_init_kwargs: See `ModelReward`. They are used for models given by name or folder.
         model_kwargs: Other arguments of `ModelReward`, for models that are not given as its instances.
@@ -150,7 +151,9 @@ class RewardRunner:
         self._warn, self._told_of_columns = warn, False
         sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
-        self._standard = _STANDARD if environments is None else (*_STANDARD, _ENVIRONMENTS)
+        has_agents = not all(map(inspect.isclass, self._environments.values()))
+        self._of_episodes = () if environments is None else (_ENVIRONMENTS, *([_RESULT] * has_agents))
+        self._standard = (*_STANDARD, *self._of_episodes)
         if isinstance(reward_funcs, Mapping) and any(map(is_number, reward_funcs.values())):
             weights = _given_weights(reward_funcs, weights)
             reward_funcs = cast("list[RewardSource]", [*reward_funcs])
@@ -194,13 +197,13 @@ class RewardRunner:
     def _make_pool(self, num_workers: int, *, is_needed: bool) -> RewardPool | None:
         from prefrl.rewards.pool import RewardPool, can_be_sent  # few runs have one
 
-        reads_environments = _ENVIRONMENTS in self._standard
+        of_episodes = set(self._of_episodes)  # they need not be sent to other processes
         functions = {
             reward.name: (reward.function, reward.accepted)
             for reward in self._rewards
             if not reward.is_async
             and not isinstance(reward.function, ModelReward)
-            and not (reads_environments and (reward.accepted is None or _ENVIRONMENTS in reward.accepted))
+            and not (of_episodes and (reward.accepted is None or of_episodes & set(reward.accepted)))
             and not (isinstance(reward.function, Grader) and not can_be_sent(reward.function))
         }
         if not functions and not is_needed:
@@ -301,8 +304,10 @@ class RewardRunner:
                 calls.append(Call(reward.name, self._pool.score, pooled, is_async=False))
                 continue
             available |= {"trainer_state": trainer_state, "log_metric": log.metric, "log_extra": log.extra}
-            if _ENVIRONMENTS in self._standard:
+            if _ENVIRONMENTS in self._of_episodes:
                 available[_ENVIRONMENTS] = [episode.environment for episode in episodes or ()]
+            if _RESULT in self._of_episodes:
+                available[_RESULT] = [episode.result for episode in episodes or ()]
             accepted = reward.accepted
             arguments = {name: v for name, v in available.items() if accepted is None or name in accepted}
             calls.append(Call(reward.name, reward.function, arguments, reward.is_async))

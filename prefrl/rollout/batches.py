@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from prefrl.data.collate import batch_of, flat_batch, parts_of_batch
 from prefrl.errors import DataError
-from prefrl.metrics import Mean, Metric, from_json, merge, to_json
+from prefrl.metrics import Mean, Metric, Sum, from_json, merge, to_json
 from prefrl.types import Completion, Images, Rollout, SampledBatch, TokenBatch, Turn
 
 if TYPE_CHECKING:
@@ -109,18 +109,34 @@ def _add_images(rollouts: Sequence[Rollout], reader: ImageReader) -> None:
             rollout.images = found[rollout.group]
 
 
-def token_counts(rollouts: Sequence[Rollout], batch: SampledBatch) -> dict[str, Metric]:
-    """Tokens of an episode in a forward pass: if each response were computed alone, and with what they share once.
+def token_counts(rollouts: Sequence[Rollout], batch: SampledBatch, *, num_trained: int) -> dict[str, Metric]:
+    """What became of the tokens of episodes.
+
+    `episodes/mean_tokens` and `episodes/mean_forward_tokens` are those of an episode in a forward pass: if each
+    response were computed alone, and with what they share once. Sums over all episodes: `episodes/tokens_sampled`,
+    which is `episodes/tokens_trained` + `episodes/tokens_masked` (they stand in a row, but have no loss) +
+    `episodes/tokens_dropped` (they stand in no row: the environment failed, an answer came after the end).
 
     Args:
         rollouts: B rollouts. Without episodes there is nothing to count.
         batch: Their rows.
+        num_trained: Tokens of these rows that have a loss.
     """
     if not any(rollout.episode is not None for rollout in rollouts):
         return {}
     alone = batch.num_tokens + sum(batch.context_lengths)
     counts = {"tokens": alone, "forward_tokens": batch.num_forward_tokens}
-    return {f"episodes/mean_{name}": Mean(count, len(rollouts)) for name, count in counts.items()}
+    means: dict[str, Metric] = {f"episodes/mean_{name}": Mean(count, len(rollouts)) for name, count in counts.items()}
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    # Of the rows that are learned from; an environment that failed has dropped its tokens.
+    in_rows = sum(len(rollout.sampled_ids) for rollout in rollouts if not rollout.has_failed)
+    sums = {
+        "sampled": sum(episode.num_sampled for episode in episodes),
+        "trained": num_trained,
+        "masked": in_rows - num_trained,
+        "dropped": sum(episode.num_dropped for episode in episodes),
+    }
+    return means | {f"episodes/tokens_{name}": Sum(count) for name, count in sums.items()}
 
 
 def turn_index(rollouts: Sequence[Rollout]) -> torch.Tensor:

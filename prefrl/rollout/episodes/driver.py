@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,7 @@ from prefrl.rollout.episodes.threads import MainThread, watched_loop
 from prefrl.types import Completion, Episode, Rollout, Turn
 
 if TYPE_CHECKING:
-    from prefrl.rollout.episodes.agent import AgentPlayer
-    from prefrl.rollout.gateway.server import Gateway
+    from prefrl.rollout.episodes.agent import AgentPlayer, Agents
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class EpisodeSampler:
         # Held by each episode that is played.
         self.places = asyncio.Semaphore(sys.maxsize if count is None else count)
         self._has_warned = False
-        self._gateway: Gateway | None = None  # if there are agents
+        self._agents: Agents | None = None  # None: there are none yet
 
     def start(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]
@@ -124,15 +123,18 @@ class EpisodeSampler:
             self._loop.submit(self._close()).result(self.limits.tool_timeout + 1)
 
     async def _close(self) -> None:
-        if self._gateway is not None:
-            await self._gateway.close()
+        if self._agents is not None:
+            await self._agents.gateway.close()
         await self._seats.close()
 
-    async def played(self, row: Mapping[str, Any], group: int, seed: int, sample: Sample) -> Rollout:
+    async def played(
+        self, row: Mapping[str, Any], group: int, seed: int, sample: Sample, sampling: SamplingParams
+    ) -> Rollout:
         """The rollout of one episode, begun again if its environment fails and the options say so."""
         num_tries = _MAX_TRIES if self.limits.environment_error == "retry" else 1
+        num_dropped = 0
         for _ in range(num_tries):
-            player = self.player(row, seed, sample)
+            player = self.player(row, seed, sample, sampling)
             seat = player.seat
             try:
                 episode = await player.play()
@@ -141,18 +143,20 @@ class EpisodeSampler:
                 if not isinstance(error, EnvironmentFailure):
                     raise
                 self._note_failure(error)
+                num_dropped += player.played.num_dropped + _num_sampled(player.played.turns)
                 continue
             if seat.environment is None:
                 self._seats.give_back(seat)
             else:
                 self._in_use[id(seat.environment)] = seat
             played = player.played
-            if seat.kind.agent is not None:
-                row = {**row, "result": played.result}
+            episode.num_dropped = num_dropped + played.num_dropped
             return Rollout(played.turns, row, group, prompt=played.prompt, text=played.said, episode=episode)
-        return _failed(player.seat.kind.name, player.played, row, group)
+        return _failed(player.seat.kind.name, player.played, row, group, num_dropped=num_dropped)
 
-    def player(self, row: Mapping[str, Any], seed: int, sample: Sample) -> Player | AgentPlayer:
+    def player(
+        self, row: Mapping[str, Any], seed: int, sample: Sample, sampling: SamplingParams | None = None
+    ) -> Player | AgentPlayer:
         """Who plays an episode, and where: called on the loop. Nobody else plays there until it is over."""
         own = of_environment(row, self._kinds)
         task = Task(
@@ -163,16 +167,16 @@ class EpisodeSampler:
             environment_seed=seed_of(seed, 0),
             sample=sample,
             context_limit=self._generator().context_limit,
+            sampling=sampling,
         )
         seat = self._seats.take(own.kind)
         if own.kind.agent is None:
             return Player(task, seat, self.limits)
-        from prefrl.rollout.episodes.agent import AgentPlayer  # a run without agents needs no server
-        from prefrl.rollout.gateway.server import Gateway
+        from prefrl.rollout.episodes.agent import AgentPlayer, Agents  # a run without agents needs no server
 
-        if self._gateway is None:
-            self._gateway = Gateway()
-        return AgentPlayer(task, seat, self.limits, self._gateway)
+        if self._agents is None:
+            self._agents = Agents()
+        return AgentPlayer(task, seat, self.limits, self._agents)
 
     def _note_failure(self, error: EnvironmentFailure) -> None:
         if self.limits.environment_error == "raise":
@@ -211,6 +215,7 @@ class EpisodesPending:
     ) -> None:
         self._episodes = episodes
         self._turns: TurnSampler = generator.turns(sampling)
+        self._sampling = sampling
         self._found: list[list[Rollout | None]] = [[None] * num_samples for _ in rows]
         self._ready: deque[tuple[int, list[Rollout]]] = deque()
         self._num_left = len(rows) * num_samples
@@ -281,7 +286,7 @@ class EpisodesPending:
         return self._num_busy == 0 and not any(answer.done() for answer in tuple(self._asked))
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """An episode waits for something that is not its own."""
         self._num_busy -= 1
         self._turns.notify()  # the sampler may have asked `is_waiting` just before
@@ -296,28 +301,18 @@ class EpisodesPending:
 
     async def _play(self, number: int, sample: int, row: Mapping[str, Any], group: int, seed: int) -> None:
         """Play an episode, and note what became of it; on the loop, like all that follows."""
-        home = Home()
-        open_requests: set[Future[Completion]] = set()  # an agent may ask several times at once
-
-        async def sampled(token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
-            answer = self._turns.ask(token_ids, max_tokens=max_tokens, seed=seed, home=home)
-            waiting = nullcontext() if open_requests else self._waiting()
-            self._asked.add(answer)
-            open_requests.add(answer)
-            try:
-                with waiting:
-                    return await asyncio.wrap_future(answer)
-            finally:
-                self._asked.discard(answer)
-                open_requests.discard(answer)
-
+        requests = _Requests(self, self._turns, self._asked)
         try:
-            with self._waiting():
+            with self.waiting():
                 await self._episodes.places.acquire()
             try:
-                rollout = await self._episodes.played(row, group, seed, sampled)
+                rollout = await self._episodes.played(row, group, seed, requests.sampled, self._sampling)
             finally:
                 self._episodes.places.release()
+            num_late = await requests.num_late()
+            if rollout.episode is not None:
+                rollout.episode.num_sampled = requests.num_sampled
+                rollout.episode.num_dropped += num_late
             self._note(number, sample, rollout)
         except Exception as error:
             self._fail(error)
@@ -339,13 +334,64 @@ class EpisodesPending:
         self._num_left -= 1
 
 
-def _failed(kind: str, played: Played, row: Mapping[str, Any], group: int) -> Rollout:
+class _Requests:
+    """The requests of one episode to the sampler, and how many tokens came of them.
+
+    Args:
+        pending: Of all episodes.
+        turns: The sampler.
+        asked: The requests of all episodes that wait.
+    """
+
+    def __init__(self, pending: EpisodesPending, turns: TurnSampler, asked: set[Future[Completion]]) -> None:
+        self._pending, self._turns, self._asked = pending, turns, asked
+        self._home = Home()
+        self._waiting = ExitStack()  # while there are requests: an agent may ask several times at once
+        self._num_open = 0
+        self._given_up: list[Future[Completion]] = []  # whose answer is there all the same, or will be
+        self.num_sampled = 0  # tokens
+
+    async def sampled(self, token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
+        """A completion."""
+        answer = self._turns.ask(token_ids, max_tokens=max_tokens, seed=seed, home=self._home)
+        self._asked.add(answer)
+        if not self._num_open:
+            self._waiting.enter_context(self._pending.waiting())
+        self._num_open += 1
+        try:
+            completion = await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            if not answer.cancel():
+                self._given_up.append(answer)
+            raise
+        finally:
+            self._asked.discard(answer)
+            self._num_open -= 1
+            if not self._num_open:
+                self._waiting.close()
+        self.num_sampled += len(completion.token_ids)
+        return completion
+
+    async def num_late(self) -> int:
+        """The tokens of answers that came after they were given up; waits for those that are being sampled."""
+        with self._pending.waiting():
+            late = [await asyncio.wrap_future(answer) for answer in self._given_up]
+        count = sum(len(completion.token_ids) for completion in late)
+        self.num_sampled += count
+        return count
+
+
+def _num_sampled(turns: Sequence[Turn]) -> int:
+    return sum(len(turn.completion.token_ids) for turn in turns)
+
+
+def _failed(kind: str, played: Played, row: Mapping[str, Any], group: int, *, num_dropped: int) -> Rollout:
     """The rollout of an environment that failed: it has no reward, and none of its tokens is trained on."""
     turns = [Turn(turn.sent_ids, _untrained(turn.completion)) for turn in played.turns]
     if not turns:
         ids = list(row["prompt_ids"])
         turns = [Turn(ids, Completion(ids[-1:], "abort", [0.0], [False], [0]))]
-    episode = Episode(kind, "environment_error", played.turn_rewards or [0.0])
+    episode = Episode(kind, "environment_error", played.turn_rewards or [0.0], num_dropped=num_dropped)
     return Rollout(turns, row, group, prompt=played.prompt or row["prompt"], text=played.said, episode=episode)
 
 

@@ -14,8 +14,9 @@ from prefrl.data.chat import ChatTemplate, encode
 from prefrl.data.encode import TruncationSide, kept
 from prefrl.data.formats import Message, read_messages
 from prefrl.data.next_turn import Answer, next_context
-from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader
+from prefrl.data.tool_calls import ParsedTurn, ToolCall, ToolCallReader, ToolParser
 from prefrl.errors import DataError, EpisodeError, reason_of
+from prefrl.generation.base import SamplingParams
 from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, EnvironmentKind, Observation, Seat
 from prefrl.rollout.turns import call_id, read_turn
@@ -38,6 +39,7 @@ class EpisodeLimits:
     environment_error: EnvironmentErrorMode
     reasoning_in_history: ReasoningInHistory
     max_concurrent_environments: int | None
+    tool_parser: ToolParser | None = None  # of agents, whose requests bring their own tools
 
 
 class EnvironmentFailure(Exception):
@@ -57,6 +59,7 @@ class Task:
     # Samples a completion of at most so many tokens: ids, tokens, seed.
     sample: Callable[[Sequence[int], int, int], Awaitable[Completion]]
     context_limit: int | None  # tokens of a prompt and its completion; None: no limit
+    sampling: SamplingParams | None = None  # how turns are sampled, of which agents are told
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Played:
     num_calls: int = 0
     num_failed_calls: int = 0
     prompt: list[Message] = field(default_factory=list)  # with what `reset` added
-    result: Any = None  # of an agent, for the reward functions
+    num_dropped: int = 0  # tokens that were sampled, but stand in no turn
 
 
 class Player:

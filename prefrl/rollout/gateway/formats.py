@@ -31,6 +31,24 @@ class RequestError(Exception):
         self.code = code
 
 
+class ContextOverflow(RequestError):
+    """A conversation that leaves no room for an answer. Its text is OpenAI's, from which frameworks know it.
+
+    Args:
+        num_tokens: Of the request.
+        limit: Tokens of a request and its answer.
+    """
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {num_tokens} "
+            "tokens. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request for a turn, in the terms of chat templates."""

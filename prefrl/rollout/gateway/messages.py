@@ -10,6 +10,7 @@ from prefrl.data.formats import Message
 from prefrl.rollout.gateway.formats import (
     Asked,
     Body,
+    ContextOverflow,
     Event,
     Reply,
     RequestError,
@@ -138,7 +139,10 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too
 
 def _error(error: RequestError) -> dict[str, Any]:
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    text = str(error)
+    if isinstance(error, ContextOverflow):  # as Anthropic words it
+        text = f"prompt is too long: {error.num_tokens} tokens > {error.limit - 1} maximum"
+    return {"type": "error", "error": {"type": kind, "message": text}}
 
 
 MESSAGES = WireFormat(_read, _write, _events, _error)

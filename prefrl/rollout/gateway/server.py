@@ -9,9 +9,9 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from prefrl.errors import reason_of
+from prefrl.errors import EpisodeError, reason_of
 from prefrl.rollout.gateway.chat import CHAT
 from prefrl.rollout.gateway.formats import Event, RequestError, WireFormat
 from prefrl.rollout.gateway.messages import MESSAGES
@@ -42,6 +42,19 @@ class Client:
     root: str  # the URL without a path, as Anthropic's client takes it
     api_key: str  # of this episode
     model: str = MODEL
+    credit: Callable[[float], None] | None = field(default=None, repr=False, compare=False)
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the policy's last turn. The episode's is the sum of these and what the agent returns.
+
+        Args:
+            value: `turn_credit` says what it means for the turns before.
+        Raises:
+            EpisodeError: The policy has not answered yet, or the value is not finite.
+        """
+        if self.credit is None:
+            raise EpisodeError("client.reward: nothing is learned from this client's answers")
+        self.credit(value)
 
     @property
     def base_url(self) -> str:
@@ -126,7 +139,7 @@ class Gateway:
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[_hash(key)] = session
         try:
-            yield Client(self.url, key)
+            yield Client(self.url, key, credit=session.credit)
         finally:
             session.is_over = True
             del self._sessions[_hash(key)]

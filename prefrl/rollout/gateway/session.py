@@ -3,7 +3,7 @@
 What a client sends is compared with the messages of earlier turns. The longest common beginning says which turn it
 goes on from, and `next_context` which ids are sent. So edited histories, compaction, sub-agents and parallel requests
 need no case of their own: each turn is the ids that were sent and those that were sampled, and turns with common
-beginnings are one forest.
+beginnings are one forest. An answer is known again only if the client sends it as it was; another text is text.
 """
 
 from __future__ import annotations
@@ -12,24 +12,33 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
-from prefrl.data.chat import ChatTemplate, common_prefix_length, encode
+from prefrl.data.chat import ChatTemplate, common_prefix_length
 from prefrl.data.formats import Message
-from prefrl.data.next_turn import Answer, next_context, said_text
+from prefrl.data.next_turn import Answer, first_context, next_context, said_text
 from prefrl.data.tool_calls import ToolCallReader, ToolParser, tool_call_reader
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError, DataError, EpisodeError
+from prefrl.generation.base import SamplingParams
 from prefrl.options.types import ReasoningInHistory
-from prefrl.rollout.gateway.formats import Asked, Ending, Reply, RequestError
+from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, Reply, RequestError
 from prefrl.rollout.turns import call_id, read_turn
-from prefrl.types import Completion, Turn
+from prefrl.types import Completion, StopReason, Turn
 
 logger = logging.getLogger(__name__)
 
-OVERFLOW = "context_length_exceeded"
+
+@dataclass(frozen=True)
+class Shared:
+    """What the sessions of a run have in common, so that it is found or said once."""
+
+    readers: dict[str, ToolCallReader] = field(default_factory=dict)  # by template and tools
+    told: set[str] = field(default_factory=set)  # names of sampling options of clients that are not followed
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,9 @@ class Policy:
         context_limit: Tokens of a request and its answer; None: no limit.
         max_turns: Of a session; None: no limit.
         reasoning: What later turns see of the thinking in earlier ones.
-        sampling: Options of the sampler by their names in requests, for warnings.
+        sampling: How completions are sampled, whatever clients ask for; None: unknown.
         tool_parser: See `tool_call_reader`.
+        shared: With other sessions.
     """
 
     template: ChatTemplate
@@ -53,22 +63,84 @@ class Policy:
     context_limit: int | None
     max_turns: int | None = None
     reasoning: ReasoningInHistory = "template"
-    sampling: dict[str, Any] | None = None
+    sampling: SamplingParams | None = None
     tool_parser: ToolParser | None = None
+    shared: Shared = field(default_factory=Shared)
+
+    def reader(self, asked: Asked) -> ToolCallReader | None:
+        """Reads the calls of a request's tools; None: it has none.
+
+        Raises:
+            ConfigError: The chat template renders no calls, or no format fits.
+        """
+        if not asked.tools:
+            return None
+        readers, template = self.shared.readers, self.template
+        key = _digest([template.name, str(template.kwargs), asked.tools])
+        if key not in readers:
+            schemas = {tool["function"]["name"]: tool for tool in asked.tools}
+            own = replace(template, tools=asked.tools)
+            readers[key] = tool_call_reader(own, schemas, tool_parser=self.tool_parser)
+        return readers[key]
+
+    def overrule(self, asked: Mapping[str, Any]) -> None:
+        """Warn, once for each name in a run, of options of a request that ask for another distribution."""
+        own = {} if self.sampling is None else _sampling_options(self.sampling)
+        for name, value in asked.items():
+            same = own.get(name, ())
+            if name in self.shared.told or value in same:
+                continue
+            self.shared.told.add(name)
+            logger.warning(
+                "an agent asks for %s=%.200r, which is ignored: answers are sampled as the options of the run say%s, "
+                "since the loss is about what they are sampled from. This is said once for %s.",
+                name,
+                value,
+                f" ({name}={same[0]!r})" if same else "",
+                name,
+            )
+
+
+def _sampling_options(sampling: SamplingParams) -> dict[str, tuple[Any, ...]]:
+    """The options of requests, each with the values that mean how completions are sampled."""
+    return {
+        "temperature": (sampling.temperature,),
+        "top_p": (sampling.top_p,),
+        "top_k": (sampling.top_k,) if sampling.top_k else (None, 0, -1),
+        "min_p": (sampling.min_p,) if sampling.min_p else (None, 0),
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "logit_bias": ({},),
+        "tool_choice": ("auto",),
+    }
 
 
 @dataclass(frozen=True)
 class _Node:
     """A turn, and the conversation that it stands in."""
 
+    number: int  # of the turn
     seen: list[Message]  # what it saw, and its answer
     answers: list[Answer]  # of the conversation, in order; the last one is its own
-    start: int  # tokens of the conversation's first request
     tools: str  # of the request
+    root: int  # messages of the conversation's first request
+    start: int  # tokens of the conversation's first request
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request, and what it goes on from."""
+
+    asked: Asked
+    tools: str
+    node: _Node | None  # the turn whose answers it has; None: it has none
+    parent: _Node | None  # the turn of the conversation that it goes on; None: it begins one
+    template: ChatTemplate
+    reader: ToolCallReader | None
 
 
 class Session:
-    """What one agent asks, from its beginning to its end. It is only used on one event loop.
+    """What one agent asks, from its beginning to its end. It is only used on one event loop, but for `credit`.
 
     Args:
         policy: Answers.
@@ -79,120 +151,233 @@ class Session:
         self._policy = policy
         self._seed = seed
         self.turns: list[Turn] = []  # in the order in which they ended
-        self.said: list[list[Message]] = []  # the conversation of each turn, with its answer
-        self.num_calls = 0
+        self.conversations: list[list[Message]] = []  # that of each turn, with its answer
+        # For each turn: what is new in its conversation, its answer, and what the first turn that goes on from it saw.
+        self.said: list[list[Message]] = []
+        self.parents: list[int] = []  # the turn that each goes on from; -1: it begins a conversation
+        self.num_calls = self.num_failed_calls = 0
+        self.num_dropped = 0  # tokens that were sampled behind a stop string
         self.is_over = False
+        # The limit at which the last request was refused, and what it was told; None: it was answered.
+        self.refusal: tuple[StopReason, str] | None = None
+        self.failure: Exception | None = None  # of the sampler or a parser: no fault of the agent
+        self._credits: list[tuple[int, float]] = []  # turn, reward
         self._nodes: list[_Node] = []
         self._sent: list[list[int]] = []  # the ids of every request
-        self._replies: dict[str, asyncio.Future[Reply]] = {}  # by request
-        self._readers: dict[str, ToolCallReader] = {}  # by tools
+        self._open: set[asyncio.Future[Reply]] = set()
+        self._last: dict[str, asyncio.Future[Reply]] = {}  # the last answer to each request
+        self._unheard: dict[str, list[asyncio.Future[Reply]]] = {}  # those whose clients hung up, by request
+        self._heard: set[asyncio.Future[Reply]] = set()
+
+    def credit(self, reward: float) -> None:
+        """Add to the reward of the last turn. May be called from any thread.
+
+        Raises:
+            EpisodeError: There is no turn yet, or the reward is not a finite number.
+        """
+        if not self.turns:
+            raise EpisodeError("client.reward: the policy has not answered yet, so there is no turn to credit")
+        if not math.isfinite(reward):
+            raise EpisodeError(f"client.reward({reward}): must be a finite number")
+        self._credits.append((len(self.turns) - 1, float(reward)))
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """The sum of `credit` for each turn."""
+        rewards = [0.0] * len(self.turns)
+        for turn, reward in self._credits:
+            rewards[turn] += reward
+        return rewards
 
     async def answer(self, asked: Asked, *, is_retry: bool = False) -> Reply:
-        """The answer to a request; that of the same request before, if the client only asks again.
+        """The answer to a request.
+
+        If the client says that it asks again, or hung up before it was answered and asks the same again, this is the
+        answer to the request before, also while that is still sampled.
 
         Raises:
             RequestError: It cannot be answered.
         """
         key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop])
-        known = self._replies.get(key)
-        if is_retry and known is not None and not (known.done() and (known.cancelled() or known.exception())):
-            return await asyncio.shield(known)
-        work = self._replies[key] = asyncio.ensure_future(self._answer(asked))
-        # A client that hangs up does not undo what is sampled: it may ask again.
-        return await asyncio.shield(work)
+        work = self._earlier(key, is_retry)
+        if work is None:
+            work = self._last[key] = asyncio.ensure_future(self._answer(asked))
+            self._open.add(work)
+            work.add_done_callback(self._ended)
+        try:
+            reply = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise _over() from None
+            self._unheard.setdefault(key, []).append(work)
+            raise
+        self._heard.add(work)
+        return reply
+
+    async def close(self) -> None:
+        """End the session: requests that are not answered yet never are."""
+        self.is_over = True
+        for work in tuple(self._open):
+            work.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _earlier(self, key: str, is_retry: bool) -> asyncio.Future[Reply] | None:
+        """The answer, or what will be one, that a request asks for again; None: it asks for a new one."""
+        unheard = [work for work in self._unheard.pop(key, []) if work not in self._heard]
+        again = [self._last[key]] if is_retry and key in self._last else []
+        for work in (*unheard, *again):
+            if not work.done() or not (work.cancelled() or work.exception()):
+                self._unheard[key] = [one for one in unheard if one is not work]
+                return work
+        return None
+
+    def _ended(self, work: asyncio.Future[Reply]) -> None:
+        self._open.discard(work)
+        error = None if work.cancelled() else work.exception()
+        if isinstance(error, Exception) and not isinstance(error, RequestError):
+            self.failure = self.failure or error
 
     async def _answer(self, asked: Asked) -> Reply:
-        policy = self._policy
         if self.is_over:
-            raise RequestError("the episode of this key is over", status=410)
-        if policy.max_turns is not None and len(self._sent) >= policy.max_turns:
-            raise RequestError(f"this episode may have at most {policy.max_turns} turns (max_turns)", status=429)
-        if not asked.messages or asked.messages[-1]["role"] == "assistant":
-            raise RequestError("messages: the last one must not be of the assistant, or there is nothing to answer")
-        tools = json.dumps(asked.tools, sort_keys=True)
-        template = replace(policy.template, tools=asked.tools or None)
+            raise _over()
+        policy = self._policy
+        self._check(asked)
+        policy.overrule(asked.sampling)
         try:
-            reader = self._reader(template, asked, tools)
-            node = self._continued(asked.messages, tools)
-            token_ids = self._context(template, asked.messages, node)
+            request = self._request(asked)
+            token_ids = self._context(request)
         except (ConfigError, DataError) as error:
             raise RequestError(str(error)) from error
-        start = len(token_ids) if node is None else node.start
+        start = len(token_ids) if request.parent is None else request.parent.start
+        room = self._room(start, token_ids)
+        self.refusal = None
         number = sum(ids == token_ids for ids in self._sent)
         self._sent.append(token_ids)
-        completion = await policy.sample(token_ids, self._room(start, token_ids, asked), self._seed(token_ids, number))
-        return self._note(template, reader, asked, Turn(token_ids, completion), node, start, tools)
+        limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
+        completion = await policy.sample(token_ids, limit, self._seed(token_ids, number))
+        return self._note(request, Turn(token_ids, completion), start)
 
-    def _reader(self, template: ChatTemplate, asked: Asked, tools: str) -> ToolCallReader | None:
-        if not asked.tools:
-            return None
-        if tools not in self._readers:
-            schemas = {tool["function"]["name"]: tool for tool in asked.tools}
-            self._readers[tools] = tool_call_reader(template, schemas, tool_parser=self._policy.tool_parser)
-        return self._readers[tools]
+    def _check(self, asked: Asked) -> None:
+        """Refuse what cannot be answered.
 
-    def _continued(self, messages: list[Message], tools: str) -> _Node | None:
-        """The turn that a request goes on from; None: it begins a conversation."""
-        lengths = [common_prefix_length(messages, node.seen) if node.tools == tools else 0 for node in self._nodes]
-        longest = max(lengths, default=0)
-        if not longest:
-            return None
-        node = self._nodes[len(lengths) - 1 - lengths[::-1].index(longest)]
-        return node if any(answer.message in messages for answer in node.answers) else None
+        Raises:
+            RequestError: There is nothing to answer, or the turns are used up.
+        """
+        if not asked.messages or asked.messages[-1]["role"] == "assistant":
+            raise RequestError("messages: the last one must not be of the assistant, or there is nothing to answer")
+        limit = self._policy.max_turns
+        if limit is not None and len(self._sent) >= limit:
+            # No status that clients take for a reason to try again.
+            raise self._refused("max_turns", RequestError(f"this episode may have at most {limit} turns (max_turns)"))
 
-    def _context(self, template: ChatTemplate, messages: list[Message], node: _Node | None) -> list[int]:
+    def _refused(self, reason: StopReason, error: RequestError) -> RequestError:
+        self.refusal = reason, str(error)
+        return error
+
+    def _request(self, asked: Asked) -> _Request:
+        """What a request goes on from: the turn that has most of it.
+
+        The rest of a conversation's tokens are for what has all of its first request; the ids of answers are sent
+        again to whoever sends the answers.
+        """
+        tools = json.dumps(asked.tools, sort_keys=True)
+        template, reader = replace(self._policy.template, tools=asked.tools or None), self._policy.reader(asked)
+        best: tuple[int, int] = (0, 0)
+        node = parent = None
+        longest = 0
+        for one in self._nodes:
+            common = common_prefix_length(asked.messages, one.seen)
+            if common >= max(one.root, longest):
+                parent, longest = one, common
+            num_answers = sum(answer.message in asked.messages for answer in one.answers) if one.tools == tools else 0
+            if num_answers and (common, num_answers) >= best:
+                node, best = one, (common, num_answers)
+        return _Request(asked, tools, node, parent, template, reader)
+
+    def _context(self, request: _Request) -> list[int]:
+        """The ids to send.
+
+        Raises:
+            DataError: The chat template refuses or drops a message.
+        """
+        node, messages, template = request.node, request.asked.messages, request.template
         if node is None:
-            text = template.render(messages, add_generation_prompt=True)
-            return encode(text, [], template.tokenizer).token_ids
-        policy = self._policy
-        context = next_context(template, messages, seen=node.seen, answers=node.answers, reasoning=policy.reasoning)
+            return first_context(template, messages)
+        reasoning = self._policy.reasoning
+        context = next_context(template, messages, seen=node.seen, answers=node.answers, reasoning=reasoning)
         return context.token_ids
 
-    def _room(self, start: int, token_ids: list[int], asked: Asked) -> int:
+    def _room(self, start: int, token_ids: list[int]) -> int:
         """How many tokens may be sampled.
 
         Raises:
-            RequestError: None.
+            ContextOverflow: None.
         """
         length, limit = len(token_ids), self._policy.context_limit
-        room = start + self._policy.max_tokens - length
-        if limit is not None:
-            room = min(room, limit - length)
-        if room < 1:
-            longest = length + room
-            raise RequestError(
-                f"This model's maximum context length is {longest} tokens. However, your messages resulted in "
-                f"{length} tokens. Please reduce the length of the messages.",
-                code=OVERFLOW,
-            )
-        return room if asked.max_tokens is None else min(room, asked.max_tokens)
+        longest, reason = start + self._policy.max_tokens, "max_tokens"
+        if limit is not None and limit < longest:
+            longest, reason = limit, "context"
+        if longest <= length:
+            raise self._refused(cast("StopReason", reason), ContextOverflow(length, longest))
+        return longest - length
 
-    def _note(
-        self,
-        template: ChatTemplate,
-        reader: ToolCallReader | None,
-        asked: Asked,
-        turn: Turn,
-        node: _Node | None,
-        start: int,
-        tools: str,
-    ) -> Reply:
-        number = len(self.turns)
-        self.turns.append(turn)
-        parsed, message = read_turn(template, reader, turn, lambda call: call_id(number + 1, call))
+    def _note(self, request: _Request, turn: Turn, start: int) -> Reply:
+        """Note a turn; returns what the client is told of it."""
+        asked, template, number = request.asked, request.template, len(self.turns)
+        turn, stop = self._stopped(template, turn, asked.stop)
+        parsed, message = read_turn(template, request.reader, turn, lambda call: call_id(number + 1, call))
         self.num_calls += len(parsed.calls)
-        text = said_text(template, turn)
-        stop = min((one for one in asked.stop if one in text), key=text.index, default=None)
-        if stop is not None:  # the sampled ids stay whole
-            message = {"role": "assistant", "content": text[: text.index(stop)]}
-        answers = [*([] if node is None else node.answers), Answer(message, turn)]
-        self._nodes.append(_Node([*asked.messages, message], answers, start, tools))
-        self.said.append(self._nodes[-1].seen)
-        ending: Ending = "stop" if stop is None else "stop_string"
-        if turn.completion.finish_reason == "length" and stop is None:
-            ending = "length"
+        self.num_failed_calls += sum(call.problem is not None for call in parsed.calls)
+        seen = [*asked.messages, message]
+        answers = [*([] if request.node is None else request.node.answers), Answer(message, turn)]
+        parent = request.parent
+        root = len(asked.messages) if parent is None else parent.root
+        self._add(asked.messages, message, parent)
+        self.turns.append(turn)
+        self.conversations.append(seen)
+        self._nodes.append(_Node(number, seen, answers, request.tools, root, start))
+        if stop is not None:
+            message = {**message, "content": message["content"].partition(stop)[0]}
+        reason = turn.completion.finish_reason
+        ending: Ending = "stop_string" if stop is not None else "length" if reason == "length" else "stop"
         ids = len(turn.sent_ids), len(turn.completion.token_ids)
         return Reply(f"{number:08x}", message, ending, stop, *ids, created=int(time.time()))
+
+    def _stopped(self, template: ChatTemplate, turn: Turn, stops: Sequence[str]) -> tuple[Turn, str | None]:
+        """The turn up to the token that completes the first stop string, as if it had ended there; and the string."""
+        num_tokens = len(turn.completion.token_ids)
+
+        def found(count: int) -> str | None:
+            text = said_text(template, turn if count == num_tokens else _first(turn, count))
+            return min((one for one in stops if one in text), key=text.index, default=None)
+
+        if not stops or found(num_tokens) is None:
+            return turn, None
+        count = bisect_left(range(num_tokens), True, key=lambda count: found(count) is not None)
+        self.num_dropped += num_tokens - count
+        return _first(turn, count), found(count)
+
+    def _add(self, messages: list[Message], message: Message, parent: _Node | None) -> None:
+        """Note what a turn said, and what it was answered, if a turn goes on from it."""
+        known = 0 if parent is None else common_prefix_length(messages, parent.seen)
+        new = messages[known:] if self.turns else []  # the first request is the prompt
+        number = -1 if parent is None else parent.number
+        if parent is not None and known == len(parent.seen) and number not in self.parents:
+            self.said[number] += new
+            new = []
+        self.said.append([*new, message])
+        self.parents.append(number)
+
+
+def _first(turn: Turn, count: int) -> Turn:
+    """The turn as if it had ended with so many tokens."""
+    whole = turn.completion
+    parts = whole.logprobs[:count], whole.trainable[:count], whole.policy_versions[:count]
+    return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts))
+
+
+def _over() -> RequestError:
+    return RequestError("the episode of this key is over", status=410)
 
 
 def _digest(value: Any) -> str:

@@ -253,6 +253,7 @@ def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLi
         environment_error=args.environment_error,
         reasoning_in_history=args.reasoning_in_history,
         max_concurrent_environments=args.max_concurrent_environments,
+        tool_parser=args.tool_parser,
     )
 
 
@@ -270,6 +271,7 @@ class OnlineArguments(TypedDict, total=False):
     tools: Tools | None
     environment_factory: EnvironmentFactory | None
     eval_reward_funcs: RewardSources | None
+    agent: Agents | None
 
 
 def reward_runner(

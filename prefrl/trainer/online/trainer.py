@@ -318,7 +318,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage
         if self.episodes.exist:
-            learned.metrics.update(token_counts(rollouts, batch))
+            learned.metrics.update(token_counts(rollouts, batch, num_trained=learned.batch.num_trainable))
         return learned
 
     def make_step(self, items: list[Any]) -> tuple[Step, float]:

@@ -97,11 +97,11 @@ def test_tokens_are_counted_alone_and_shared() -> None:
     prompt = [*range(20)]
     stripped = rollout(turn(prompt, [30, 31, 32]), turn([*prompt, 32, 40], [33]))
     rollouts = [stripped, rollout(turn(prompt, [50]))]
-    counts = token_counts(rollouts, sampled_batch(rollouts, mask_truncated=False))
+    counts = token_counts(rollouts, sampled_batch(rollouts, mask_truncated=False), num_trained=0)
     assert counts["episodes/mean_tokens"].value() == ((20 + 3) + (22 + 1) + (20 + 1)) / 2
     assert counts["episodes/mean_forward_tokens"].value() == (20 + 2 + 3 + 1 + 1) / 2
     alone = [Rollout([turn(prompt, [50])], {}, 0)]
-    assert token_counts(alone, sampled_batch(alone, mask_truncated=False)) == {}
+    assert token_counts(alone, sampled_batch(alone, mask_truncated=False), num_trained=1) == {}
 
 
 @dataclass
