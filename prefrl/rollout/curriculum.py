@@ -329,6 +329,11 @@ def replace_groups(collected: Collected, new: Collected) -> Collected:
         All groups sorted by number, with the columns that reward functions logged. Logged metrics are averages over
         the rollouts of a call, so for the kept part those of the first call are used. `reward_s` is the sum of both.
     """
-    fresh = {rollout.group for rollout in new.rollouts}
+    fresh = {rollout.group: rollout.episode for rollout in new.rollouts}
+    for rollout in collected.rollouts:
+        heir, episode = fresh.get(rollout.group), rollout.episode
+        if heir is not None and episode is not None:  # tokens that were sampled in vain are accounted for
+            heir.num_sampled += episode.num_sampled
+            heir.num_dropped += episode.num_sampled
     kept = [i for i, rollout in enumerate(collected.rollouts) if rollout.group not in fresh]
     return Collected.concat([collected.select(kept), new])

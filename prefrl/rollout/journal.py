@@ -25,7 +25,7 @@ from prefrl.data.images import file_bytes
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.metrics import from_json, to_json
 from prefrl.rollout.collect import Collected
-from prefrl.rollout.summary import as_text, messages_of_turn
+from prefrl.rollout.summary import as_text, messages_of_turn, said_in
 from prefrl.run.checkpoints import sync_folder
 from prefrl.types import Completion, Episode, Rollout, Turn
 
@@ -293,14 +293,19 @@ def _add_images(rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]) -> 
 
 def _of_episode(rollout: Rollout, episode: Episode, turn: int) -> dict[str, Any]:
     """What a turn of an episode adds to the table."""
+    said = episode.said[turn] if episode.said else messages_of_turn(rollout.text, turn)
     return {
+        "completion": _utf8(said_in(rollout)),
         "environment": episode.kind,
         "stop_reason": episode.stop_reason,
-        "turn_text": _utf8(as_text(messages_of_turn(rollout.text, turn))),
+        "turn_text": _utf8(as_text(said)),
+        **({"goes_on_from": episode.parents[turn]} if episode.parents else {}),
         "turn_reward": episode.turn_rewards[turn],
         "num_calls": episode.num_calls,
         "num_failed_calls": episode.num_failed_calls,
         "environment_reward": episode.reward,
+        "tokens_sampled": episode.num_sampled,
+        "tokens_dropped": episode.num_dropped,
     }
 
 
@@ -346,6 +351,8 @@ def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str], images
             first["num_calls"],
             first["num_failed_calls"],
             first["environment_reward"],
+            num_sampled=first.get("tokens_sampled", 0),
+            num_dropped=first.get("tokens_dropped", 0),
         )
     return Rollout(
         turns,

@@ -117,6 +117,19 @@ def _said(message: Mapping[str, Any]) -> str:
     return " ".join([*([str(content)] if content or not functions else []), *calls])
 
 
+def said_in(rollout: Rollout) -> str:
+    """The completion as one text; that of an agent turn by turn, since it may have had several conversations."""
+    episode = rollout.episode
+    if episode is None or not episode.said:
+        return as_text(rollout.text)
+    parts = []
+    for turn, (messages, parent) in enumerate(zip(episode.said, episode.parents, strict=True)):
+        if parent != turn - 1:
+            parts.append(f"[turn {turn} {f'goes on from turn {parent}' if parent >= 0 else 'begins a conversation'}]")
+        parts.append(as_text(messages))
+    return "\n".join(parts)
+
+
 def messages_of_turn(messages: Sequence[Mapping[str, Any]], turn: int) -> list[Mapping[str, Any]]:
     """What the model said in a turn of an episode, and what it was answered."""
     starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -148,7 +161,7 @@ def _track(rollouts: Sequence[Rollout], *, step: int, tables: Tables) -> None:
     names = list(rollouts[0].rewards) if rollouts else []
     columns = ["step", "prompt", "completion", *names, "reward", "advantage"]
     rows = [
-        [step, as_text(r.prompt), as_text(r.text), *(r.rewards[name] for name in names), r.reward, r.advantage]
+        [step, as_text(r.prompt), said_in(r), *(r.rewards[name] for name in names), r.reward, r.advantage]
         for r in rollouts
     ]
     tables.send("completions", columns, rows, step=step)
@@ -212,7 +225,7 @@ def print_table(rollouts: Sequence[Rollout], *, title: str, console: Console) ->
         prompt = f"[{count} image{'s'[: count > 1]}]\n" * (count > 0) + as_text(rollout.prompt)
         texts = [
             Text(printable(value, max_characters=_CELL_CHARACTERS, max_lines=_CELL_LINES))
-            for value in (prompt, as_text(rollout.text))
+            for value in (prompt, said_in(rollout))
         ]
         table.add_row(*texts, *shown, f"{rollout.advantage:.2f}")
     console.print(table)

@@ -61,7 +61,7 @@ class Client:
     credit: Callable[[float], None] | None = field(default=None, repr=False, compare=False)
 
     def reward(self, value: float) -> None:
-        """Add to the reward of the policy's last turn; that of the episode is what the agent returns and all of these.
+        """Add to the reward of the policy's last turn. The episode's is the sum of these and what the agent returns.
 
         Args:
             value: `turn_credit` says what it means for the turns before.

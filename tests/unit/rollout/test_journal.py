@@ -267,6 +267,27 @@ def test_episodes_come_back_turn_by_turn(tmp_path: Path) -> None:
     assert {row["prompt"] for row in rows} == {"user: 1+1"}
 
 
+def test_a_session_comes_back_with_all_its_conversations(tmp_path: Path) -> None:
+    session = episode(0, reward=1.0)
+    assert session.episode is not None
+    said = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
+    session.episode = dataclasses.replace(
+        session.episode, said=said, parents=[-1, -1], num_sampled=9, num_dropped=2, rewards={}
+    )
+    begun(tmp_path).seal(0, [Collected([session])], step=0, needed_from=0)
+    (left,) = begun(tmp_path).left(0, step=0) or []
+    (after,) = left.rollouts
+    assert after.turns == session.turns
+    assert after.episode is not None
+    assert (after.episode.num_sampled, after.episode.num_dropped) == (9, 2)
+    rows = pq.read_table(tmp_path / "completions_00000.parquet").to_pylist()
+    assert [(row["turn_text"], row["goes_on_from"]) for row in rows] == [
+        ("assistant: one", -1),
+        ("assistant: two", -1),
+    ]
+    assert {row["completion"] for row in rows} == {"assistant: one\n[turn 1 begins a conversation]\nassistant: two"}
+
+
 def test_a_run_may_mix_rollouts_with_and_without_episodes(tmp_path: Path) -> None:
     begun(tmp_path).seal(0, [Collected([rollout(0)]), Collected([episode(1, reward=1.0)])], step=0, needed_from=0)
     left = begun(tmp_path).left(0, step=0)
