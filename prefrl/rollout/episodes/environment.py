@@ -164,8 +164,8 @@ def with_agents(factory: Any, agent: Any) -> Any:
     """
     if agent is None:
         return factory
-    for package in ("starlette", "uvicorn"):
-        require(package, extra="agents", feature="agent")
+    require("starlette", extra="agents", feature="agent")
+    require("uvicorn", extra="agents", feature="agent")
     if not isinstance(agent, Mapping):
         if factory is not None:
             raise ConfigError(

@@ -10,11 +10,12 @@ import asyncio
 import hmac
 import json
 import logging
+import resource
 import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import uvicorn
@@ -47,7 +48,7 @@ class Limits:
     # Seconds for which a connection may be idle. Twice that may pass until a request has come or an answer been read.
     # Clients drop idle connections sooner, so that none is closed while a request is on its way.
     patience: float = 60.0
-    connections: int = 4096  # of all clients together
+    connections: int = 4096  # of all clients together, and never more than half of the files that may be open
     requests: int = 256  # that a session may wait for at the same time
 
 
@@ -312,6 +313,10 @@ class _Server(uvicorn.Server):
     """A server inside another program, whose signals and logs it leaves alone."""
 
     def __init__(self, app: Starlette, limits: Limits) -> None:
+        num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if num_files != resource.RLIM_INFINITY:  # the rest is for the training, such as its checkpoints
+            limits = replace(limits, connections=min(limits.connections, num_files // 2))
+
         def connection(**kwargs: Any) -> _Connection:
             return _Connection(limits, **kwargs)
 
