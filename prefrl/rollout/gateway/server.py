@@ -57,7 +57,7 @@ class Client:
     """What an agent needs to ask the policy."""
 
     root: str  # the URL without a path, as Anthropic's client takes it
-    api_key: str  # of this episode
+    api_key: str = field(repr=False)  # of this episode
     model: str = MODEL
     credit: Callable[[float], None] | None = field(default=None, repr=False, compare=False)
 
