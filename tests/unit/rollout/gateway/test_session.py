@@ -180,6 +180,27 @@ def test_a_client_that_hung_up_and_asks_again_without_saying_so_gets_the_answer_
     asyncio.run(work())
 
 
+def test_an_answer_that_a_retry_got_is_not_given_away_again() -> None:
+    async def work() -> None:
+        gate = asyncio.Event()
+
+        async def slow() -> str:
+            await gate.wait()
+            return "one"
+
+        world = World(slow, "two")
+        first = asyncio.ensure_future(world.ask([ASK]))
+        again = asyncio.ensure_future(world.ask([ASK], is_retry=True))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        gate.set()
+        assert (await again).message["content"] == "one"
+        assert (await world.ask([ASK])).message["content"] == "two"
+
+    asyncio.run(work())
+
+
 def test_a_request_that_failed_is_sampled_when_it_is_asked_again() -> None:
     world = World(OSError("gone"), "one")
 
