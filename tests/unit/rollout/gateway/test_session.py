@@ -116,7 +116,7 @@ def test_a_branch_and_a_compaction_begin_no_conversation_anew_that_they_do_not_b
         lengths[0] + 100,
         lengths[3] + 100,
     ]
-    assert world.session.parents == [-1, 0, 1, -1]
+    assert world.session.parents == [-1, 0, 0, -1]
 
 
 def test_what_a_turn_said_is_told_with_what_followed_it() -> None:
@@ -129,6 +129,7 @@ def test_what_a_turn_said_is_told_with_what_followed_it() -> None:
         await world.ask([ASK, *then(first, other)])
 
     run(work)
+    assert world.session.parents == [-1, 0, 0], "a branch goes on from the turn where it leaves"
     said = [[message["content"] for message in messages] for messages in world.session.said]
     assert said == [["one", "hi"], ["two"], ["other", "three"]]
 
