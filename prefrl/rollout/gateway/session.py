@@ -189,6 +189,11 @@ class Session:
             rewards[turn] += reward
         return rewards
 
+    @property
+    def num_open(self) -> int:
+        """Answers that are being sampled."""
+        return len(self._open)
+
     async def answer(self, asked: Asked, *, is_retry: bool = False) -> Reply:
         """The answer to a request.
 
