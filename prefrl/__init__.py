@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import RewardError as RewardError
     from prefrl.errors import WeightSyncError as WeightSyncError
     from prefrl.models.reference import create_reference_model as create_reference_model
+    from prefrl.rollout.episodes.command import CommandAgent as CommandAgent
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
     from prefrl.rollout.episodes.harbor import HarborBashEnv as HarborBashEnv
@@ -99,6 +100,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
     "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
+    "CommandAgent": "prefrl.rollout.episodes.command:CommandAgent",
     "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",

@@ -3,7 +3,8 @@
 CONFIG is the JSON of `prefrl.sandbox.local`. With `"how": "namespaces"`, the command gets user, mount,
 process, network, IPC and host name namespaces of its own, no capabilities, and a root file system in memory that holds
 nothing but `binds`, read-only, and an empty /tmp. With "process" it gets another user id, if this one is root's, and
-its descendants are killed when it ends. With "bwrap" it is bubblewrap, which replaces this process.
+its descendants are killed when it ends. With "bwrap" it is bubblewrap, which replaces this process. With "free" there
+is no sandbox, but its descendants are killed when it ends, or when this process is asked to end or loses its parent.
 
 The limits are set before namespaces are made, so that every process in them has them, and the filter of system calls
 afterwards, because it does not allow making them.
@@ -51,6 +52,8 @@ def main() -> NoReturn:
     _die_with_parent()
     if os.getppid() != config["parent"]:  # it died before
         os._exit(1)
+    if config["how"] == "free":
+        os._exit(_as_process(config))
     # A session keyring of its own. This fails in containers that refuse the call, and where the user has no room for
     # another key; the filter of system calls keeps completions from all keys anyway.
     _libc.syscall(config["keyctl"], _KEYCTL_JOIN_SESSION_KEYRING, None)
@@ -177,12 +180,17 @@ def _as_process(config: dict[str, Any]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     uid = config["uid"]
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_kill_descendants()))
-    num_others = 0 if uid is not None else _num_threads_of_user()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    is_free = config["how"] == "free"
+    num_others = 0 if uid is not None or is_free else _num_threads_of_user()
     if uid is not None:
         os.chown(config["folder"], uid, uid)
     command = os.fork()
     if command == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if is_free:
+            _die_with_parent()
+            os.execve(config["command"][0], config["command"], os.environ)
         os.chdir(config["folder"])
         if uid is not None:
             _become(uid)

@@ -69,7 +69,7 @@ def check_files(given: Given) -> None:
         if isinstance(script, RewardArguments):
             for option in ("reward_funcs", "eval_reward_funcs"):
                 check_reward_files(getattr(script, option) or (), option)
-            if script.environment or script.tools:
+            if script.has_episodes:
                 script.check_code()
         checkpoint = given.values.get("resume_from_checkpoint")
         # Machines with disks of their own hold parts of it: the first process looks, as in training.

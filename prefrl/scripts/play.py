@@ -59,7 +59,7 @@ Options of prefrl grpo are options of prefrl play, too; prefrl play ppo run.yaml
 class PlayArguments(RewardArguments):
     """What is played, and by whom."""
 
-    own: ClassVar[tuple[str, ...]] = ("environment", "tools", "prompt", "row", "num_episodes", "by_hand")
+    own: ClassVar[tuple[str, ...]] = ("environment", "agent", "tools", "prompt", "row", "num_episodes", "by_hand")
 
     model_name_or_path: str = field(
         default="", kw_only=True, metadata={"help": "Model or adapter that plays. Without one, you play."}
@@ -71,13 +71,13 @@ class PlayArguments(RewardArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.environment or self.tools):
-            raise ConfigError(f"environment, tools: not given, so there is nothing to play. {_USAGE}")
+        if not self.has_episodes:
+            raise ConfigError(f"environment, agent, tools: not given, so there is nothing to play. {_USAGE}")
         has_rows = self.dataset_name is not None or bool(self.datasets)
         if self.prompt is not None or not has_rows:
             because = "there is no dataset" if self.prompt is None else "prompt is set"
             check_unset(self, "row", because=because, remedy="Set dataset_name, without prompt.")
-        if not (self.environment or has_rows or self.prompt):
+        if not (self.environment or self.agent or has_rows or self.prompt):
             raise ConfigError("prompt: not given. With tools alone, set prompt, or dataset_name.")
 
     @property

@@ -248,7 +248,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Rewards and agents": (
         *("reward_funcs", "reward_weights", "reward_model_name_or_path", "eval_reward_funcs"),
-        *("environment", "tools"),
+        *("environment", "agent", "tools"),
     ),
     "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
     "Generation": (

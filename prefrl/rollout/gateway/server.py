@@ -90,12 +90,13 @@ class Client:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that clients read."""
+        """Variables that clients read, and an identifier of the episode."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.root,
             "ANTHROPIC_API_KEY": self.api_key,
+            "PREFRL_SESSION": hashlib.sha256(self.api_key.encode()).hexdigest()[:16],
         }
 
 

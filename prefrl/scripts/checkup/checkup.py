@@ -155,7 +155,7 @@ def check_run(
         section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
         if (adapter := lora_of(script)) is not None:
             section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
-    acts = isinstance(script, RewardArguments) and (script.environment or script.tools)
+    acts = isinstance(script, RewardArguments) and script.has_episodes
     if isinstance(script, RewardArguments) and acts and not checkup.count("problem"):
         with checkup.section("Tools and environments") as section, closing(subject.play(**script.loaded())) as played:
             raw = played.training_prompts(raw, num_rows=prompts_per_generation(config))

@@ -31,11 +31,12 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.models.load import arguments_for_reward
 from prefrl.options.fields import warn_of_hint
-from prefrl.options.names import about_evaluations
+from prefrl.options.names import about_evaluations, nearest
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.named import named_rewards
 from prefrl.rewards.runner import RewardRunner, reward_fingerprint
 from prefrl.rollout.collect import CompletionSampler, RolloutSampler
+from prefrl.rollout.episodes.command import CommandAgent
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Seats, environment_kinds
 from prefrl.rollout.episodes.play import EpisodeLimits
@@ -127,9 +128,12 @@ class Episodes:
         own = {kind.name: kind.cls or kind.agent for kind in self.kinds.values()}
         code |= {name: one for name, one in own.items() if one is not None}
         hashes = {name: reward_fingerprint(one) for name, one in code.items()}
-        for kind in self.kinds.values():  # what a class is always made with
-            if isinstance(kind.make, partial) and kind.make.keywords:
-                hashes[kind.name] += f" {kind.make.keywords!r}"
+        for kind in self.kinds.values():  # what a class or a function always gets
+            made = kind.agent or kind.make
+            if isinstance(made, partial) and made.keywords:
+                hashes[kind.name] += f" {made.keywords!r}"
+            elif isinstance(made, CommandAgent):
+                hashes[kind.name] += f" {made!r}"
         return hashes
 
     def training_prompts(self, dataset: Any, *, num_rows: int) -> Any:
@@ -140,7 +144,8 @@ class Episodes:
             num_rows: The number of prompts if there is none.
 
         Raises:
-            ConfigError: Without a dataset, there are several environments, or the run is limited by its epochs.
+            ConfigError: Without a dataset, there are several environments, or the run is limited by its epochs; or the
+                command of an agent names a column that the dataset does not have.
         """
         if not self.has_environments or dataset is not None or self._args.max_steps <= 0:
             return self.with_prompts(dataset)
@@ -161,6 +166,9 @@ class Episodes:
         if isinstance(dataset, Mapping):
             return {name: self.with_prompts(one) for name, one in dataset.items()}
         is_dataset = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
+        commands = [kind.agent for kind in self.kinds.values() if isinstance(kind.agent, CommandAgent)]
+        if commands and is_dataset:
+            _check_columns(commands, get_dataset_column_names(dataset))
         if not self.has_environments or not is_dataset or "prompt" in get_dataset_column_names(dataset):
             return dataset
         if isinstance(dataset, datasets.IterableDataset):
@@ -220,6 +228,14 @@ class Episodes:
             await seats.close()
 
         asyncio.run(closed())
+
+
+def _check_columns(commands: Sequence[CommandAgent], columns: Sequence[str]) -> None:
+    for agent in commands:
+        if missing := sorted(agent.columns - {*columns}):
+            raise ConfigError(
+                f"agent={agent.command!r}: the dataset has no column {missing[0]!r}. {nearest(missing[0], columns)}"
+            )
 
 
 def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLimits:
