@@ -84,6 +84,13 @@ _ENVIRONMENTS, _RESULT = "environments", "result"
 _HIDDEN = ("prompt", "prompt_ids", "unexpanded_ids")
 
 
+def _of_episodes(environments: Mapping[str, Callable[..., Any]] | None) -> tuple[str, ...]:
+    """What rewards get of episodes: the environments and, of agents, which are functions, what they returned."""
+    if environments is None:
+        return ()
+    return (_ENVIRONMENTS,) if all(map(inspect.isclass, environments.values())) else (_ENVIRONMENTS, _RESULT)
+
+
 @dataclass(frozen=True, slots=True)
 class RewardScores:
     """The values of K rewards for B completions, and what the functions logged."""
@@ -151,9 +158,7 @@ class RewardRunner:
         self._warn, self._told_of_columns = warn, False
         sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
-        has_agents = not all(map(inspect.isclass, self._environments.values()))
-        self._of_episodes = () if environments is None else (_ENVIRONMENTS, *([_RESULT] * has_agents))
-        self._standard = (*_STANDARD, *self._of_episodes)
+        self._standard = (*_STANDARD, *_of_episodes(environments))
         if isinstance(reward_funcs, Mapping) and any(map(is_number, reward_funcs.values())):
             weights = _given_weights(reward_funcs, weights)
             reward_funcs = cast("list[RewardSource]", [*reward_funcs])
@@ -197,7 +202,7 @@ class RewardRunner:
     def _make_pool(self, num_workers: int, *, is_needed: bool) -> RewardPool | None:
         from prefrl.rewards.pool import RewardPool, can_be_sent  # few runs have one
 
-        of_episodes = set(self._of_episodes)  # they need not be sent to other processes
+        of_episodes = set(self._standard) - set(_STANDARD)  # they cannot be sent to other processes
         functions = {
             reward.name: (reward.function, reward.accepted)
             for reward in self._rewards
@@ -304,9 +309,9 @@ class RewardRunner:
                 calls.append(Call(reward.name, self._pool.score, pooled, is_async=False))
                 continue
             available |= {"trainer_state": trainer_state, "log_metric": log.metric, "log_extra": log.extra}
-            if _ENVIRONMENTS in self._of_episodes:
+            if _ENVIRONMENTS in self._standard:
                 available[_ENVIRONMENTS] = [episode.environment for episode in episodes or ()]
-            if _RESULT in self._of_episodes:
+            if _RESULT in self._standard:
                 available[_RESULT] = [episode.result for episode in episodes or ()]
             accepted = reward.accepted
             arguments = {name: v for name, v in available.items() if accepted is None or name in accepted}

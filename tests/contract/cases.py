@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.registry import REGISTRY
+from prefrl.rollout.episodes.environment import Agent
 from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
@@ -151,10 +152,13 @@ def make_trainer(
     row = REGISTRY[algorithm]
     arrival = options.pop("arrival", None)  # seed of the order in which groups arrive, see ArrivingGenerator
     streams = options.pop("streams", False)  # the training data as a stream
-    talks = options.pop("talks", None)  # "forgetful" or "faithful": episodes instead of single completions
+    # Episodes instead of single completions: "forgetful", "faithful", or "agent", with a forgetful template.
+    talks = options.pop("talks", None)
     if talks is not None:
+        if talks == "agent":
+            options = {"environment": Agent(episodes.wander), "max_turns": None} | options
         options = {"tool_parser": episodes.parsed, "max_completion_length": 40, "max_turns": 4} | options
-        options.setdefault("processing_class", episodes.tokenizer(forgets=talks == "forgetful"))
+        options.setdefault("processing_class", episodes.tokenizer(forgets=talks != "faithful"))
         options.setdefault("train_dataset", Dataset.from_list(episodes.prompts(rows)))
         options.setdefault("environment", episodes.Talk)
         reward = None

@@ -12,6 +12,7 @@ import torch
 
 from prefrl.generation.local.turns import LocalTurns
 from prefrl.models.forward import token_logprobs
+from prefrl.rewards.runner import reward_fingerprint
 from prefrl.rollout.batches import sampled_batch
 from prefrl.rollout.episodes.environment import Agent
 from prefrl.types import Rollout
@@ -58,6 +59,7 @@ def test_an_agent_and_an_environment_that_do_the_same_give_the_same_rollouts_and
     options: dict[str, Any] = {"talks": "forgetful", "turn_credit": "return", "max_steps": 3, "tool_parser": None}
     played = make_trainer("grpo", tmp_path / "environment", environment=episodes.Echo, **options)
     asked = make_trainer("grpo", tmp_path / "agent", environment=Agent(episodes.echo), **options)
+    assert asked.decisive()["episodes"] == {"echo": reward_fingerprint(episodes.echo)}
     expected, found = trained(played), trained(asked)
     assert len({rollout.reward for rollout in found}) > 3
     for one, other in zip(found, expected, strict=True):

@@ -58,6 +58,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"reward_shaping_kwargs": {"normalize": True, "clip_range": [-1.0, 1.0], "missing_eos_penalty": 1.0}}),
     ("grpo", {"curriculum": "band", "curriculum_kwargs": {"band": [0.4, 0.6]}, "dynamic_sampling": True}),
     ("grpo", {"talks": "forgetful", "turn_credit": "return", "steps_per_generation": 2}),
+    ("grpo", {"talks": "agent", "turn_credit": "return", "steps_per_generation": 2, "max_steps": 4}),
     ("rloo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}}),
     ("reinforce_plus_plus", {"gamma": 0.9}),
     ("ppo", {"steps_per_generation": 2, "num_iterations": 2, "critic_learning_rate": 1e-2}),

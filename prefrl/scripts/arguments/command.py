@@ -280,8 +280,7 @@ class RewardArguments(CommandArguments, EpisodeArguments):
     @property
     def needs_dataset(self) -> bool:
         """See `CommandArguments`."""
-        # Of several, the dataset has the name of each row's.
-        return not (isinstance(self.environment, str) or isinstance(self.agent, str))
+        return not self.has_one_kind
 
     @property
     def needs_reward(self) -> bool:

@@ -11,14 +11,15 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from inspect import Parameter
 from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import opt
-from prefrl.options.names import CodeName, Definition
+from prefrl.options.names import CodeName, Definition, check_known
 from prefrl.rollout.episodes.command import CommandAgent
 
 # Methods that may be no tools: those of `prefrl.Environment`.
@@ -43,7 +44,8 @@ class EpisodeArguments:
         "'claude -p {question}', where {question} is a column of the dataset. There is no shell. The program reads "
         "the address of the model in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. "
         "episode_timeout ends it, with all that it has started. For several agents, give a mapping from the values of "
-        "the dataset's column environment to such names, on the command line as JSON.",
+        "the dataset's column environment to such names, on the command line as JSON. A program in a sandbox is a "
+        "mapping with the key command, and keys such as files and tests, see docs/agents.md.",
     )
     tools: list[str] | None = opt(
         None,
@@ -60,8 +62,7 @@ class EpisodeArguments:
         """
         self.environment = _by_column("environment", self.environment, "my_env.py:Game")
         self.agent = _by_column("agent", self.agent, "my_agent.py:solve")
-        given = (self.environment, self.agent)
-        if None not in given and not all(isinstance(one, Mapping) for one in given):
+        if self.environment is not None and self.agent is not None and self.has_one_kind:
             raise ConfigError(
                 f"environment={self.environment!r}, agent={self.agent!r}: both are given, so each must be a mapping "
                 "from values of the dataset's column environment"
@@ -83,7 +84,7 @@ class EpisodeArguments:
 
     def _agents(self) -> dict[str | None, CodeName | CommandAgent]:
         given = self.agent
-        if isinstance(given, Mapping):
+        if isinstance(given, Mapping) and "command" not in given:
             return {str(key): _agent(one, f"agent.{key}") for key, one in given.items()}
         return {} if given is None else {None: _agent(given, "agent")}
 
@@ -97,6 +98,11 @@ class EpisodeArguments:
         """Whether environments or agents may give rewards."""
         agents = self._agents().values()
         return bool(self.environment) or any(isinstance(one, CodeName) or one.has_reward for one in agents)
+
+    @property
+    def has_one_kind(self) -> bool:
+        """Whether all episodes are of the same kind, so that no dataset has to name it."""
+        return None in {*self._environments(), *self._agents()}
 
     def _tools(self) -> list[CodeName]:
         return [CodeName.read(name, f"tools[{i}]") for i, name in enumerate(self.tools or ())]
@@ -165,17 +171,28 @@ def _agent(given: Any, where: str) -> CodeName | CommandAgent:
     Raises:
         ConfigError: It is neither, or the program of the command is not found.
     """
+    if isinstance(given, Mapping):
+        known = [one.name for one in fields(CommandAgent) if one.init]
+        for name in given:
+            check_known(where, name, known, "key")
+        with _located(f"{where}."):
+            return CommandAgent(**given)
     if not isinstance(given, str):
-        raise ConfigError(
-            f"{where}={given!r}: must be the name of a function, such as my_agent.py:solve, or a command"
-        )
+        raise ConfigError(f"{where}={given!r}: must be a function, such as my_agent.py:solve, or a command")
     text = given.strip()
     if _CODE_NAME.fullmatch(text) and shutil.which(text) is None:
         return CodeName.read(text, where)
-    try:
+    with _located(where, len("command")):
         return CommandAgent(text)
+
+
+@contextmanager
+def _located(where: str, num_replaced: int = 0) -> Iterator[None]:
+    """Inside this context, messages of errors begin with an option."""
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(str(error).replace("command", where, 1)) from None
+        raise ConfigError(f"{where}{str(error)[num_replaced:]}") from None
 
 
 def _check_environment(name: CodeName, node: ast.ClassDef, tree: ast.Module) -> None:

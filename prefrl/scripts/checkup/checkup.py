@@ -189,6 +189,9 @@ def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> No
     for name, reader in episodes.readers(subject.processing_class).items():
         kind = episodes.kinds[name]
         which = kind.name if name is None else f"{kind.name} (environment={name!r})"
+        if kind.agent is not None:
+            section.ok(f"{which}: an agent, which brings its own tools")
+            continue
         calls = [signature_of(schema) for schema in kind.schemas.values()]
         section.ok(
             f"{which}: the model can call {', '.join(calls)}" if calls else f"{which}: there is nothing to call"

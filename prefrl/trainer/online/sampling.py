@@ -92,6 +92,8 @@ class Episodes:
         self.has_environments = environment_factory is not None
         if self.exist:
             self.kinds = environment_kinds(tools, environment_factory, option=option)
+            for agent in self._commands:
+                agent.setup()
             self._check(args)
 
     def _check(self, args: OnlineConfig) -> None:
@@ -166,14 +168,23 @@ class Episodes:
         if isinstance(dataset, Mapping):
             return {name: self.with_prompts(one) for name, one in dataset.items()}
         is_dataset = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
-        commands = [kind.agent for kind in self.kinds.values() if isinstance(kind.agent, CommandAgent)]
-        if commands and is_dataset:
-            _check_columns(commands, get_dataset_column_names(dataset))
+        if is_dataset:
+            self._check_columns(get_dataset_column_names(dataset))
         if not self.has_environments or not is_dataset or "prompt" in get_dataset_column_names(dataset):
             return dataset
         if isinstance(dataset, datasets.IterableDataset):
             return dataset.map(lambda row: {**row, "prompt": EMPTY_PROMPT})
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
+
+    @property
+    def _commands(self) -> list[CommandAgent]:
+        return [kind.agent for kind in self.kinds.values() if isinstance(kind.agent, CommandAgent)]
+
+    def _check_columns(self, columns: Sequence[str]) -> None:
+        for agent in self._commands:
+            if missing := sorted(agent.columns - {*columns}):
+                remedy = nearest(missing[0], columns)
+                raise ConfigError(f"agent={agent.command!r}: the dataset has no column {missing[0]!r}. {remedy}")
 
     def sampler(self, processing_class: ProcessingClass, generator: Callable[[], Generator]) -> RolloutSampler:
         """Samples rollouts as the arguments say.
@@ -228,14 +239,6 @@ class Episodes:
             await seats.close()
 
         asyncio.run(closed())
-
-
-def _check_columns(commands: Sequence[CommandAgent], columns: Sequence[str]) -> None:
-    for agent in commands:
-        if missing := sorted(agent.columns - {*columns}):
-            raise ConfigError(
-                f"agent={agent.command!r}: the dataset has no column {missing[0]!r}. {nearest(missing[0], columns)}"
-            )
 
 
 def _limits(args: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeLimits:

@@ -306,14 +306,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
         For the arguments see `Learner.advantages`.
         """
-        args = self.args
-        batch = sampled_batch(rollouts, mask_truncated=args.mask_truncated_completions, reader=self.images)
+        batch = sampled_batch(rollouts, mask_truncated=self.args.mask_truncated_completions, reader=self.images)
         needs, scores = self.learner.needs, Scores({})
         if needs:
-            scores = self.scorer.needed(batch, needs, rows_per_pass=args.rows_per_micro_batch)
-        step = self.state.global_step
+            scores = self.scorer.needed(batch, needs, rows_per_pass=self.args.rows_per_micro_batch)
         learned = self.learner.advantages(
-            batch, scores, rollouts, num_parts=num_parts, step=step, over_ranks=over_ranks
+            batch, scores, rollouts, num_parts=num_parts, step=self.state.global_step, over_ranks=over_ranks
         )
         for rollout, advantage in zip(rollouts, learned.advantages, strict=True):
             rollout.advantage = advantage

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from prefrl.rollout.gateway.server import Client, Gateway, Limits
+from prefrl.rollout.gateway.client import Client
+from prefrl.rollout.gateway.server import Gateway, Limits
 from tests.patience import PATIENCE, before_a_deadline, wait_until
 from tests.unit.rollout.gateway.served import Served
 
@@ -323,17 +324,16 @@ def test_signals_are_left_alone_on_the_main_thread_too() -> None:
     def handlers() -> list[Any]:
         return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
-    async def served() -> list[Any]:
-        gateway = Gateway()
+    async def during() -> tuple[list[Any], list[Any]]:
+        before, gateway = handlers(), Gateway()
         await gateway.start()
-        found = handlers()
-        await gateway.close()
-        return found
+        try:
+            return before, handlers()
+        finally:
+            await gateway.close()
 
-    async def nothing() -> list[Any]:
-        return handlers()
-
-    assert asyncio.run(served()) == asyncio.run(nothing())
+    before, then = asyncio.run(during())
+    assert then == before
 
 
 def test_it_listens_on_one_address_of_this_machine_only(served: Served) -> None:
