@@ -40,6 +40,8 @@ MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # A block that cannot run here has a comment in the line before it, which says why: <!-- no-run: needs a GPU -->
 # Tutorials whose blocks build on each other, which run below in their order.
 IN_ORDER = ("first_run", "reward_ppo")
+# Pages whose blocks are one program.
+ONE_PROGRAM = ("agents",)
 PYTHON_BLOCK = re.compile(r"^(<!-- no-run: [^\n]+ -->\n)?```python\n(.*?)^```", re.M | re.S)
 
 
@@ -109,13 +111,14 @@ def test_the_messages_on_the_page_of_errors_are_those_of_the_code() -> None:
 
 
 def _blocks() -> list[object]:
-    return [
-        pytest.param(code, id=f"{name(page)}-{i}")
-        for page in PAGES
-        if page.stem not in IN_ORDER
-        for i, (no_run, code) in enumerate(PYTHON_BLOCK.findall(page.read_text(encoding="utf-8")))
-        if not no_run
-    ]
+    found = []
+    for page in PAGES:
+        codes = [code for no_run, code in PYTHON_BLOCK.findall(page.read_text(encoding="utf-8")) if not no_run]
+        if page.stem in ONE_PROGRAM:
+            codes = ["\n".join(codes)]
+        if page.stem not in IN_ORDER:
+            found += [pytest.param(code, id=f"{name(page)}-{i}") for i, code in enumerate(codes)]
+    return found
 
 
 @pytest.mark.parametrize("code", _blocks())
