@@ -41,8 +41,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **dict.fromkeys(("grpo", "rloo", "reinforce_plus_plus"), ("reward", {"num_generations": 8})),
     "ppo": ("reward", {"critic_learning_rate": 1e-3}),
     "online_dpo": ("reward", {}),
+    "distillation": ("divergence", {}),
 }
-ON_PROMPTS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+ON_PROMPTS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo", "distillation")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,8 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(name: str, folder: Path, **options: Any) -> None:
-    """Train the model of examples/first_run.py on sums, with any trainer."""
+    """Train the model of examples/first_run.py on sums, with any trainer; it teaches a model with random weights."""
     from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from prefrl.rewards import numeric_reward
 
@@ -79,9 +81,13 @@ def train(name: str, folder: Path, **options: Any) -> None:
         **({"max_completion_length": 4, "temperature": 1.0} if name in ON_PROMPTS else {}),
         **options,
     )
-    rewards: dict[str, Any] = {"reward_funcs": numeric_reward} if name in ON_PROMPTS else {}
-    data = Dataset.from_list([*_rows(name)])
-    REGISTRY[name].load_trainer()(str(folder / "model"), args=config, train_dataset=data, **rewards).train()
+    more: dict[str, Any] = {"reward_funcs": numeric_reward} if name in ON_PROMPTS else {}
+    data, model = Dataset.from_list([*_rows(name)]), str(folder / "model")
+    student: Any = model
+    if name == "distillation":
+        student = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        more |= {"teacher_model": model, "processing_class": AutoTokenizer.from_pretrained(model)}
+    REGISTRY[name].load_trainer()(student, args=config, train_dataset=data, **more).train()
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from prefrl.losses.kl import ReferenceLogits, full_kl
+from prefrl.losses.kl import ReferenceLogits, divergence
 from prefrl.losses.logprobs import (
     COLUMNS,
     check_inputs,
@@ -50,7 +50,9 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     check_inputs(hidden, targets, temperature, want, chunk_size)
-    ref_log_probs = None if reference is None else ref_log_probs_of(reference, hidden, temperature, truncation)
+    ref_log_probs, beta = None, 1.0
+    if reference is not None:
+        ref_log_probs, beta = ref_log_probs_of(reference, hidden, temperature, truncation), reference.beta
 
     def score(rows: slice) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         row_targets = targets[rows]
@@ -72,7 +74,7 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
             logits.argmax(1) if "predicted" in want else None,
             logits.detach().mean(1) if "mean_logit" in want else None,
             log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
-            None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows, mask)),
+            None if ref_log_probs is None else divergence(log_probs, ref_log_probs(rows, mask), beta=beta),
         )
         return (scaled.gather(1, row_targets[:, None]) - log_normalizers).squeeze(1), columns
 

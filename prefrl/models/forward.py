@@ -197,7 +197,8 @@ def token_logprobs(
         want: What to compute besides log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
         truncation: Cuts the distribution as a sampler did, see `losses.truncation`; None: it is not cut.
-        reference: For `full_kl`: the reference's hidden states [N, h] of the batch's tokens, and `Reference.logits`.
+        reference: For `divergence`: the reference's hidden states [N, h] of the batch's tokens, and its
+            `Reference.logits`.
         routers: Collects the balancing losses of the routers of a mixture of experts; None: they are not computed.
     Returns:
         [N] float32 nats, and what is wanted, aligned with `batch.response_ids`; 0 or False where `batch.trainable` is

@@ -35,6 +35,7 @@ def make_reference(
     beta: float,
     moves: bool = False,
     given: PreTrainedModel | None = None,
+    name: str = "ref_model",
 ) -> Reference | None:
     """The reference that a KL weight of `beta` needs.
 
@@ -50,13 +51,15 @@ def make_reference(
         model: The policy, without a backend's wrappers.
         beta: Weight of the KL term.
         moves: Whether `mix` will be called.
-        given: The user's `ref_model`. Its weights and modes are not changed; it is moved to the device of the batches.
+        given: The user's `ref_model`, or a teacher. Its weights and modes are not changed; it is moved to the device
+            of the batches.
+        name: The argument that it was given as, for messages.
 
     Raises:
         ConfigError: `given` cannot be the reference of this model.
     """
     if given is not None:
-        _check_given(model, given, beta=beta, moves=moves)
+        _check_given(model, given, name, beta=beta, moves=moves)
         prepare_like(given, model)
         return _Separate(_copy(given) if moves else given)
     if beta == 0:
@@ -263,26 +266,26 @@ def _without_adapter(module: nn.Module) -> nn.Module:
     return module if inner is None else _without_adapter(inner)
 
 
-def _check_given(model: PreTrainedModel, given: PreTrainedModel, *, beta: float, moves: bool) -> None:
+def _check_given(model: PreTrainedModel, given: PreTrainedModel, name: str, *, beta: float, moves: bool) -> None:
     if beta == 0:
         raise ConfigError("ref_model has no effect with beta=0, because no reference is scored. Leave ref_model=None.")
     if given is model:
         raise ConfigError(
-            "ref_model is the model that is trained, so it would change during training. Leave ref_model=None: the "
+            f"{name} is the model that is trained, so it would change during training. Leave {name}=None: the "
             "reference is then the model as it is now."
         )
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     shared = [name for name, parameter in given.named_parameters() if id(parameter) in trained]
     if shared:
         raise ConfigError(
-            f"ref_model shares trained parameters with the model ({shared[0]}, {len(shared)} in all), so it would "
-            "change during training. Leave ref_model=None, or load ref_model separately."
+            f"{name} shares trained parameters with the model ({shared[0]}, {len(shared)} in all), so it would "
+            f"change during training. Leave {name}=None, or load {name} separately."
         )
     sizes = [inner_model(each).config.get_text_config().vocab_size for each in (model, given)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"ref_model has a vocabulary of {sizes[1]} tokens, but the model has {sizes[0]}: their log-probs cannot "
-            "be compared. Give a ref_model with the same vocabulary."
+            f"{name} has a vocabulary of {sizes[1]} tokens, but the model has {sizes[0]}: their log-probs cannot "
+            f"be compared. Give a {name} with the same vocabulary."
         )
     if moves and _shapes(model) != _shapes(given):
         raise ConfigError(

@@ -292,7 +292,7 @@ def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it
     readout = TokenReadout(batch.response_ids[positions], temperature, want, truncation, reference)
     where, num_tokens = inputs.predictors[positions], batch.num_tokens
     output = read_out(model, inputs, where, readout, own_logits=own_logits, routers=routers)
-    scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
+    scores, _ = unpacked(output, {*want, *(() if reference is None else ("divergence",))})
     return scores.map(lambda found: found.new_zeros(num_tokens, *found.shape[1:]).index_copy(0, positions, found))
 
 

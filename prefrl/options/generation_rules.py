@@ -369,7 +369,7 @@ SERVER_RULES = (
         ),
     ),
     when(
-        lambda o: o.generation_mode == "async" and not o.corrects_sampling,
+        lambda o: o.generation_mode == "async" and not (o.corrects_sampling or o.takes_old_samples),
         "generation_mode='async' with {reason}: samples of older weights need the correction. Leave "
         f"vllm_importance_sampling_correction None and {_REMEDY}, or use generation_mode='overlap'.",
         example("grpo", use_vllm=True, generation_mode="async", vllm_importance_sampling_correction=False),

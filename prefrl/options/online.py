@@ -47,6 +47,7 @@ class OnlineOptions(RolloutOptions):
         "tool_parser": dict[str, Any] | str | Callable[[str], Any] | None,
     }
     best_metric: ClassVar[str] = "reward"
+    learns_from_rewards: ClassVar[bool] = True
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
 
     max_turns: Annotated[int, Ge(1)] | None = opt(

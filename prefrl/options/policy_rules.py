@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, unset, when
+from prefrl.options.generation_rules import cuts_of, unscored
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.schedule import takes_warmup
 
@@ -263,5 +264,72 @@ PAIRS_RULES = (
         "vllm_importance_sampling_correction=True has no effect because pairs are trained on like those of a dataset. "
         "Leave it None.",
         example("online_dpo", use_vllm=True, vllm_importance_sampling_correction=True),
+    ),
+)
+
+
+def _other_than_sampled(o: Any) -> str:
+    """Options with which completions are not sampled from the student's whole distribution, as text."""
+    if o.on_policy_fraction < 1:
+        return f"on_policy_fraction={o.on_policy_fraction}"
+    if o.use_vllm:
+        return unscored(o)
+    return ", ".join(f"{name}={value!r}" for name, value in cuts_of(o).items())
+
+
+DISTILLATION_RULES = (
+    when(
+        lambda o: o.later_tokens and o.beta < 1,
+        "later_tokens=True with beta={beta}: only the reverse KL is a mean over what the student samples. Set beta=1, "
+        "or leave later_tokens False.",
+        example("distillation", later_tokens=True, num_generations=2, beta=0.5),
+    ),
+    when(
+        lambda o: o.later_tokens and o.num_generations < 2,
+        "later_tokens=True with num_generations={num_generations}: the completions of a prompt are compared with each "
+        "other, or the gradient is too noisy. Set num_generations>=2.",
+        example("distillation", later_tokens=True),
+    ),
+    when(
+        lambda o: _other_than_sampled(o) if o.later_tokens else None,
+        "later_tokens=True with {found}: the importance weights of completions need their probability under the "
+        "student, so all of them must be sampled from its whole distribution. Remove it, or leave later_tokens False.",
+        example("distillation", later_tokens=True, num_generations=2, top_k=50),
+    ),
+    when(
+        lambda o: o.later_tokens and o.generation_mode != "sync",
+        "later_tokens=True with generation_mode={generation_mode!r}: importance weights of whole completions vary too "
+        "much with samples of older weights. Use generation_mode='sync', or leave later_tokens False.",
+        example("distillation", later_tokens=True, num_generations=2, use_vllm=True, generation_mode="async"),
+    ),
+    when(
+        lambda o: (
+            o.later_tokens
+            and isinstance(o.per_device_train_batch_size, int)
+            and o.per_device_train_batch_size % o.num_generations
+        ),
+        "later_tokens=True with per_device_train_batch_size={per_device_train_batch_size} and "
+        "num_generations={num_generations}: all completions of a prompt must be in one step. Set "
+        "per_device_train_batch_size to a multiple of num_generations.",
+        example("distillation", later_tokens=True, num_generations=4, per_device_train_batch_size=6),
+    ),
+    when(
+        lambda o: o.on_policy_fraction < 1 and o.num_generations > 1,
+        "on_policy_fraction={on_policy_fraction} with num_generations={num_generations}: the dataset has one "
+        "completion of each prompt. Set num_generations=1.",
+        example("distillation", on_policy_fraction=0.5, num_generations=2),
+    ),
+    when(
+        lambda o: o.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction=True has no effect because the divergence from the teacher holds for "
+        "tokens of any sampler, and later_tokens has weights of its own. Leave it None.",
+        example("distillation", use_vllm=True, vllm_importance_sampling_correction=True),
+    ),
+    *unset(
+        {"reward_shaping_kwargs": {"normalize": True}, "stop_without_signal": 3},
+        lambda o: True,
+        "rewards are only logged, and the teacher is what is learned from. Leave it out.",
+        example("distillation"),
+        hint=True,
     ),
 )

@@ -388,6 +388,11 @@ class RolloutOptions(SamplerNames, BaseOptions):
         is_wanted = self.vllm_importance_sampling_correction
         return self.use_vllm and (not unscored(self) if is_wanted is None else is_wanted)
 
+    @property
+    def takes_old_samples(self) -> bool:
+        """Whether the loss holds for completions of older weights without a correction."""
+        return False
+
 
 def _is_loopback(host: str) -> bool:
     if host == "localhost":

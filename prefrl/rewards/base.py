@@ -260,7 +260,8 @@ def _shown(value: object) -> str:
 # Metrics that online trainers log, by their name or by what stands before the first slash.
 _METRICS = frozenset(
     {
-        *("balance", "clip_cov", "clip_ratio", "completions", "dynamic_sampling", "entropy", "entropy_coef", "epoch"),
+        *("balance", "clip_cov", "clip_ratio", "completions", "divergence", "dynamic_sampling"),
+        *("entropy", "entropy_coef", "epoch"),
         *(
             "frac_reward_zero_std",
             "frac_unscored",

@@ -120,6 +120,7 @@ class RewardRunner:
         columns: Columns of the dataset, if they are already known.
         environments: Classes of environments that have rewards of their own, by name. Each is one more reward, of
             weight 1, after the others. None means there are no environments, so rewards cannot ask for them.
+        needed: Whether there must be at least one reward.
         device: Device for reward models. By default, they stay where they are.
         model_init_kwargs: See `ModelReward`. They are used for models given by name or folder.
         model_kwargs: Other arguments of `ModelReward`, for models that are not given as its instances.
@@ -139,6 +140,7 @@ class RewardRunner:
         processing_classes: ProcessingClass | Sequence[ProcessingClass | None] | None = None,
         columns: Collection[str] | None = None,
         environments: Mapping[str, type] | None = None,
+        needed: bool = True,
         device: torch.device | str | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
@@ -153,7 +155,7 @@ class RewardRunner:
             sources = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
         else:
             sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if not sources and not self._environments:
+        if needed and not sources and not self._environments:
             raise ConfigError(
                 "reward_funcs=[]: at least one reward is needed, or an environment_factory whose environments have "
                 "get_reward"

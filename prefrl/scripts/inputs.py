@@ -19,6 +19,7 @@ from prefrl.scripts.arguments.command import (
     CommandArguments,
     Given,
     RewardArguments,
+    TaughtArguments,
     check_reward_files,
     get_peft_config,
     quantization_config,
@@ -109,17 +110,16 @@ def options_of(
 
 def _script(given: Given) -> CommandArguments:
     """Model, data and rewards; with rewards for the algorithms that have the option."""
-    cls = given.script or (RewardArguments if given.takes_rewards else CommandArguments)
-    names = {field.name for field in dataclasses.fields(cls)}
+    names = {field.name for field in dataclasses.fields(given.script)}
     try:
-        return cls(**{name: value for name, value in given.values.items() if name in names})
+        return given.script(**{name: value for name, value in given.values.items() if name in names})
     except ConfigError as error:
         raise given.located(error) from None
 
 
 def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
     config_class: Any = algorithm.load_config()
-    others = (given.script or RewardArguments, LaunchArguments)
+    others = (given.script, LaunchArguments)
     of_script = {field.name for cls in others for field in dataclasses.fields(cls)}
     values = {name: value for name, value in given.values.items() if name not in of_script}
     preset = values.pop("preset", None)
@@ -138,6 +138,11 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
+    if isinstance(script, TaughtArguments) and config.teacher_model_name_or_path is None:
+        raise ConfigError(
+            "teacher_model_name_or_path=None: there is nothing to learn from. Set it to a model with the student's "
+            "vocabulary."
+        )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:

@@ -23,7 +23,13 @@ from prefrl.options.optimizers import check_not_refused
 from prefrl.options.presets import PRESETS, combined
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, weighted_rewards
+from prefrl.scripts.arguments.command import (
+    CommandArguments,
+    Given,
+    RewardArguments,
+    TaughtArguments,
+    weighted_rewards,
+)
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, default_in_words, option_of
 
@@ -78,8 +84,12 @@ class EarlyConfig(BaseOptions, HuggingFaceOptions):
 
 @cache
 def early_class(algorithm: str) -> Any:
-    """The options of an algorithm: its own, over the stand-in."""
-    early = type("Options", (REGISTRY[algorithm].load_options(), EarlyConfig), {"__module__": __name__})
+    """The options of an algorithm: its own, over the stand-in; `script` is the class of those of model and data."""
+    options: Any = REGISTRY[algorithm].load_options()
+    script: type[CommandArguments] = CommandArguments
+    if "reward_weights" in {field.name for field in dataclasses.fields(options)}:
+        script = RewardArguments if options.learns_from_rewards else TaughtArguments
+    early = type("Options", (options, EarlyConfig), {"__module__": __name__, "script": script})
     return dataclasses.dataclass(init=False, repr=False, eq=False)(early)
 
 
@@ -97,7 +107,7 @@ def options_of(algorithm: str, script: Any = None) -> list[dict[str, Any]]:
     """
     early = early_class(algorithm)
     names = {field.name for field in dataclasses.fields(early)}
-    script_class = script or (RewardArguments if "reward_weights" in names else CommandArguments)
+    script_class = script or early_class(algorithm).script
     launch_class = LaunchArguments if "use_vllm" in names else ProcessArguments
     options = [*_options(script_class), *_options(early), *_options(launch_class)]
     if algorithm == "grpo":
@@ -128,7 +138,7 @@ class SchemaParser(OptionParser):
 
     def __init__(self, algorithm: str, script: Any = None) -> None:
         super().__init__(prog=f"prefrl {algorithm}", description=f"Dataset: {REGISTRY[algorithm].dataset}.")
-        self._algorithm, self._script = algorithm, script
+        self._algorithm, self._script = algorithm, script or early_class(algorithm).script
         self._options = {option["name"]: option for option in options_of(algorithm, script)}
         for option in self._options.values():
             self.add_option(option)
@@ -153,7 +163,7 @@ class SchemaParser(OptionParser):
             options |= {"reward_funcs": rewards} | ({} if weights is None else {"reward_weights": weights})
         if options.get("vllm") is not None and "use_vllm" not in options:
             options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
-        given = Given(options, places, takes_rewards="reward_funcs" in self._options, script=self._script)
+        given = Given(options, places, script=self._script)
         try:
             for name, value in given.values.items():
                 self._check_number(name, value)
@@ -249,7 +259,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("reward_funcs", "reward_weights", "reward_model_name_or_path"),
         *("environment", "tools"),
     ),
-    "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
+    "Algorithm": (
+        *("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
+        *("teacher_model_name_or_path", "on_policy_fraction", "later_tokens"),
+    ),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
         *("vllm", "vllm_server_base_url", "log_completions"),
@@ -347,6 +360,7 @@ _FILLED = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
     "dataset_name": "data.jsonl",
     "reward_funcs": ["numeric_reward"],
+    "teacher_model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
     "max_steps": 100,
 }
 
@@ -371,6 +385,8 @@ def _file_of(algorithm: str) -> str:
         f"take precedence; prefrl {algorithm} --help WORD searches all of them."
     ]
     filled = {**_FILLED, "output_dir": f"runs/{algorithm}"}
+    if early_class(algorithm).script is TaughtArguments:
+        del filled["reward_funcs"]
     for group, names in GROUPS.items():
         entries = [_commented(by_name[name], filled) for name in names if name in by_name]
         if entries:

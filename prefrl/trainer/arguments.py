@@ -50,6 +50,7 @@ _POSITIONS = {
     "orpo": _REFERENCE_FREE,
     "cpo": _REFERENCE_FREE,
     "online_dpo": (*_DATA, "reward_processing_classes", "peft_config", "compute_metrics", "callbacks", "optimizers"),
+    "distillation": (*_DATA[1:], "callbacks", "optimizers", *_QUANTIZED_PEFT, "tools"),
     "reward": (*_DATA, "compute_metrics", "callbacks", "optimizers", *_OF_LOGITS, *_QUANTIZED_PEFT),
 }
 
@@ -75,7 +76,7 @@ def _is_pair(value: Any) -> bool:
 # Argument -> test for a value that is not None, and the words of the error message for what it must be.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model, "a name, a path or a model"),
-    "ref_model": (_is_model, "a name, a path, a model or None"),
+    **dict.fromkeys(("ref_model", "teacher_model"), (_is_model, "a name, a path, a model or None")),
     "reward_funcs": (
         _is_rewards,
         "a reward, a list of them or a mapping to their weights: functions, and reward models or their names",
@@ -303,10 +304,16 @@ def loaded_reference(
 
 
 def kept_reference(
-    run: Run, options: ReferenceOptions, model: PreTrainedModel, given: PreTrainedModel | None, *, moves: bool
+    run: Run,
+    options: ReferenceOptions,
+    model: PreTrainedModel,
+    given: PreTrainedModel | None,
+    *,
+    moves: bool,
+    name: str = "ref_model",
 ) -> Reference | None:
     """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
-    reference = make_reference(model, beta=options.beta, moves=moves, given=given)
+    reference = make_reference(model, beta=options.beta, moves=moves, given=given, name=name)
     if reference is not None and reference.own_model is not None:
         run.parts.tell("made", run, reference.own_model, "reference")
         distributed.prepare_frozen(run.accelerator, reference.own_model)

@@ -263,11 +263,19 @@ class BaseTrainer(Loop, Generic[Ready]):
         """The model to train; see `models.load.load_model`."""
         return load_model(model, **options)
 
-    def _add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
-        """Create the reference that the options ask for, and move it during training if they say so."""
+    def _add_reference(
+        self, options: ReferenceOptions, given: PreTrainedModel | None = None, *, name: str = "ref_model"
+    ) -> None:
+        """Create the reference that the options ask for, and move it during training if they say so.
+
+        Args:
+            options: Those of the reference.
+            given: The user's own.
+            name: The argument that it was given as, for messages.
+        """
         movers = [callback for callback in checkpointing.stateful(self) if callback.moves_reference]
         moves = options.sync_ref_model or bool(movers)
-        reference = kept_reference(self, options, self.model, given, moves=moves)
+        reference = kept_reference(self, options, self.model, given, moves=moves, name=name)
         self.scorer.reference = reference
         if reference is None:
             return

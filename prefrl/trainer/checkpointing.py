@@ -425,6 +425,6 @@ def check_fingerprint(now: str, folder: Path) -> None:
     if saved != now:
         raise ConfigError(
             f"the checkpoint was trained against another reference: the fingerprint of its weights is {saved}, this "
-            f"run's is {now}. Construct the trainer with the model (and ref_model, if there was one) that the run "
-            "started from, not with the checkpoint's."
+            f"run's is {now}. Construct the trainer with the model (and ref_model or teacher_model, if there was one) "
+            "that the run started from, not with the checkpoint's."
         )

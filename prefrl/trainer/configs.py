@@ -11,6 +11,7 @@ from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
 from prefrl.models.plans import PositionLimit
 from prefrl.options.algorithms import (
+    DistillationOptions,
     GRPOOptions,
     OnlineDPOOptions,
     PPOOptions,
@@ -200,3 +201,8 @@ class PPOConfig(PPOOptions, PolicyGradientConfig):
 @dataclass
 class OnlineDPOConfig(OnlineDPOOptions, OnlineConfig):
     """Options of `OnlineDPOTrainer`."""
+
+
+@dataclass
+class DistillationConfig(DistillationOptions, OnlineConfig):
+    """Options of `DistillationTrainer`."""

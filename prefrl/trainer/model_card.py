@@ -35,6 +35,7 @@ _PAPERS = {
     "reinforce_plus_plus": "REINFORCE++: [arXiv 2501.03262](https://arxiv.org/abs/2501.03262).",
     "ppo": "Proximal policy optimization: [arXiv 1707.06347](https://arxiv.org/abs/1707.06347).",
     "online_dpo": "Online direct preference optimization: [arXiv 2402.04792](https://arxiv.org/abs/2402.04792).",
+    "distillation": "On-policy distillation: GKD, [arXiv 2306.13649](https://arxiv.org/abs/2306.13649).",
 }
 # Authors, title and year of the papers above, for the citation.
 _CITED = {
@@ -48,6 +49,7 @@ _CITED = {
     "reinforce_plus_plus": ("Hu, Jian and others", "REINFORCE++", 2025),
     "ppo": ("Schulman, John and others", "Proximal Policy Optimization Algorithms", 2017),
     "online_dpo": ("Guo, Shangmin and others", "Direct Language Model Alignment from Online AI Feedback", 2024),
+    "distillation": ("Agarwal, Rishabh and others", "On-Policy Distillation of Language Models", 2023),
 }
 _NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")

@@ -76,6 +76,7 @@ class Scorer:
     reference: Reference | None = None
     critic: Critic | None = None
     routers: RouterRecord | None = None  # records the passes of `scores`, if it is set
+    beta: float = 1.0  # which divergence from the reference `scores` computes, see `losses.kl.divergence`
 
     def __post_init__(self) -> None:
         args = self.args
@@ -92,11 +93,11 @@ class Scorer:
             model: Runs in its current mode.
             batch: At least one row.
             want: What to compute besides log-probs.
-            ref_hidden: [N, h] the reference's hidden states, for `full_kl`.
+            ref_hidden: [N, h] the reference's hidden states, for `divergence`.
         """
         reference = None
         if self.reference is not None and ref_hidden is not None:
-            reference = ReferenceLogits(ref_hidden, self.reference.logits)
+            reference = ReferenceLogits(ref_hidden, self.reference.logits, self.beta)
         return token_logprobs(model, batch, **vars(self.scoring), want=want, reference=reference, routers=self.routers)
 
     def scores_and_values(
@@ -115,8 +116,8 @@ class Scorer:
             values = critic.values(batch, hidden=scores.wanted.get("hidden"))
             return packed(scores.without("hidden"), values=values)
 
-        full_kl = () if self.reference is None or ref_hidden is None else ("full_kl",)
-        scores, (values,) = unpacked(inside(model, task), {*want, *full_kl}, "values")
+        divergence = () if self.reference is None or ref_hidden is None else ("divergence",)
+        scores, (values,) = unpacked(inside(model, task), {*want, *divergence}, "values")
         return scores, values
 
     # Without gradients. All ranks must call these, even those without rows.

@@ -251,7 +251,7 @@ def test_commands_of_shell_scripts(old: str, new: str | None) -> None:
     ("command", "words"),
     [
         ("bin/trl sft", "trl is still named here"),
-        ("trl distillation --x", "trl is still named here"),
+        ("trl gold --x", "trl is still named here"),
         ("trl sft $ARGS", "options in variables were not looked at"),
         ("trl sft --config run.yaml --seed 1", "prefrl migrate run.yaml --algorithm sft writes TRL's defaults"),
         ("trl sft --unheard 1", "--unheard is no option of SFTConfig"),

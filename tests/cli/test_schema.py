@@ -16,7 +16,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.presets import PRESETS
 from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import WRITER, seal
-from prefrl.scripts.arguments.command import Given, reward_entries
+from prefrl.scripts.arguments.command import CommandArguments, Given, reward_entries
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.main import OTHERS
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
@@ -281,7 +281,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 def check(name: str, options: dict[str, Any]) -> Any:
-    return SchemaParser(name).check(Given(options, places={}, takes_rewards=False))
+    return SchemaParser(name).check(Given(options, places={}, script=CommandArguments))
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=lambda value: json.dumps(value).replace('"', ""))

@@ -83,7 +83,7 @@ def _margin_row(i: int) -> dict[str, Any]:
 
 
 # Algorithms that learn from their own completions.
-ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo", "distillation")
 
 # Others share with one of these all code but their loss, what they keep and what they evaluate.
 REPRESENTATIVES = ("sft", "reward", "dpo", "bco", "grpo", "ppo")
@@ -108,6 +108,7 @@ ARGUMENTS = (
     "processing_class",
     "train_dataset",
     "ref_model",
+    "teacher_model",
     "embedding_func",
     "embedding_tokenizer",
     "value_model",
@@ -192,6 +193,8 @@ def make_trainer(
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if streams:
         extra["train_dataset"] = extra["train_dataset"].to_iterable_dataset()
+    if algorithm == "distillation":  # of another width
+        extra.setdefault("teacher_model", tiny_model(seed=9, hidden_size=24))
     if algorithm in ONLINE:
         arguments |= {"reward_funcs": reward, "environment_factory": environment}
     trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)

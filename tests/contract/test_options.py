@@ -53,6 +53,8 @@ AT_2 = {**EVALUATED, "reward": answering, "pass_at_k_kwargs": {"k": [2]}}
 # Option -> a value, and the options that it needs to act.
 ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     # The rollout loop.
+    "on_policy_fraction": (0.5, {"num_generations": 1, "train_dataset": dataset_of("sft")}),
+    "later_tokens": (True, {}),
     "max_prompt_length": (2, {}),
     "truncation_mode": ("keep_start", {"max_prompt_length": 2}),
     "num_generations": (2, {}),
@@ -191,6 +193,8 @@ NEUTRAL = {
     "filter_overlong_prompts",  # test_tokenize
     "num_generations_eval",  # test_one_step
     "value_model_name_or_path",  # test_ppo
+    "teacher_model_name_or_path",  # test_distillation
+    "teacher_model_init_kwargs",  # test_distillation
     "temperature_eval",  # test_one_step
     "tool_timeout",  # test_play
     "episode_timeout",  # test_play
@@ -225,6 +229,7 @@ OTHERS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
     "ppo": {**_IN_REWARD, "normalize_advantages": (False, {}), "num_generations": (4, {})},
     "online_dpo": {"loss_type": ("ipo", {}), "num_generations": (4, {})},
+    "distillation": {},
 }
 VLLM = {"use_vllm", "generation_mode", "max_staleness", "weight_sync"}
 

@@ -61,6 +61,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"steps_per_generation": 2, "num_iterations": 2, "critic_learning_rate": 1e-2}),
     ("ppo", {"critic": "model", "critic_warmup": 4, "critic_learning_rate": 1e-2}),
     ("online_dpo", {"num_iterations": 2}),
+    ("distillation", {"later_tokens": True, "steps_per_generation": 2, "num_iterations": 2}),
 ]
 
 

@@ -145,6 +145,10 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"talks": "forgetful"},
         {"loss_type": "ipo", "num_generations": 4, "learning_rate": 0.01, "max_steps": 2},
     ],
+    "distillation": [
+        {"beta": 0.5, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {"later_tokens": True, "num_generations": 2, "num_iterations": 2, "max_steps": 2},
+    ],
 }
 # Groups of 8, of which two processes with 4 completions each cannot take equal numbers.
 UNEVEN: list[tuple[str, dict[str, Any]]] = [

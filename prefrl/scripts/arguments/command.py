@@ -235,14 +235,12 @@ class Given:
     Args:
         values: The options that the command line or the file sets.
         places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
-        takes_rewards: Whether the algorithm learns from rewards.
-        script: Class of the options that are not the trainer's; None: that of the algorithm.
+        script: Class of the options that are not the trainer's.
     """
 
     values: Mapping[str, Any]
     places: Mapping[str, str]
-    takes_rewards: bool
-    script: type[CommandArguments] | None = None
+    script: type[CommandArguments]
 
     def located(self, error: _E) -> _E:
         """The error with the line of the option that its message begins with, if the file sets it."""
@@ -482,3 +480,13 @@ class RewardArguments(CommandArguments, EpisodeArguments):
     def needs_reward(self) -> bool:
         """Whether nothing else gives rewards."""
         return not self.environment
+
+
+@dataclass
+class TaughtArguments(RewardArguments):
+    """Rewards that are only logged, for algorithms that learn from a teacher."""
+
+    @property
+    def needs_reward(self) -> bool:
+        """See `RewardArguments`; False: they are only logged."""
+        return False

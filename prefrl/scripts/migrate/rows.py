@@ -236,6 +236,7 @@ TRL: dict[str, Counterpart] = {
     "max_length": aside("use max_prompt_length and max_completion_length"),
     "num_of_sequences": not_needed("packing needs no estimate"),
     "chars_per_token": not_needed("packing needs no estimate"),
+    "seq_kd": instead("put completions of the teacher into the column completion, and set on_policy_fraction=0"),
     "ref_model_init_kwargs": instead("load the reference model yourself, and give the instance as ref_model"),
     "force_use_ref_model": not_needed("a reference beside an adapter is used if it is given"),
     "model_adapter_name": instead("call model.set_adapter first; the active adapter is the policy"),
@@ -277,14 +278,23 @@ NAMES: dict[str, str] = {
     "AsyncGRPOTrainer": "GRPOTrainer, whose config has generation_mode='async'",
     "GMPOConfig": "GRPOConfig with loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4",
     "GMPOTrainer": "GRPOTrainer, whose config has loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4",
-    **_classes("distillation is not supported", "Distillation", "GKD", "GOLD", "IWOPD", "ServerDistillation"),
-    **_classes("distillation is not supported", "AsyncDistillation"),
-    **_classes("self-distillation is not supported; GRPOTrainer learns from the same rewards", "SDFT", "SDPO"),
+    **_classes(
+        "DistillationTrainer, whose config has beta=0.5, on_policy_fraction=0.5, temperature=0.9 and "
+        "max_completion_length=128 for GKD's defaults, and whose rows have prompt and completion",
+        "GKD",
+    ),
+    **_classes(
+        "DistillationTrainer; each token of samples of older weights counts without an importance weight", "IWOPD"
+    ),
+    **_classes("DistillationTrainer with use_vllm=True and generation_mode='async'", "AsyncDistillation"),
+    **_classes("a teacher on a server is not supported; DistillationTrainer loads it", "ServerDistillation"),
+    **_classes("a teacher with another tokenizer is not supported; DistillationTrainer needs the same one", "GOLD"),
+    **_classes("self-distillation is not supported; DistillationTrainer learns from a teacher", "SDFT", "SDPO"),
     **_classes("A*-PO is not supported; GRPOTrainer and RLOOTrainer learn from the same rewards", "A2PO"),
     **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
     **_classes("use OnlineDPOTrainer, whose loss is that of DPO", "NashMD", "XPO"),
     **_classes("process rewards are not supported; RewardTrainer learns one reward of a whole text", "PRM"),
-    "build_teacher_request_inputs": "distillation is not supported",
+    "build_teacher_request_inputs": "a teacher on a server is not supported; DistillationTrainer loads it",
     **dict.fromkeys(
         ("HfPairwiseJudge", "PairRMJudge", "BasePairwiseJudge", "BaseRankJudge", "BaseJudge"),
         "prefrl.rewards.get_judge_reward turns any judge into a reward",
@@ -352,6 +362,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "BCOConfig": {"learning_rate": 5e-7, **_EVERY},
     "GRPOConfig": {"beta": 0.0, **_ONLINE},
     "RLOOConfig": _ONLINE,
+    "DistillationConfig": {"num_completions_to_print": None, **_SAMPLED, **_EVERY},
     "OnlineDPOConfig": {
         **{"learning_rate": 5e-7, "max_completion_length": 64, "disable_dropout": True, **_SAMPLED, **_EVERY}
     },

@@ -16,7 +16,14 @@ from torch import Tensor
 from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.advantage.estimators import Advantages
 from prefrl.losses.advantage.tokens import turn_advantages
-from prefrl.losses.kl import KL_ESTIMATORS, full_kl, importance_corrected, sequence_kl
+from prefrl.losses.kl import (
+    KL_ESTIMATORS,
+    completion_kl,
+    divergence,
+    full_kl,
+    importance_corrected,
+    sequence_kl,
+)
 from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.policy.tokens import PolicyTokens, TokenLoss
@@ -287,6 +294,11 @@ def kl_lines() -> Iterator[Line]:
     for cap in (None, 1.1):
         words = "no cap" if cap is None else f"cap {cap:g}"
         yield Line(f"`sequence`, {words}", (*_loss_cells(functools.partial(_sequence, cap=cap)), "", ""))
+    yield Line("`later_tokens`", (*_loss_cells(_later_tokens), "", ""))
+    yield Line("`later_tokens`, one completion", (*_loss_cells(_later_tokens, group_size=1), "", ""))
+    for beta in (0.5, 0.0):
+        of_beta = functools.partial(_divergence, beta=beta)
+        yield Line(f"distillation, `beta={beta:g}`", (*_loss_cells(of_beta), "", ""))
 
 
 def _reference(samples: Samples) -> Tensor:
@@ -313,12 +325,26 @@ def _sequence(samples: Samples, *, cap: float | None) -> Tensor:
     )
 
 
-def _loss_cells(value: PerToken) -> tuple[str, ...]:
+def _later_tokens(samples: Samples) -> Tensor:
+    groups, longest = samples.groups.tolist(), samples.problem.tree.length
+    return completion_kl(_full(samples), _log_ratio(samples), samples.trainable, samples.row_index, groups, longest)
+
+
+def _divergence(samples: Samples, *, beta: float) -> Tensor:
+    reference = samples.problem.table(samples.problem.reference)[samples.states]
+    return divergence(samples.leaf, reference, beta=beta)
+
+
+def _loss_cells(value: PerToken, *, group_size: int = 2) -> tuple[str, ...]:
     """Bias against the divergence of tokens and of completions, on-policy and a large step away; and the noise."""
     recipe, problem = Recipe(silent, term=value), one_prompt()
     away = problem.moved(sampler=STEPS["large step"])
-    cells = [_agree(p, recipe, objective=objective) for objective in _KL_OBJECTIVES for p in (problem, away)]
-    return *map(_bias, cells), _number(_agree(problem, recipe, objective="kl").noise)
+    cells = [
+        _agree(p, recipe, objective=objective, group_size=group_size)
+        for objective in _KL_OBJECTIVES
+        for p in (problem, away)
+    ]
+    return *map(_bias, cells), _number(_agree(problem, recipe, objective="kl", group_size=group_size).noise)
 
 
 _KL_OBJECTIVES: tuple[ObjectiveName, ...] = ("token_kl", "kl")

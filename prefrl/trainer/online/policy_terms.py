@@ -174,7 +174,7 @@ class KLTerm:
         """See `LossTerm`."""
         batch, logprobs = seen.batch, seen.scores.logprobs
         if self._estimate is None:
-            kl = seen.scores.full_kl
+            kl = seen.scores.divergence
         else:
             assert batch.ref_logprobs is not None
             sampler = batch.sampling_logprobs if self._is_corrected else seen.old_logprobs

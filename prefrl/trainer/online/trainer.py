@@ -18,7 +18,7 @@ from prefrl.models.load import arguments_for_reward
 from prefrl.rewards.named import named_rewards
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
-from prefrl.rollout.collect import Collected, Collector, joined
+from prefrl.rollout.collect import Collected, Collector, RolloutSampler, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.selection import visit_order
 from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
@@ -152,6 +152,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             on_error=args.on_reward_error,
             processing_classes=reward_processing_classes,
             environments=self.episodes.rewards,
+            needed=args.learns_from_rewards,
             device=args.device,
             model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
             model_kwargs=asdict(args.reward_model_params) if args.reward_model_kwargs else None,
@@ -160,9 +161,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         check_prompts(args, self.train_dataset)
         for reward in self.rewards.models:
             distributed.prepare_frozen(self.accelerator, reward.model)
-        self._add_reference(args, loaded_reference(self._ref_model, self.policy, args))
+        self._set_up_reference()
         self._set_up_sampling(args)
         self._set_up_learning(args)
+
+    def _set_up_reference(self) -> None:
+        """What the loss compares the policy with, if anything."""
+        self._add_reference(self.args, loaded_reference(self._ref_model, self.policy, self.args))
 
     def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
         """From prompts to scored rollouts."""
@@ -171,7 +176,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.generator: Generator = make_generator(
             args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
-        sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
+        sampler = self._sampler()
         # Asked each time: HuggingFace makes a new state for each training.
         state, clock = lambda: self.state, lambda: self.account.clock()
         self._collector = Collector(self.rewards, sampler, state, clock)
@@ -181,6 +186,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._evaluation = EvaluationRollouts(args, self._collector)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
+
+    def _sampler(self) -> RolloutSampler:
+        """What samples rollouts, with the current generator."""
+        return self.episodes.sampler(self.processing_class, lambda: self.generator)
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
         """From scored rollouts to minibatches and their loss."""
@@ -443,7 +452,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         step = self.state.global_step
-        metrics = rollout_metrics(collected.rollouts, logged=collected.logged_metrics)
+        has_rewards, logged = bool(self.rewards.names), collected.logged_metrics
+        metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=logged)
         metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= server_metrics(collected.rollouts, self.generator, step=step)

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from prefrl.losses.advantage import ADVANTAGES
-from prefrl.losses.kl import KL_ESTIMATORS, ReferenceLogits, full_kl, importance_corrected, sequence_kl
+from prefrl.losses.kl import (
+    KL_ESTIMATORS,
+    ReferenceLogits,
+    completion_kl,
+    full_kl,
+    importance_corrected,
+    sequence_kl,
+)
 from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
@@ -373,6 +380,11 @@ def kl_sequence(cap):
     return value
 
 
+def kl_later_tokens(samples):
+    tokens, groups = (samples.trainable, samples.row_index), samples.groups.tolist()
+    return completion_kl(kl_full(samples), log_ratio(samples), *tokens, groups, samples.problem.tree.length)
+
+
 def kl_full(samples):
     return full_kl(samples.leaf, samples.problem.table(samples.problem.reference)[samples.states])
 
@@ -499,6 +511,16 @@ def test_sequence_kl_of_longer_rows_is_exact_too():
     is_equal(expected(p, as_loss(kl_sequence(None)), group_size=1), exact_gradient(p, "kl"))
 
 
+@BOTH_POLICIES
+@pytest.mark.parametrize("step", [0.0, *OFF_POLICY])
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+def test_completion_kl_has_the_gradient_of_whole_completions_from_any_policy(group_size, step, num_features):
+    sizes = {"length": 3} if group_size == 1 else {"num_tokens": 2} if group_size == 3 else {}
+    p = problem(num_features=num_features, **sizes).moved(sampler=step)
+    is_equal(expected(p, as_loss(kl_later_tokens), group_size=group_size), exact_gradient(p, "kl"))
+    assert bias(p, as_loss(kl_full), exact_gradient(p, "kl"), group_size=1) > 1e-5
+
+
 @pytest.mark.parametrize("step", [0.0, 1.0])
 def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens(step):
     """Entropy and full KL, as the trainers compute them: the policy's logits are hidden states of an identity head."""
@@ -519,7 +541,7 @@ def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens(step):
             chunk_size=7,
         )
 
-    is_equal(expected(p, as_loss(lambda samples: scores(samples).full_kl)), exact_gradient(p, "token_kl"))
+    is_equal(expected(p, as_loss(lambda samples: scores(samples).divergence)), exact_gradient(p, "token_kl"))
     is_equal(expected(p, as_loss(lambda samples: scores(samples).entropy)), exact_gradient(p, "token_entropy"))
     assert bias(p, as_loss(lambda samples: scores(samples).entropy), exact_gradient(p, "entropy")) > 0.1
 
