@@ -222,6 +222,7 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
             )
         self._add_reference(ReferenceOptions(beta=1.0), teacher, name="teacher_model")
         self.scorer.beta = self.args.beta
+        self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
 
     def _check_tokens(self, folder: Path) -> None:
         """Reject a teacher in a folder whose tokenizer splits the prompts in another way than the student's."""
