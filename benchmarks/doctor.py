@@ -178,7 +178,8 @@ def _estimate(run: Callable[[], tuple[Any, Any, Any]], clock: Callable[[], float
     from prefrl.models.footprint import weights_of
     from prefrl.scripts.checkup import resources
     from prefrl.scripts.checkup.dataset import Batches, check_rows
-    from prefrl.scripts.checkup.subject import Section, Subject
+    from prefrl.scripts.checkup.findings import Section
+    from prefrl.scripts.checkup.subject import Subject
     from prefrl.scripts.inputs import datasets_of
 
     row, script, config = run()

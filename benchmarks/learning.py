@@ -25,7 +25,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PrinterCallback
 
-from prefrl.options.presets import PRESETS
+from prefrl.options.algorithms import PRESETS
 from prefrl.registry import REGISTRY
 from prefrl.scripts import demo as demo_tiny
 from prefrl.trainer.online.trainer import OnlineTrainer

@@ -67,7 +67,7 @@ OPTION = re.compile(r"(?<![\w'\"/.:{-])(?:--)?[a-z]\w*_\w+(?:=(?:'[^']*'|\{[^}]*
 LINK = r"[arXiv \1](https://arxiv.org/abs/\1)"
 _LOSSES_OF = {
     "dpo": "prefrl.losses.preference.pairwise.PAIR_LOSSES",
-    "cpo": "prefrl.losses.preference.reference_free.CPO_LOSSES",
+    "cpo": "prefrl.losses.preference.pairwise.CPO_LOSSES",
 }
 SIGNS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
@@ -125,7 +125,7 @@ def kernel_figures() -> str:
 def papers_of(algorithm: str) -> str:
     """A command for each paper that is a choice of options of an algorithm."""
     if algorithm == "grpo":
-        presets = load("prefrl.options.presets.PRESETS")
+        presets = load("prefrl.options.algorithms.PRESETS")
         entries = {
             name: (f"{row.source}. {row.note}".removesuffix(". "), row.options) for name, row in presets.items()
         }
@@ -236,7 +236,7 @@ def _kl() -> Iterator[list[str]]:
 
 
 def _presets() -> Iterator[list[str]]:
-    for name, preset in load("prefrl.options.presets.PRESETS").items():
+    for name, preset in load("prefrl.options.algorithms.PRESETS").items():
         options = _code(f"{key}={value!r}" for key, value in preset.options.items())
         yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
 

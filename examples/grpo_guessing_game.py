@@ -8,8 +8,6 @@ import argparse
 import re
 from typing import Any
 
-from tiny import tiny_model, tiny_tokenizer
-
 from prefrl import Environment, GRPOConfig, GRPOTrainer, Observation
 
 
@@ -41,6 +39,8 @@ class TinyGame(GuessingGame):
 
 def main(model: Any = None, output_dir: str = "runs/guessing_game", max_steps: int = 80) -> list[float]:
     """Train; returns the mean reward of each step. The best is 1 for a win, and 0.2 for two of three first guesses."""
+    from tiny import tiny_model, tiny_tokenizer  # here, so that a YAML file can name the game from another folder
+
     tiny = model is None
     tokenizer = tiny_tokenizer(["guess", "higher", "lower", "right", *map(str, range(1, 4))]) if tiny else None
     config = GRPOConfig(

@@ -1,4 +1,9 @@
-"""A tiny model with random weights, and a tokenizer of a few words, for examples that learn on a CPU in a minute."""
+"""A tiny model with random weights, and a tokenizer of a few words, for examples that learn on a CPU in a minute.
+
+python examples/tiny.py FOLDER WORD ... saves both in a folder.
+"""
+
+import sys
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -47,3 +52,14 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, family: str
         bos_token_id=None,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def main(folder: str, words: list[str]) -> None:
+    """Save model and tokenizer, which can be loaded by the folder's name."""
+    tokenizer = tiny_tokenizer(words)
+    tiny_model(tokenizer, family="llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

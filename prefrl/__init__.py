@@ -6,6 +6,8 @@ Public names are imported on first use, so that `import prefrl` is quick.
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import EpisodeError as EpisodeError
     from prefrl.errors import GenerationError as GenerationError
     from prefrl.errors import HubError as HubError
+    from prefrl.errors import MissingPackageError as MissingPackageError
     from prefrl.errors import NonFiniteError as NonFiniteError
     from prefrl.errors import OutOfMemoryError as OutOfMemoryError
     from prefrl.errors import PrefrlError as PrefrlError
@@ -53,14 +56,14 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.rollout.episodes.harbor import HarborEnv as HarborEnv
     from prefrl.rollout.episodes.harbor import HarborSpec as HarborSpec
     from prefrl.rollout.episodes.openreward import OpenRewardSpec as OpenRewardSpec
-    from prefrl.scripts.arguments.command import ModelConfig as ModelConfig
-    from prefrl.scripts.arguments.command import get_kbit_device_map as get_kbit_device_map
-    from prefrl.scripts.arguments.command import get_peft_config as get_peft_config
-    from prefrl.scripts.arguments.command import get_quantization_config as get_quantization_config
     from prefrl.scripts.arguments.datasets import DatasetConfig as DatasetConfig
     from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
     from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
     from prefrl.scripts.arguments.datasets import get_dataset as get_dataset
+    from prefrl.scripts.arguments.model_config import ModelConfig as ModelConfig
+    from prefrl.scripts.arguments.model_config import get_kbit_device_map as get_kbit_device_map
+    from prefrl.scripts.arguments.model_config import get_peft_config as get_peft_config
+    from prefrl.scripts.arguments.model_config import get_quantization_config as get_quantization_config
     from prefrl.scripts.declaration import init_zero_verbose as init_zero_verbose
     from prefrl.scripts.parsing.argument_parser import ArgumentParser as ArgumentParser
     from prefrl.scripts.parsing.argument_parser import TrlParser as TrlParser
@@ -105,7 +108,7 @@ _PATHS |= {
     "HarborEnv": "prefrl.rollout.episodes.harbor:HarborEnv",
     "HarborSpec": "prefrl.rollout.episodes.harbor:HarborSpec",
     "OpenRewardSpec": "prefrl.rollout.episodes.openreward:OpenRewardSpec",
-    "ModelConfig": "prefrl.scripts.arguments.command:ModelConfig",
+    "ModelConfig": "prefrl.scripts.arguments.model_config:ModelConfig",
     "Observation": "prefrl.rollout.episodes.environment:Observation",
     "ScriptArguments": "prefrl.scripts.arguments.datasets:ScriptArguments",
     "BEMACallback": "prefrl.trainer.callbacks:BEMACallback",
@@ -119,9 +122,9 @@ _PATHS |= {
     "create_reference_model": "prefrl.models.reference:create_reference_model",
     "extract_prompt": "prefrl.data.sources:extract_prompt",
     "get_dataset": "prefrl.scripts.arguments.datasets:get_dataset",
-    "get_kbit_device_map": "prefrl.scripts.arguments.command:get_kbit_device_map",
-    "get_peft_config": "prefrl.scripts.arguments.command:get_peft_config",
-    "get_quantization_config": "prefrl.scripts.arguments.command:get_quantization_config",
+    "get_kbit_device_map": "prefrl.scripts.arguments.model_config:get_kbit_device_map",
+    "get_peft_config": "prefrl.scripts.arguments.model_config:get_peft_config",
+    "get_quantization_config": "prefrl.scripts.arguments.model_config:get_quantization_config",
     "get_training_chat_template": "prefrl.data.chat_templates:get_training_chat_template",
     "init_zero_verbose": "prefrl.scripts.declaration:init_zero_verbose",
     "is_conversational": "prefrl.data.chat_templates:is_conversational",
@@ -143,6 +146,19 @@ _PATHS |= {
     "unpair_preference_dataset": "prefrl.data.sources:unpair_preference_dataset",
 }
 _PATHS |= {name: f"prefrl.errors:{name}" for name in errors.__all__}
+
+# What libraries say of themselves, which no user of prefrl can change: logger and start of the text. The first three
+# are imported by transformers, whether a training uses them or not.
+_NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU",
+    "torchao": "Failed to load",
+    "torch.utils._pytree": "%s is an Enum subclass",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+for _name in _NOISE:
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(_NOISE[record.name]))
+# peft 0.21 reads the old name.
+warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
 
 __all__ = [*_PATHS]  # strings, all of them
 __version__ = "0.1.0"

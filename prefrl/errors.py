@@ -17,6 +17,7 @@ __all__ = [
     "EpisodeError",
     "GenerationError",
     "HubError",
+    "MissingPackageError",
     "NonFiniteError",
     "OutOfMemoryError",
     "PrefrlError",
@@ -147,6 +148,11 @@ def without_secrets(text: str) -> str:
 def reason_of(error: BaseException) -> str:
     """An error of other code, for a message: its type and text in one line, without a full stop and secrets."""
     return printable(without_secrets(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")))
+
+
+def cause_of(error: Exception) -> Exception | None:
+    """What to raise an error `from` that quotes another one: nothing, if a file is not there, which says all."""
+    return None if isinstance(error, OSError) else error
 
 
 def masked(value: Any, name: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""HTTP requests, each with a deadline and a limit for its answer. They run on a separate thread."""
+"""HTTP requests, each with a deadline and a limit for its answer, on a separate thread; whether the Hub answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from functools import cache
 from json import loads
 from typing import Any, TypeVar
 
-from prefrl.errors import printable
+from prefrl.errors import printable, reason_of
 
 try:  # installed with huggingface_hub: httpx2 from its version 2 on, httpx before
     import httpx2 as httpx
@@ -184,3 +185,15 @@ def _reason(body: bytes) -> str:
         return str(error.get("message", error)) if isinstance(error, dict) else str(error)
     except (ValueError, RecursionError):
         return _text(body)
+
+
+@cache
+def unreachable_hub(url: str) -> str | None:
+    """Why the Hub at `url` does not answer, in one attempt; None: it does, with whatever status."""
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(url, timeout=_CONNECT_SECONDS)
+    except (httpx.HTTPError, OSError) as error:
+        return f"{url} does not answer ({reason_of(error)})"
+    return None

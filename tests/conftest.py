@@ -34,6 +34,8 @@ with contextlib.suppress(ImportError):  # `make gpu` runs where it may be missin
 
 # What takes longest is given out first, so that no worker is left alone with it at the end.
 _FIRST = ("tests/vllm/", "tests/distributed/", "tests/contract/", "tests/cli/")
+# What starts servers as users do, afresh: a second worker runs it beside the one that has the server of the whole run.
+_AFRESH = "tests/vllm/test_serve.py"
 # Files whose tests share what was trained or computed.
 _SHARING = (
     "tests/distributed/",
@@ -86,7 +88,7 @@ def _freeze_modules() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # xdist may be missing
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests with vLLM servers, so that they share one; they are the first that are given out.
+    """One worker runs all tests that share vLLM servers, and one those that start servers afresh; they begin first.
 
     One also runs all tests of a file that share what was trained, in tests/distributed by several processes, and all
     short tests of a file, so that what its fixtures make is made once.
@@ -99,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneWorkerForWhatIsShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/vllm/"):
-                return "vllm"
+                return "servers afresh" if nodeid.startswith(_AFRESH) else "shared servers"
             return nodeid.partition("::")[0] if nodeid.startswith(_SHARING) else nodeid
 
         def remove_node(self, node: Any) -> str | None:
@@ -126,16 +128,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneWorkerForWhatIsShared(config, log)
 
 
-_has_begun = False
+_is_nice = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """The worker with the vLLM servers is the last that ends, so the others let it go first."""
-    global _has_begun
-    if not _has_begun and "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith("tests/vllm/"):
+    """The tests with vLLM servers take longest, so the others let them go first."""
+    global _is_nice
+    if not _is_nice and "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith("tests/vllm/"):
         os.nice(5)
-    _has_begun = True
+        _is_nice = True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -33,7 +33,7 @@ SOURCES = sorted((ROOT / "prefrl").rglob("*.py"))
 PRIVATE: dict[str, tuple[str, ...]] = {
     "argparse": ("_StoreFalseAction",),
     "argparse:ArgumentParser": ("_actions", "_check_value", "_get_value", "_option_string_actions"),
-    "argparse:HelpFormatter": ("_expand_help", "_format_action_invocation"),
+    "argparse:HelpFormatter": ("_expand_help", "_fill_text", "_format_action_invocation"),
     "os": ("_exit",),
     "sys": ("_base_executable", "_current_frames"),
     "typing:Protocol": ("_is_protocol",),
@@ -85,6 +85,7 @@ HOOKS = {
     ],
     "_issue_warnings_after_load": ["load_result"],
     "_load_best_model": [],
+    "set_initial_training_values": ["args", "dataloader"],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_get_grad_norm": ["model", "grad_norm"],
     "_get_output_dir": ["trial"],

@@ -235,7 +235,7 @@ def has_generation_markers(chat_template: str | Mapping[str, str]) -> bool:
     """Whether a chat template marks what the assistant writes by `{% generation %}`.
 
     Args:
-        chat_template: The template; of several by name, the one named `default` is looked at.
+        chat_template: The template. If there are several by name, the one named `default` is used.
     """
     text = chat_template if isinstance(chat_template, str) else chat_template["default"]
     return re.search(r"{%[-+]?\s*generation\s*[-+]?%}", text) is not None
@@ -266,7 +266,7 @@ def is_chat_template_stop_token_trained(processing_class: ProcessingClass, chat_
 
     Args:
         processing_class: The tokenizer or processor.
-        chat_template: The template; None: the one of the tokenizer.
+        chat_template: The template. The default is the tokenizer's.
     """
     tokenizer: Any = tokenizer_of(processing_class)
     if chat_template is None:
@@ -292,7 +292,7 @@ def parse_response(
     prefix: list[int] | None = None,
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
 ) -> Message:
-    """The message that a completion is, read by the tokenizer's `response_template`; see `add_response_schema`.
+    """Parse a completion into a message with the tokenizer's `response_template`; see `add_response_schema`.
 
     Args:
         tokenizer: Has a response template.

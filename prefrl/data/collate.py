@@ -227,7 +227,7 @@ def preference_batch(rows: Sequence[Row]) -> LabeledBatch:
         rows: `prompt_ids`, `chosen_ids`, `rejected_ids`; and, in all rows or in none, `ref_chosen_logprobs` and
             `ref_rejected_logprobs`, the reference's log-prob of each token of a side, in nats.
     Raises:
-        DataError: A row lacks a column, a column has no tokens, or not one log-prob for each token.
+        DataError: A row lacks a column, a column has no tokens, or the log-probs are not one for each token.
     """
     sides = ("chosen", "rejected")
     has_ref = any(_has_column(rows, f"ref_{side}_logprobs") for side in sides)
@@ -251,8 +251,8 @@ def unpaired_batch(rows: Sequence[Row]) -> LabeledBatch:
             which may be empty; and, in all rows or in none, `weight`, and `ref_logprobs`, with `ref_KL_logprobs` where
             there is a KL completion: the reference's log-prob of each token, in nats.
     Raises:
-        DataError: A row lacks a column, a column has no tokens, or not one log-prob for each token; a label is not a
-            bool, or a weight is not a finite number.
+        DataError: A row lacks a column, a column has no tokens, or the log-probs are not one for each token; a label
+            is not a bool, or a weight is not a finite number.
     """
     has_ref, weights = _has_column(rows, "ref_logprobs"), _numbers(rows, "weight")
     sequences = []

@@ -112,7 +112,11 @@ def detect_format(dataset: AnyDataset, kinds: Sequence[DatasetKind], *, text_fie
     if first is None:
         raise DataError(_NO_ROWS)
     names = dataset.column_names or list(first)
-    layouts = [_with_text_field(layout, text_field) for layout in _LAYOUTS if layout.kind in kinds]
+    layouts = [
+        replace(layout, columns=(text_field,)) if layout.columns == ("text",) else layout
+        for layout in _LAYOUTS
+        if layout.kind in kinds
+    ]
     fitting = [layout for layout in layouts if set(layout.columns) <= set(names)]
     if not fitting:
         raise DataError(_missing_columns_message(names, layouts))
@@ -261,10 +265,6 @@ def _check_dataset(dataset: object) -> None:
             f"dataset is a {type(dataset).__name__}: needs a datasets.Dataset or IterableDataset. "
             "From a list of dicts: datasets.Dataset.from_list(rows)"
         )
-
-
-def _with_text_field(layout: _Layout, text_field: str) -> _Layout:
-    return replace(layout, columns=(text_field,)) if layout.columns == ("text",) else layout
 
 
 def _describe(layouts: Sequence[_Layout]) -> str:

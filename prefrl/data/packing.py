@@ -26,7 +26,7 @@ from prefrl.data.formats import AnyDataset
 from prefrl.distributed import is_main
 from prefrl.errors import ConfigError, DataError
 
-PackingStrategy = Literal["bfd", "wrapped"]
+PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _WINDOW = 1000  # rows of a stream that are packed together
@@ -85,6 +85,8 @@ def pack_prepared(dataset: AnyDataset, *, max_length: int, strategy: PackingStra
     """Put several tokenized rows into one. In a stream, each window of 1000 rows is packed separately.
 
     - "bfd" keeps every row whole (`pack_bfd`). Attention stays within each original row.
+    - "bfd_split" cuts rows longer than `max_length` into pieces, which are packed like rows. The first token of a
+      piece has no loss, because nothing precedes it. Pieces without any loss are dropped.
     - "wrapped" lays all rows end to end and cuts them every `max_length` tokens. A piece is one sequence, in which a
       document attends to the ones before it. The first token of a document or a piece has no loss. Pieces without any
       loss are dropped.
@@ -104,9 +106,9 @@ def pack_prepared(dataset: AnyDataset, *, max_length: int, strategy: PackingStra
     if isinstance(dataset, datasets.IterableDataset):
         options = {"max_length": max_length, "strategy": strategy}
         return dataset.map(_pack_window, batched=True, batch_size=_WINDOW, fn_kwargs=options)
-    if "images" in dataset.column_names and strategy == "wrapped":
+    if "images" in dataset.column_names and strategy != "bfd":
         raise ConfigError(
-            "packing_strategy='wrapped' may cut sequences anywhere, even inside images. Use packing_strategy='bfd'"
+            f"packing_strategy={strategy!r} may cut sequences anywhere, even inside images. Use packing_strategy='bfd'"
         )
     packed = _pack(dataset.flatten_indices().with_format("arrow")[:], max_length, strategy)
     if packed.num_rows == 0:
@@ -134,6 +136,8 @@ def _pack(table: pa.Table, max_length: int, strategy: PackingStrategy) -> pa.Tab
     lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in table["input_ids"].chunks])
     if strategy == "wrapped":
         return _wrapped_table(token_ids, trainable, lengths, max_length)
+    if strategy == "bfd_split":
+        token_ids, trainable, lengths = _split(token_ids, trainable, lengths, max_length)
     bins = pack_bfd(lengths.tolist(), max_length)
     packed = _bfd_table(token_ids, trainable, lengths, bins)
     if "images" not in table.column_names:
@@ -144,12 +148,22 @@ def _pack(table: pa.Table, max_length: int, strategy: PackingStrategy) -> pa.Tab
 
 
 def _bfd_table(token_ids: _Array, trainable: _Array, lengths: _Array, bins: Sequence[Sequence[int]]) -> pa.Table:
-    order = np.array([index for numbers in bins for index in numbers])
+    order = np.array([index for numbers in bins for index in numbers], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
-    source = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in order])
-    counts = np.array([len(numbers) for numbers in bins])
+    source = np.concatenate([np.arange(0), *(np.arange(starts[i], starts[i] + lengths[i]) for i in order)])
+    counts = np.array([len(numbers) for numbers in bins], dtype=np.int64)
     totals = np.add.reduceat(lengths[order], np.cumsum(counts) - counts)
     return _table(token_ids[source], trainable[source], totals, lengths[order], counts)
+
+
+def _split(token_ids: _Array, trainable: _Array, lengths: _Array, max_length: int) -> tuple[_Array, _Array, _Array]:
+    """The pieces of up to `max_length` tokens that have a loss."""
+    starts, lengths = _pieces(np.cumsum(lengths) - lengths, lengths, max_length)
+    trainable = trainable.copy()
+    trainable[starts] = False
+    has_loss = np.logical_or.reduceat(trainable, starts)
+    kept = np.repeat(has_loss, lengths)
+    return token_ids[kept], trainable[kept], lengths[has_loss]
 
 
 def _wrapped_table(token_ids: _Array, trainable: _Array, lengths: _Array, max_length: int) -> pa.Table:

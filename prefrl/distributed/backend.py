@@ -37,6 +37,38 @@ def updates_in_backward(accelerator: Any) -> bool:
     return bool(accelerator.distributed_type == "DEEPSPEED")
 
 
+def tell_ddp(accelerator: Any, model: Any, args: Any) -> None:
+    """Let DDP look for weights without a gradient in each pass only if there may be some, unless the user has decided.
+
+    A pass over a single token shows it: its experts are those that every token has. Layers that are dropped at random
+    are not seen, and neither is a critic, so DDP looks for these.
+    """
+    handler = accelerator.ddp_handler
+    is_undecided = args.ddp_find_unused_parameters is None and handler is not None and handler.find_unused_parameters
+    is_random = bool(getattr(model.config.get_text_config(), "layerdrop", 0.0)) or args.torch_compile
+    if not is_undecided or is_random or not str(accelerator.distributed_type.value).startswith("MULTI_"):
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()  # dropout would change the random state
+    token = torch.ones((1, 1), dtype=torch.long, device=args.device)
+    reached = _leaves(model(input_ids=token, use_cache=False).logits)
+    for module, was_training in modes:
+        module.training = was_training
+    handler.find_unused_parameters = any(p.requires_grad and id(p) not in reached for p in model.parameters())
+
+
+def _leaves(output: torch.Tensor) -> set[int]:
+    """The ids of the weights that a tensor depends on."""
+    seen: set[Any] = set()
+    todo: list[Any] = [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+
+
 def tell_deepspeed() -> None:
     """Initialize DeepSpeed for ZeRO-3 before a model is loaded: on CPUs accelerate creates the group without it."""
     from transformers.integrations import is_deepspeed_zero3_enabled

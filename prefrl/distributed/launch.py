@@ -11,10 +11,27 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from prefrl.distributed.processes import form_teams, limit_waits, num_processes, team_size
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, MissingPackageError, is_installed
 
 # Set by `prefrl launch` for its training processes.
 _NUM_PROCESSES = "PREFRL_NUM_PROCESSES"
+
+
+def check_deepspeed_starts(given: Any, environment: Mapping[str, str]) -> None:
+    """Reject the option `deepspeed` where DeepSpeed cannot start, before HuggingFace tries to.
+
+    Raises:
+        MissingPackageError: It is not installed.
+        ConfigError: No launcher has started this process.
+    """
+    shown = f"deepspeed={given!r}" if isinstance(given, str) else "deepspeed"
+    if not is_installed("deepspeed"):
+        raise MissingPackageError(f"{shown} needs deepspeed: pip install 'prefrl[deepspeed]'")
+    if "RANK" not in environment and not is_installed("mpi4py"):
+        raise ConfigError(
+            f"{shown}: no launcher has started this process, so DeepSpeed would not find the others. Start it with "
+            "`accelerate launch` or `torchrun`, or without this option by `prefrl launch --accelerate_config zero3`."
+        )
 
 
 def check_processes(args: Any, environment: Mapping[str, str]) -> None:
@@ -117,6 +134,11 @@ def check_backend(args: Any, environment: Mapping[str, str], accelerator: Any) -
             "fsdp_version=1 is not supported. Set fsdp_version: 2 in the accelerate config, or version: 2 in "
             "fsdp_config."
         )
+    if size := accelerator.state.fsdp_plugin.min_num_params:
+        raise ConfigError(
+            f"min_num_params={size}: FSDP2 cannot be told by size what to shard, because a list of layers would count "
+            "as a layer. Leave it out of fsdp_config and the accelerate config: each layer is sharded by itself."
+        )
 
 
 def check_quantized(accelerator: Any, model: Any) -> None:
@@ -210,6 +232,19 @@ def check_state_read(accelerator: Any, name: str) -> None:
         raise ConfigError(
             f"optim={name!r} without momentum under FSDP2: torch cannot load the checkpoint of an optimizer without "
             "state. Set optim_args='momentum=0.9', or save_only_model=True, which saves no state."
+        )
+
+
+def check_state_whole(accelerator: Any, option: str) -> None:
+    """Refuse an option that discards the optimizer's state where processes hold parts of it.
+
+    Raises:
+        ConfigError: DeepSpeed or FSDP2 partitions the state.
+    """
+    if accelerator.distributed_type.value in ("DEEPSPEED", "FSDP"):
+        raise ConfigError(
+            f"{option} under DeepSpeed or FSDP2, which partition the optimizer's state and save only one that is "
+            "complete. Use DDP, or leave it False."
         )
 
 

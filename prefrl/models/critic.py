@@ -22,12 +22,12 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from prefrl.distributed import copy_of, load_whole, shape_of, unpartitioned
-from prefrl.errors import ConfigError, require
+from prefrl.errors import ConfigError, cause_of, require
 from prefrl.losses.per_token import WantName
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.classifier import add_classifier
 from prefrl.models.forward import in_pieces, inputs_of, prepare_like, verdict_of, with_idle_image
-from prefrl.models.modes import eval_mode, seeded
+from prefrl.models.modes import eval_mode, hub_or_cache, seeded
 from prefrl.models.plans import Plan
 from prefrl.models.scoring import ScoringRequest, inner_model, is_classifier, read_out
 from prefrl.types import TokenBatch
@@ -341,11 +341,11 @@ def _from_pretrained(
 @contextmanager
 def _loading(name: str | os.PathLike[str]) -> Iterator[None]:
     try:
-        with seeded(0):  # new weights are drawn but not used
+        with seeded(0), hub_or_cache(name):  # new weights are drawn but not used
             yield
     except (OSError, ValueError, RuntimeError) as error:
         hint = " A critic has num_labels=1." if "ignore_mismatched_sizes" in str(error) else ""
-        raise ConfigError(f"the critic cannot be loaded from {os.fspath(name)!r}: {error}{hint}") from error
+        raise ConfigError(f"the critic cannot be loaded from {os.fspath(name)!r}: {error}{hint}") from cause_of(error)
 
 
 def _load_state(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:

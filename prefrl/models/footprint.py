@@ -27,9 +27,11 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.modeling_utils import AttentionInterface
 
 from prefrl.distributed import shape_of
+from prefrl.errors import cause_of
 from prefrl.losses import logprobs
 from prefrl.models.adapters import add_adapter
 from prefrl.models.load import CAUSAL, REWARD, auto_class_of, check_dtype, load_error, repository_arguments
+from prefrl.models.modes import hub_or_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +59,8 @@ def outline_of(
     of_class = {key: given[key] for key in ("trust_remote_code", "attn_implementation") if key in given}
     places = repository_arguments(given) | {key: given[key] for key in ("subfolder",) if key in given}
     try:
-        config = AutoConfig.from_pretrained(name, **places)
+        with hub_or_cache(name):
+            config = AutoConfig.from_pretrained(name, **places)
         dtype = given.get("dtype", kind.arguments["dtype"])
         dtype = getattr(config, "dtype", None) if dtype == "auto" else dtype
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -68,9 +71,9 @@ def outline_of(
                 config, dtype=dtype or torch.float32, **of_class
             )
     except (OSError, ValueError, AttributeError, ImportError) as error:
-        raise load_error(kind, name, given, error) from error
+        raise load_error(kind, name, given, error) from cause_of(error)
     if not is_classifier:
-        with suppress(OSError):  # not every repository has the file
+        with suppress(OSError), hub_or_cache(name):  # not every repository has the file
             model.generation_config = GenerationConfig.from_pretrained(name, **places)
     return model
 

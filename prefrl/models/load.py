@@ -24,11 +24,11 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from prefrl.distributed import is_main, shape_of
-from prefrl.errors import CheckpointError, ConfigError
+from prefrl.errors import CheckpointError, ConfigError, cause_of
 from prefrl.models.adapters import TaskType, add_adapter, is_peft_model, prepare_quantized
 from prefrl.models.classifier import add_classifier, check_has_body
 from prefrl.models.kernels import freeze_parameters
-from prefrl.models.modes import seeded
+from prefrl.models.modes import hub_or_cache, seeded
 from prefrl.models.tokenizer_changes import TokenizerChanges, check_special_tokens
 from prefrl.options.names import unpinned_code
 
@@ -125,21 +125,10 @@ def load_reward_model(
     seed: int | None = None,
     quantization_config: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
-    """The reward model to train: a sequence classifier with one output. Otherwise like `load_model`.
+    """The reward model to train: a sequence classifier with one output. Its arguments are those of `load_model`.
 
     If `model` is a causal language model or a vision-language model, its body is kept and gets a new output layer.
     With an adapter, the output layer is trained in full.
-
-    Args:
-        model: Name on the Hub, path, or an instance, which is changed in place (adapter, `requires_grad`).
-        model_init_kwargs: For `from_pretrained`; not changed.
-        peft_config: A new adapter of this kind is put around the model; not changed.
-        freeze: Regular expressions; parameters whose name contains a match are not trained.
-        seed: For all new weights; torch's global random state is not changed. None: drawn from that state.
-        quantization_config: Quantize the model when it is loaded; also allowed in `model_init_kwargs`.
-
-    Returns:
-        The model, a `peft.PeftModel` if there is an adapter.
 
     Raises:
         ConfigError: As for `load_model`, or the model is not a sequence classifier or has several outputs.
@@ -180,12 +169,13 @@ def load_processing_class(
         if not name:
             raise ConfigError("processing_class=None: the model was not loaded from a repository. Pass its processor.")
         try:
-            processing_class = AutoProcessor.from_pretrained(name, **_of_tokenizer(model_init_kwargs, changes))
+            with hub_or_cache(name):
+                processing_class = AutoProcessor.from_pretrained(name, **_of_tokenizer(model_init_kwargs, changes))
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"{_asked(changes)}: no processor can be loaded from {name!r}: {error}. Pass the model's "
                 "processor, or its tokenizer to train on text alone."
-            ) from error
+            ) from cause_of(error)
     if not isinstance(processing_class, ProcessorMixin):
         return load_tokenizer(model, processing_class, model_init_kwargs=model_init_kwargs, changes=changes)
     if not reads_images(model):
@@ -363,14 +353,14 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     check_dtype(arguments)
     try:
-        with seeded(seed):
+        with seeded(seed), hub_or_cache(name):
             auto_class = auto_class_of(kind, name, arguments)
             options = {**kind.arguments, **arguments}
             if kind is not REWARD:
                 return auto_class.from_pretrained(name, **options)
             model, found = auto_class.from_pretrained(name, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise load_error(kind, name, arguments, error) from error
+        raise load_error(kind, name, arguments, error) from cause_of(error)
     if reads_images(model):
         check_has_body(model, name, found["missing_keys"])
     return model
@@ -387,7 +377,7 @@ def load_error(
         "FlashAttention2" in str(error)
     )
     hint = hint or " There is no folder with this name either." * (
-        isinstance(error, OSError) and not Path(name).exists()
+        isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not Path(name).exists()
     )
     return ConfigError(f"model={os.fspath(name)!r} cannot be loaded: {error}{hint}")
 
@@ -460,9 +450,11 @@ def _tokenizer_of(
     if not name:
         raise ConfigError("processing_class=None: the model was not loaded from a repository. Pass its tokenizer.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **_of_tokenizer(arguments, changes))
+        with hub_or_cache(name):
+            tokenizer = AutoTokenizer.from_pretrained(name, **_of_tokenizer(arguments, changes))
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"{_asked(changes)}: no tokenizer can be loaded from {name!r}: {error}") from error
+        text = f"{_asked(changes)}: no tokenizer can be loaded from {name!r}: {error}"
+        raise ConfigError(text) from cause_of(error)
     # For some architectures AutoTokenizer returns an empty tokenizer if there are no tokenizer files.
     if len(tokenizer.get_added_vocab()) == len(tokenizer):
         raise ConfigError(

@@ -1,12 +1,16 @@
-"""What a pass depends on besides weights and rows: modes, dropout, precision, random numbers."""
+"""What a pass depends on besides weights and rows: modes, dropout, precision, random numbers; and the Hub."""
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import constants
 from torch import nn
 
 if TYPE_CHECKING:
@@ -103,3 +107,43 @@ def seeded(seed: int | None) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def hub_or_cache(name: str | os.PathLike[str]) -> Iterator[None]:
+    """Context in which a model, a tokenizer or a dataset is loaded by its name or path.
+
+    The libraries below ask the Hub six times for each file, for half a minute, before they look into the cache. If the
+    Hub does not answer once, they are only let look there.
+
+    Args:
+        name: A folder, or a name on the Hub.
+
+    Raises:
+        FileNotFoundError: There is no such folder, and the Hub cannot be asked; says what to do.
+    """
+    if (path := Path(name)).exists():
+        yield
+        return
+    from prefrl.http import unreachable_hub  # most models are folders
+
+    folders = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    similar = difflib.get_close_matches(path.name, folders, n=1, cutoff=0.75)
+    guess = f" Did you mean {str(path.with_name(similar[0]))!r}?" if similar else ""
+    if os.fspath(name).startswith((".", "/", "~")) or os.fspath(name).count("/") > 1:
+        raise FileNotFoundError(f"there is no such folder.{guess or ' Check the path.'}")
+    was_offline = constants.HF_HUB_OFFLINE
+    reason = "HF_HUB_OFFLINE is set" if was_offline else unreachable_hub(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = was_offline or reason is not None
+    try:
+        yield
+    except OSError as error:
+        if reason is None:
+            raise
+        raise FileNotFoundError(
+            f"there is no such folder, {constants.HF_HUB_CACHE} does not hold it either, and the Hub cannot be asked: "
+            f"{reason}.{guess} Give the path of a folder with the files, or set HF_HOME to the folder of a cache that "
+            "has it, or HF_ENDPOINT to a mirror of the Hub."
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline

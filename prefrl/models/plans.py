@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -336,10 +336,8 @@ def position_limit(model: PreTrainedModel) -> PositionLimit | None:
     tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
     # OPT and similar models have two more rows, for padding.
     is_table = any(count <= shape_of(table)[0] <= count + 2 for table in tables)
-    return PositionLimit(count, is_table, is_scaled=_is_scaled(getattr(config, "rope_parameters", None) or {}))
-
-
-def _is_scaled(rope: dict[str, Any]) -> bool:
-    """Whether rotary embeddings are other than the default ones, in all layers or in those of one type."""
+    # Rotary embeddings, in all layers or in those of one type.
+    rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return any(kind.get("rope_type", "default") != "default" for kind in kinds)
+    is_scaled = any(kind.get("rope_type", "default") != "default" for kind in kinds)
+    return PositionLimit(count, is_table, is_scaled)

@@ -91,6 +91,13 @@ class Reference(ABC):
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         """The output of `head`, the model's head, with the reference weights; the model is not changed for that."""
 
+    def _go_to(self, device: torch.device) -> None:
+        """A separate model follows a batch to its device."""
+        model = self.own_model
+        # Models that are spread over devices or quantized raise when they are moved, even to their own device.
+        if model is not None and model.device != device and not distributed.is_sharded(model):
+            model.to(device)
+
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """The weights that `mix` changes, no two of which share memory; empty if it changes none."""
@@ -103,6 +110,7 @@ class Reference(ABC):
         self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
     ) -> TokenScores:
         """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
+        self._go_to(batch.device)
         with self._in_place() as model, eval_mode(model):
             return scores_in_pieces(model, batch, scoring, max_tokens=max_tokens, want=want)
 
@@ -113,6 +121,7 @@ class Reference(ABC):
         `token_logprobs(..., reference=ReferenceLogits(hidden, reference.logits))`. Hidden states that were stored
         before a `mix` do not fit the head after it.
         """
+        self._go_to(hidden.device)
         inner = inner_model(self._model)
         head = needed_head(inner)
         with torch.no_grad(), eval_mode(head):
@@ -153,25 +162,8 @@ class _Separate(Reference):
         super().__init__(model)
         self.own_model = model
 
-    def scores(
-        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
-    ) -> TokenScores:
-        """See `Reference`; the model follows the batch to its device."""
-        self._go_to(batch.device)
-        return super().scores(batch, scoring, max_tokens=max_tokens, want=want)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `Reference`."""
-        self._go_to(hidden.device)
-        return super().logits(hidden)
-
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
-
-    def _go_to(self, device: torch.device) -> None:
-        # Models that are spread over devices or quantized raise when they are moved, even to their own device.
-        if self._model.device != device and not distributed.is_sharded(self._model):
-            self._model.to(device)
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         logits: Tensor = head(hidden)
@@ -326,8 +318,8 @@ def create_reference_model(model: _M, num_shared_layers: int | None = None, patt
 
     Args:
         model: The model. It is not changed, unless layers are shared.
-        num_shared_layers: Number of first layers that, with the embeddings, share their memory in both models and are
-            frozen in both. None means the copy shares nothing.
+        num_shared_layers: Number of leading layers that both models share, together with the embeddings. Shared layers
+            are frozen. None means that nothing is shared.
         pattern: Part of the names of the parameters of layer `{layer}`, such as "transformer.h.{layer}.". By default,
             it is found.
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from transformers import AddedToken, AutoTokenizer
 
 from prefrl.distributed import shape_of
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, cause_of
 from prefrl.models.adapters import is_peft_model
-from prefrl.models.modes import seeded
+from prefrl.models.modes import hub_or_cache, seeded
 from prefrl.options.names import nearest
 
 if TYPE_CHECKING:
@@ -168,12 +168,13 @@ def _format(path: str) -> ChatFormat:
     if path in CHAT_FORMATS and not Path(path).is_dir():
         return CHAT_FORMATS[path]
     try:
-        source = AutoTokenizer.from_pretrained(path)
+        with hub_or_cache(path):
+            source = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"chat_template_path={path!r}: is neither a file with a Jinja template, nor one of "
             f"{', '.join(CHAT_FORMATS)}, nor a model: {error}"
-        ) from error
+        ) from cause_of(error)
     if source.chat_template is None:
         raise ConfigError(f"chat_template_path={path!r}: the tokenizer of this model has no chat template")
     template = str(source.get_chat_template())

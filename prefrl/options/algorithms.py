@@ -1,21 +1,23 @@
-"""Options of the online algorithms."""
+"""Options of the online algorithms, and presets of GRPO: the options of published algorithms, by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from math import gcd
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from prefrl.options.fields import apply, flat, opt, parse_json
-from prefrl.options.generation_rules import LEAST_TEMPERATURE
+from prefrl.errors import ConfigError
+from prefrl.options.fields import FlatName, apply, flat, json_mapping, opt
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import ImportanceLevel, LossType
 from prefrl.options.policy_gradient import KLEstimate, PolicyGradientOptions
 from prefrl.options.policy_rules import (
     CRITIC_RULES,
-    DISTILLATION_RULES,
     GROUP_RULES,
     PAIRS_RULES,
     REINFORCE_PLUS_PLUS_RULES,
@@ -23,8 +25,7 @@ from prefrl.options.policy_rules import (
 )
 from prefrl.options.preference import REFERENCE_RULES, ReferenceOptions
 from prefrl.options.schedule import takes_warmup
-from prefrl.options.types import Length, NumSamples
-from prefrl.options.unlisted import PAIRS_NAMES_RULES, PairsNames
+from prefrl.options.types import NumSamples
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -33,12 +34,12 @@ class GRPOOptions(PolicyGradientOptions):
 
     scale_rewards: Literal["group", "batch", "none", True, False] = opt(
         "group",
-        "Divide centered rewards by the standard deviation of their group ('group') or of the whole batch ('batch'), "
-        "or leave them unscaled ('none', as in Dr. GRPO). True means 'group', and False means 'none'.",
+        "Divide centered rewards by the standard deviation of their group or batch, or by nothing. 'none' is used in "
+        "Dr. GRPO. True means 'group', and False means 'none'.",
     )
     advantage_estimator: Literal[
         "grpo", "rloo", "remax", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"
-    ] = opt("grpo", "How advantages are computed from the rewards of a group; see docs/losses.md.")
+    ] = opt("grpo", "How advantages are computed from rewards. See docs/losses.md.")
 
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: rewards scaled True means by "group", False "none"."""
@@ -222,14 +223,19 @@ class PPOOptions(PolicyGradientOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
+class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     """Options of online DPO, and shared ones with other defaults."""
+
+    # Names of TRL.
+    max_new_tokens: int | None = flat("max_completion_length")
+    max_length: int | None = flat()
+    reward_model_path: str | None = flat()
+    vllm_gpu_memory_utilization: float | None = flat(default=0.55)
 
     loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "Use the loss of DPO ('sigmoid') or of IPO ('ipo').")
     beta: Annotated[float, Gt(0)] = opt(
         0.1,
-        "Implicit rewards are beta * log(policy / reference), so a larger beta keeps the policy closer to the "
-        "reference.",
+        "Implicit rewards are beta * log(policy / reference). A larger beta keeps the policy closer to the reference.",
     )
     num_generations: NumSamples = opt(
         2, "Completions per prompt, at least 2. The best and the worst of them form a pair."
@@ -238,7 +244,12 @@ class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: in TRL, beta may be a list with a number for each epoch."""
         super().take_other_forms()
-        if isinstance(self.beta, list) and len(self.beta) == 1:
+        if isinstance(self.beta, list):
+            if len(self.beta) != 1:
+                raise ConfigError(
+                    f"beta={self.beta}: must be one number for all epochs. Train each epoch as a run of its own, with "
+                    "its own beta, from the model of the one before."
+                )
             self.beta = self.beta[0]
 
     @property
@@ -258,68 +269,168 @@ class OnlineDPOOptions(PairsNames, ReferenceOptions, OnlineOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        apply(self, PAIRS_RULES, PAIRS_NAMES_RULES)
+        apply(self, PAIRS_RULES)
         super().validate()
         apply(self, REFERENCE_RULES)
 
 
-@dataclass(init=False, repr=False, eq=False)
-class DistillationOptions(OnlineOptions):
-    """Options of distillation, and shared ones with other defaults."""
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Options that turn GRPO into the algorithm of a paper. Learning rates are left to the user; so are batch sizes,
+    but see `combined`.
+    """
 
-    best_metric: ClassVar[str] = "loss"
-    learns_from_rewards: ClassVar[bool] = False
-    spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "divergence")
+    options: Mapping[str, Any]
+    source: str
+    note: str = ""  # what else the paper does, or leaves open
 
-    lmbda: float | None = flat("on_policy_fraction")  # of GKD
-    teacher_model_revision: str | None = flat("teacher_model_init_kwargs", "revision")
 
-    teacher_model_name_or_path: str | None = opt(
-        None,
-        "Model that teaches, with the same vocabulary: a name on the Hub or a folder. The argument teacher_model of "
-        "the trainer takes an instance, too.",
-    )
-    teacher_model_init_kwargs: dict[str, Any] | str | None = opt(
-        None,
-        "Arguments of from_pretrained for a teacher that is given by name. By default, those of model_init_kwargs. On "
-        "the command line, give them as JSON.",
-    )
-    beta: Annotated[float, Ge(0), Le(1)] = opt(
-        1.0,
-        "Divergence of the student from the teacher at each token: 1 is the reverse KL, KL(student || teacher), 0 is "
-        "the forward KL, KL(teacher || student), and values between them are generalized Jensen-Shannon divergences.",
-    )
-    later_tokens: bool = opt(
-        False,
-        "Also give each token credit for the divergence of later tokens, relative to the prompt's other completions. "
-        "With beta=1, this is the exact gradient of the KL of whole completions. Without it, as in TRL and GKD, each "
-        "token counts by itself.",
-    )
-    on_policy_fraction: Annotated[float, Ge(0), Le(1)] = opt(
-        1.0,
-        "Probability that a prompt is completed by the student. Otherwise, the completion in the dataset's column "
-        "completion is learned from. GKD calls this lambda.",
-    )
-    num_generations: NumSamples = opt(1, "Completions per prompt.")
-    temperature: Annotated[float, Ge(LEAST_TEMPERATURE), Le(100)] = opt(
-        1.0, "Sampling temperature; the distributions of student and teacher are compared at the same temperature."
-    )
-    max_completion_length: Length | None = opt(
-        512, "Maximum completion length in tokens. None means what max_prompt_length leaves of the model's context."
-    )
+_DEFAULT_ROWS = 8  # of per_device_train_batch_size
+# A user who sets one of these decides how many completions a step has.
+_SIZES = {
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "effective_batch_size",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_generations",
+}
 
-    @property
-    def corrects_sampling(self) -> bool:
-        """False: prefixes may come from any policy, and later_tokens has importance weights of its own."""
-        return False
 
-    @property
-    def takes_old_samples(self) -> bool:
-        """See `RolloutOptions.takes_old_samples`."""
-        return not self.later_tokens
+def _preset(source: str, note: str = "", **options: Any) -> Preset:
+    # Sample from the full distribution, as the papers do and as importance ratios require.
+    return Preset(MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": None, **options}), source, note)
 
-    def validate(self) -> None:
-        """See `BaseOptions.validate`."""
-        parse_json(self, "teacher_model_init_kwargs")
-        apply(self, DISTILLATION_RULES)
-        super().validate()
+
+PRESETS: dict[str, Preset] = {
+    "deepseekmath": _preset(
+        "Shao et al. 2024, arXiv 2402.03300",
+        "One update for each generation.",
+        loss_type="grpo",
+        scale_rewards="group",
+        beta=0.04,
+        num_generations=64,
+    ),
+    "dr_grpo": _preset(
+        "Liu et al. 2025, arXiv 2503.20783",
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        beta=0.0,
+    ),
+    "dapo": _preset(
+        "Yu et al. 2025, arXiv 2503.14476",
+        "Its penalty for overlong completions is the reward prefrl.rewards.get_soft_overlong_punishment.",
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        scale_rewards="group",
+        beta=0.0,
+        dynamic_sampling=True,
+        num_generations=16,
+    ),
+    "gspo": _preset(
+        "Zheng et al. 2025, arXiv 2507.18071",
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        beta=0.0,
+    ),
+    "gspo_token": _preset(
+        "Zheng et al. 2025, arXiv 2507.18071, section 4.3",
+        loss_type="grpo",
+        importance_sampling_level="sequence_token",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        beta=0.0,
+    ),
+    "cispo": _preset(
+        "MiniMax 2025, arXiv 2506.13585",
+        "The paper gives no upper bound; 4 is a common one.",
+        loss_type="cispo",
+        epsilon=1.0,
+        epsilon_high=4.0,
+        beta=0.0,
+    ),
+    "sapo": _preset("Gao et al. 2025, arXiv 2511.20347", loss_type="sapo", beta=0.0),
+    "gmpo": _preset(
+        "Zhao et al. 2025, arXiv 2507.20673",
+        "Bounds of the log-ratio, as in the paper.",
+        loss_type="gmpo",
+        epsilon=0.4,
+        epsilon_high=0.4,
+        beta=0.0,
+    ),
+    "gpg": _preset("Chu et al. 2025, arXiv 2504.02546", loss_type="gpg", advantage_estimator="gpg", beta=0.0),
+    "opo": _preset("Hao et al. 2025, arXiv 2505.23585", loss_type="dapo", advantage_estimator="opo", beta=0.0),
+    "maxrl": _preset("Tajwar et al. 2026, arXiv 2602.02710", loss_type="dapo", advantage_estimator="maxrl", beta=0.0),
+    "remax": _preset(
+        "Li et al. 2023, arXiv 2310.10505",
+        "One sampled completion of each prompt, in addition to the greedy one.",
+        loss_type="reinforce",
+        advantage_estimator="remax",
+        num_generations=1,
+        kl_in="reward",
+        kl_estimator="k1",
+        beta=0.01,
+    ),
+    "vespo": _preset("Shen et al. 2026, arXiv 2602.10693", loss_type="vespo", beta=0.0),
+    "luspo": _preset(
+        "LUSPO 2026, arXiv 2602.05261",
+        loss_type="luspo",
+        importance_sampling_level="sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        beta=0.0,
+    ),
+    "clip_cov": _preset("Cui et al. 2025, arXiv 2505.22617", loss_type="clip_cov", beta=0.0),
+    "kl_cov": _preset("Cui et al. 2025, arXiv 2505.22617", loss_type="kl_cov", beta=0.0),
+    "high_entropy_tokens": _preset(
+        "Wang et al. 2025, arXiv 2506.01939",
+        "DAPO on the 20 % of the tokens that have the highest entropy.",
+        loss_type="dapo",
+        epsilon_high=0.28,
+        top_entropy_quantile=0.2,
+        beta=0.0,
+        dynamic_sampling=True,
+    ),
+    "deepseek_v32": _preset(
+        "DeepSeek-AI 2025, arXiv 2512.02556",
+        "The paper gives neither beta nor the threshold; these are ours.",
+        loss_type="grpo",
+        beta=0.04,
+        kl_kwargs={"bias_correction": True},
+        loss_kwargs={"off_policy_mask_threshold": 1.0},
+    ),
+    "pods": _preset(
+        "Xu et al. 2025, arXiv 2504.13818",
+        loss_type="grpo",
+        num_generations=16,
+        rollout_selection="max_variance",
+        selection_kwargs={"num_selected": 4},
+        beta=0.0,
+    ),
+}
+
+
+def combined(preset: Preset, options: Mapping[str, Any], flat_names: Mapping[str, FlatName]) -> dict[str, Any]:
+    """The options of a preset and the user's, which take precedence, for keys of mappings as well.
+
+    If the user sets no size, a step has whole groups of the preset: of 16 completions in two micro-batches, say.
+
+    Args:
+        preset: The preset.
+        options: The user's.
+        flat_names: Keywords that set keys of mappings.
+    """
+    both = {**preset.options, **options}
+    size = preset.options.get("num_generations", 1)
+    if size > 1 and _SIZES.isdisjoint(options):
+        both["gradient_accumulation_steps"] = size // gcd(size, _DEFAULT_ROWS)
+    for option, of_preset in preset.options.items():
+        if isinstance(of_preset, Mapping):
+            given = options.get(option) or {}
+            keys = json_mapping(given, option) if isinstance(given, str) else given
+            by_name = {place.key for name, place in flat_names.items() if name in options}
+            both[option] = {key: value for key, value in of_preset.items() if key not in by_name} | keys
+    return both

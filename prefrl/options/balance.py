@@ -1,4 +1,4 @@
-"""Hyperparameters of the methods that weight several rewards or losses during training."""
+"""The methods that weight several rewards or losses during training: their hyperparameters, and rules."""
 
 from __future__ import annotations
 
@@ -58,3 +58,30 @@ BALANCE_PARAMS: dict[str, type[Params]] = {
     "nash": Params,
     "pareto": ParetoParams,
 }
+# For several losses.
+BALANCE_RULES = (
+    when(
+        lambda o: o.loss_balance is not None and len(o.weighted_losses) < 2,
+        "loss_balance={loss_balance!r} has no effect with one loss. List several in loss_type, or set rpo_alpha.",
+        example("dpo", loss_balance="nash"),
+    ),
+    when(
+        lambda o: o.loss_balance is not None and min(o.loss_weights or [1.0]) < 0,
+        "loss_weights={loss_weights}: loss_balance={loss_balance!r} needs weights >= 0.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], loss_weights=[1.0, -1.0]),
+    ),
+    when(
+        lambda o: (
+            [name for name in o.loss_type if o.pair_losses[name].is_batch_loss] if o.loss_balance is not None else None
+        ),
+        "loss_balance={loss_balance!r} with loss_type={found}: these losses sort the batch, so a pair has no loss of "
+        "its own. Remove them, or loss_balance.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "aot"]),
+    ),
+    when(
+        lambda o: o.loss_balance is not None and o.use_weighting,
+        "loss_balance={loss_balance!r} with use_weighting=True: losses are compared without the weights of pairs. Use "
+        "one of them.",
+        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], use_weighting=True),
+    ),
+)

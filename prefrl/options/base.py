@@ -19,6 +19,7 @@ from prefrl.options.fields import (
     read_json,
     take_other_forms,
 )
+from prefrl.options.names import check_references
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs, kwargs_options
 from prefrl.options.run import (
@@ -29,6 +30,7 @@ from prefrl.options.run import (
     IGNORED_PARTS_RULES,
     IGNORED_RULES,
     LIGER_RULES,
+    PATHS,
     PROFILE_RULES,
     PROFILED_PROCESSES_RULES,
     CheckpointParams,
@@ -36,7 +38,6 @@ from prefrl.options.run import (
     check_checkpoints,
     check_device,
     check_intervals,
-    check_paths,
 )
 from prefrl.options.schedule import (
     AUTOPILOT_RULES,
@@ -50,15 +51,14 @@ from prefrl.options.schedule import (
     SpikeParams,
     name_best_metric,
 )
-from prefrl.options.training import RATE_RULES, TrainingOptions, derive_sizes, take_automatic
+from prefrl.options.training import NAMES_RULES, RATE_RULES, TrainingOptions, derive_sizes, take_automatic
 from prefrl.options.types import LengthBound
-from prefrl.options.unlisted import UNPADDED_RULES, UnpaddedNames
 
 _WATCHED = ("loss", "grad_norm", "kl")
 
 
 @dataclass(init=False, repr=False, eq=False)
-class BaseOptions(UnpaddedNames, TrainingOptions):
+class BaseOptions(TrainingOptions):
     """Options that every trainer has; see also docs/schedules.md, docs/autopilot.md and docs/checkpoints.md."""
 
     # Types of options that are not those of their annotations, from which command lines are made.
@@ -88,7 +88,7 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
     early_stopping_kwargs: KwargsValue = kwargs(
         "What counts as an improvement.",
         {True: EarlyStoppingParams},
-        switch="_stops_early",
+        switch="early_stopping_patience",
         off="early_stopping_patience=None: training does not stop early. Set it.",
         decides=False,
     )
@@ -100,7 +100,7 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
     increase_batch_size_kwargs: KwargsValue = kwargs(
         "When the batch grows, and by how much.",
         {True: GrowthParams},
-        switch="_grows",
+        switch="increase_batch_size_on_plateau",
         off="increase_batch_size_on_plateau=0: the batch does not grow. Set the number of times that it may grow.",
     )
     model_soup: Literal["uniform", "greedy"] | None = opt(
@@ -139,17 +139,17 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
     upload_kwargs: KwargsValue = kwargs(
         "Settings of uploads.",
         {True: UploadParams},
-        switch="uploads_checkpoints",
+        switch="upload_to",
         off="upload_to=None: nothing is uploaded. Set upload_to.",
         decides=False,
     )
     logging_steps: float = opt(
-        10, "Log every N optimizer steps; a value below 1 is a fraction of all steps.", decides=False
+        10, "Log every N optimizer steps. A value below 1 is a fraction of all steps.", decides=False
     )
     logging_first_step: bool = opt(False, "Also log the first optimizer step.", decides=False)
     logging_nan_inf_filter: bool = opt(False, "Hide NaN and infinite losses in the logs.", decides=False)
     remove_unused_columns: bool = opt(
-        False, "This must stay False, because rewards may read any column of the dataset.", decides=False
+        False, "This changes nothing: rewards may read any column, and nothing else reads unknown ones.", decides=False
     )
     no_remove_unused_columns: bool = opt(
         False,
@@ -314,22 +314,9 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
         raise NotImplementedError
 
     @property
-    def _grows(self) -> bool:
-        return self.increase_batch_size_on_plateau > 0
-
-    @property
-    def _stops_early(self) -> bool:
-        return self.early_stopping_patience is not None
-
-    @property
     def watched_metrics(self) -> tuple[str, ...]:
         """What is watched for spikes; nothing if `on_spike` is off."""
         return tuple(self.spike_params.metrics or self.spike_metrics) if self.on_spike == "rollback" else ()
-
-    @property
-    def uploads_checkpoints(self) -> bool:
-        """Whether there is a place for checkpoints besides `output_dir`."""
-        return self.upload_to is not None
 
     @property
     def rows_per_micro_batch(self: Any) -> int:
@@ -352,9 +339,7 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
         raise NotImplementedError
 
     def validate(self) -> None:
-        """Reject invalid options before anything is loaded.
-
-        What needs a device, a model or a package is checked by the methods that `BaseConfig` overrides.
+        """Reject invalid options before anything is loaded. `BaseConfig` checks what needs a package or this machine.
 
         Raises:
             ConfigError: Names the field, its value, what is allowed and what to do.
@@ -362,46 +347,25 @@ class BaseOptions(UnpaddedNames, TrainingOptions):
         config_class: Any = type(self)
         for option in kwargs_options(config_class):
             option.check(self)
-        self._check_processes()
         parse_json(self, "model_init_kwargs", "activation_checkpointing_kwargs", "liger_kernel_config")
         if self.trust_remote_code:
             self.model_init_kwargs = {
                 "trust_remote_code": True,
                 **cast("dict[str, Any]", self.model_init_kwargs or {}),
             }
-        check_paths(self)
-        apply(self, UNPADDED_RULES, COMMON_RULES)
-        self._check_machine()
-        apply(self, LIGER_RULES)
-        self._set_kernels()
+        check_references({name: getattr(self, name) for name in PATHS if hasattr(self, name)})
+        apply(self, NAMES_RULES, COMMON_RULES)
+        check_device(self)
+        apply(self, COMPILATION_RULES, LIGER_RULES)
         check_checkpoints(self)
         apply(self, IGNORED_RULES, IGNORED_PARTS_RULES, SCHEDULE_RULES)
-        self._check_schedule()
+        if self.has_own_schedule:
+            apply(self, METRIC_SCHEDULE_RULES)
         apply(self, WARMUP_RULES)
         if self.reduces_on_plateau:
             apply(self, PLATEAU_RULES)
         apply(self, UPDATE_RULES, NAMED_OPTIMIZER_RULES)
         check_rates(self)
-        self._check_optimizer()
         apply(self, RATE_RULES, EVALUATION_RULES, AUTOPILOT_RULES, PROFILE_RULES)
         if self.knows_sizes:
             apply(self, PROFILED_PROCESSES_RULES)
-
-    def _check_processes(self) -> None:
-        """Check how the processes of the run are laid out."""
-
-    def _check_machine(self) -> None:
-        """Check the names of trackers, what the device can compute, and what can be compiled."""
-        check_device(self)
-        apply(self, COMPILATION_RULES)
-
-    def _set_kernels(self) -> None:
-        """Check whether kernels are installed, and complete their options."""
-
-    def _check_schedule(self) -> None:
-        """Check the arguments of the schedule, and what it can be combined with."""
-        if self.has_own_schedule:
-            apply(self, METRIC_SCHEDULE_RULES)
-
-    def _check_optimizer(self) -> None:
-        """Make the optimizer, for its own checks."""

@@ -42,13 +42,13 @@ class FlatName:
 
 @dataclass(frozen=True)
 class About:
-    """What a field says of itself besides its type, default and description; see `opt` and `flat`."""
+    """What a field says of itself besides its type, default and description; see `opt`."""
 
     decides: bool = True
     needs: tuple[str, ...] = ()
     kwargs: Any = None  # a `KwargsOption`, if the option maps names to hyperparameters
     place: FlatName | None = None
-    is_listed: bool = True  # in help, docs and trackers
+    is_listed: bool = True
 
 
 class Help(str):
@@ -57,7 +57,16 @@ class Help(str):
     about: About
 
 
-def opt(default: Any, description: str, *, decides: bool = True, needs: Sequence[str] = (), kwargs: Any = None) -> Any:
+def opt(
+    default: Any,
+    description: str,
+    *,
+    decides: bool = True,
+    needs: Sequence[str] = (),
+    kwargs: Any = None,
+    place: FlatName | None = None,
+    is_listed: bool = True,
+) -> Any:
     """A field of a config, or of hyperparameters.
 
     Args:
@@ -66,37 +75,32 @@ def opt(default: Any, description: str, *, decides: bool = True, needs: Sequence
         decides: Whether it decides the updates, so that a resumed run may not change it.
         needs: The switches without which it has no effect: names of options, or episodes.
         kwargs: See `prefrl.options.params.kwargs`.
+        place: See `flat`.
+        is_listed: Whether help, docs and trackers show it.
     """
-    return _declared(default, description, About(decides, tuple(needs), kwargs))
-
-
-def flat(option: str, key: str | None = None, *, default: Any = None) -> Any:
-    """A field of a config that is another name for a place in one of its options; at its default, it is not given.
-
-    `__post_init__` moves the value to its place and sets the field back, so that a copy of the config has it once.
-
-    Args:
-        option: See `FlatName`.
-        key: See `FlatName`.
-        default: For fields of which None is a value.
-    """
-    place = option if key is None else f"the key {key} of {option}"
-    about = About(decides=False, place=FlatName(option, key), is_listed=False)
-    return _declared(default, f"TRL's name for {place}.", about)
-
-
-def hidden(default: Any) -> Any:
-    """A field of a config for which there is nothing to set here; a row of a table answers other values."""
-    text = "Accepted for scripts written for TRL; see docs/migrating_from_trl.md."
-    return _declared(default, text, About(decides=False, is_listed=False))
-
-
-def _declared(default: Any, description: str, about: About) -> Any:
     text = Help(description.replace("%", "%%"))  # argparse formats it
-    text.about = about
+    text.about = About(decides, tuple(needs), kwargs, place, is_listed)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": text})
     return dataclasses.field(default=default, metadata={"help": text})
+
+
+def flat(option: str | None = None, key: str | None = None, *, default: Any = None) -> Any:
+    """A field of a config that is only a name of another library. At its default, it is not given.
+
+    Either it is another name for a place in an option: `__post_init__` moves the value there and sets the field back,
+    so that a copy of the config has it once. Or there is nothing to set, and a row of a table answers other values.
+
+    Args:
+        option: See `FlatName`; None: there is nothing to set here.
+        key: See `FlatName`.
+        default: For fields of which None is a value.
+    """
+    if option is None:
+        text = "Accepted for scripts of other libraries; see docs/migrating_from_trl.md."
+        return opt(default, text, decides=False, is_listed=False)
+    place = option if key is None else f"the key {key} of {option}"
+    return opt(default, f"TRL's name for {place}.", decides=False, place=FlatName(option, key), is_listed=False)
 
 
 def about(field: dataclasses.Field[Any]) -> About:
@@ -133,11 +137,14 @@ def check_fields(config: Any, hints: Mapping[str, Any] = MappingProxyType({}), *
 
 
 def take_other_forms(config: Any) -> None:
-    """Make texts of paths, and lists of texts where an option takes lists of texts; in place."""
+    """Make texts of paths, lists of texts for options that take these, and None of the word "None"; in place."""
     config_class: Any = type(config)
     for name, (hint, _) in _typed_fields(config_class).items():
         value = getattr(config, name)
-        if isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
+        word = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(word, str) and word == "None" and type(None) in typing.get_args(hint):
+            setattr(config, name, None)  # as argparse gives it, where an option may be a text
+        elif isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
             setattr(config, name, os.fspath(value))
         elif isinstance(value, str) and hint in (list[str], list[str] | None):
             setattr(config, name, [value])
@@ -391,7 +398,14 @@ def when(
 
 
 def unset(
-    given: Mapping[str, Any], if_: Callable[[Any], object], why: str, example: Example, /, *, hint: bool = False
+    given: Mapping[str, Any],
+    if_: Callable[[Any], object],
+    why: str,
+    example: Example,
+    /,
+    *,
+    hint: bool = False,
+    same: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Rule, ...]:
     """A row for each option that has no effect under a condition: it should then have its default.
 
@@ -401,11 +415,13 @@ def unset(
         why: The condition in words, and what to do, as in `Rule.message`.
         example: Options that meet the condition.
         hint: See `Rule`.
+        same: Other values of these options that ask for nothing, such as TRL's defaults.
     """
 
     def row(name: str, value: Any) -> Rule:
+        others = [same[name]] if name in same else []
         return Rule(
-            lambda options: if_(options) and getattr(options, name) != _default(options, name),
+            lambda options: if_(options) and getattr(options, name) not in (_default(options, name), *others),
             f"{name}={{{name}!r}} has no effect because {why}",
             replace(example, options={**example.options, name: value}),
             hint=hint,

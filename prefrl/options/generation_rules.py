@@ -75,6 +75,12 @@ PROMPTS_RULES = (
         "of prompts. Set shuffle_dataset=False for the dataset's own order.",
         example("grpo", train_sampling_strategy="sequential"),
     ),
+    when(
+        lambda o: o.remove_unused_columns,
+        "remove_unused_columns=True has no effect because rewards may read any column. Leave it False.",
+        example("grpo", remove_unused_columns=True),
+        hint=True,
+    ),
     _from_dataset("dataloader_num_workers", 2, unset=0),
     _from_dataset("dataloader_drop_last", True, unset=False),
     _from_dataset("dataloader_persistent_workers", True, unset=False),
@@ -91,6 +97,7 @@ PROMPTS_RULES = (
         "log_completions=False. Set log_completions=True.",
         example("grpo"),
         hint=True,
+        same={"num_completions_to_print": None},
     ),
 )
 NUMBERS_RULES = (
@@ -105,6 +112,12 @@ NUMBERS_RULES = (
         "reward_weights={reward_weights!r}: all rewards count 0, so there is nothing to learn. Give one of them a "
         "weight; those with weight 0 are only logged.",
         example("grpo", reward_weights=[0.0]),
+    ),
+    when(
+        lambda o: o.eval_reward_weights and not any(o.eval_reward_weights),
+        "eval_reward_weights={eval_reward_weights!r}: all rewards count 0, so eval_reward would always be 0. Give one "
+        "of them a weight; those with weight 0 are only logged.",
+        example("grpo", eval_reward_weights=[0.0]),
     ),
 )
 STOP_RULES = (
@@ -127,6 +140,12 @@ STOP_RULES = (
     ),
 )
 GENERATION_SIZE_RULES = (
+    when(
+        lambda o: "per_device_eval_batch_size" in o.automatic,
+        "per_device_eval_batch_size='auto' in a trainer that samples: how many completions fit is not known before "
+        "they are sampled. Set a number.",
+        example("grpo", per_device_eval_batch_size="auto"),
+    ),
     when(
         lambda o: o.sought == {"per_device_train_batch_size"},
         "per_device_train_batch_size='auto' without effective_batch_size: it would decide how many prompts a "
@@ -282,6 +301,57 @@ def _masks_nothing(o: Any) -> bool:
     return (o.correction_params.clip_min, o.correction_params.clip_max) == (None, None)
 
 
+def _of_server(name: str, value: Any, option: str) -> tuple[Rule, ...]:
+    why = f"the server is a process of its own. Give --{option} to prefrl vllm-serve."
+    return unset({name: value}, lambda o: True, why, example("grpo"), hint=True)
+
+
+# Names of TRL.
+SAMPLER_RULES = (
+    when(
+        lambda o: o.use_vllm and o.vllm_mode == "colocate",
+        "vllm_mode='colocate': vLLM does not share the GPUs of training. Start `prefrl vllm-serve` on other GPUs and "
+        "leave vllm_mode out, or set use_vllm=False, which samples in the training process.",
+        example("grpo", use_vllm=True, vllm_mode="colocate"),
+    ),
+    *_of_server("vllm_model_impl", "transformers", "model-impl"),
+    *_of_server("vllm_gpu_memory_utilization", 0.5, "gpu_memory_utilization"),
+    *_of_server("vllm_tensor_parallel_size", 2, "tensor_parallel_size"),
+    *_of_server("vllm_max_model_length", 512, "max_model_len"),
+    *unset(
+        {"vllm_enable_sleep_mode": True, "vllm_group_port": 51217},
+        lambda o: True,
+        "the server has GPUs of its own and never sleeps, and the trainer chooses a free port. Leave it out.",
+        example("grpo"),
+        hint=True,
+    ),
+    *unset(
+        {
+            "use_transformers_continuous_batching": True,
+            "use_transformers_paged": True,
+            "transformers_continuous_batching_config": {"block_size": 32},
+        },
+        lambda o: True,
+        "completions are sampled by prefrl's own loop, which batches them, or on a server. Leave it out.",
+        example("grpo"),
+        hint=True,
+    ),
+    *unset(
+        {"cast_lm_head_to_fp32": True},
+        lambda o: True,
+        "the product with the head has the precision of training, and the rest of the loss is computed in float32. "
+        "Leave it out.",
+        example("grpo"),
+        hint=True,
+    ),
+    *unset(
+        {"log_completions_hub_repo": "me/completions"},
+        lambda o: True,
+        "rollouts are written to the folder completions of output_dir. Upload it with huggingface_hub.upload_folder.",
+        example("grpo"),
+        hint=True,
+    ),
+)
 _REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
 # Without use_vllm.
 NO_SERVER_RULES = (
@@ -310,6 +380,7 @@ NO_SERVER_RULES = (
         "use_vllm=False. Set use_vllm=True.",
         example("grpo"),
         hint=True,
+        same={"vllm_server_host": "0.0.0.0", "vllm_server_timeout": 240.0},
     ),
 )
 # With use_vllm.
@@ -391,12 +462,7 @@ SERVER_RULES = (
     when(
         lambda o: " and ".join(_guides(o)) if len(_guides(o)) > 1 else None,
         "{found} are set: completions can follow only one of them. Remove the others.",
-        example(
-            "grpo",
-            use_vllm=True,
-            vllm_guided_decoding_regex="a",
-            vllm_kwargs={"guided_grammar": "b"},
-        ),
+        example("grpo", use_vllm=True, vllm_guided_decoding_regex="a", vllm_kwargs={"guided_grammar": "b"}),
     ),
     *unset(
         {"max_staleness": 2},
@@ -415,22 +481,3 @@ def cuts_of(options: Any) -> dict[str, Any]:
     """The sampling options that make the sampler's distribution differ from the softmax at the temperature."""
     values = {name: getattr(options, name) for name in _NEUTRAL}
     return {name: value for name, value in values.items() if value not in _NEUTRAL[name]}
-
-
-LOCAL_RULES = (
-    *unset(
-        {"ds3_gather_for_generation": False, "cache_implementation": "dynamic"},
-        lambda o: o.use_vllm,
-        "use_vllm=True: a server samples. Remove it.",
-        example("grpo", use_vllm=True),
-        hint=True,
-    ),
-    when(
-        lambda o: o.cache_implementation == "offloaded" and o.device.type == "cpu",
-        "cache_implementation='offloaded' has no effect because this run is on the CPU, where the cache is in host "
-        "memory anyway. Leave it out.",
-        example("grpo", cache_implementation="offloaded"),
-        hint=True,
-        resets={"cache_implementation": None},
-    ),
-)

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,16 @@ def _nearest_of(name: str, known: Collection[str]) -> str | None:
 
 def _words_of(name: str) -> list[str]:
     return [word for word in re.split(r"[\W_]+", name.lower()) if word]
+
+
+@contextmanager
+def about_evaluations() -> Iterator[None]:
+    """Inside this context, errors name `eval_reward_funcs` and `eval_reward_weights` for the options of training."""
+    try:
+        yield
+    except ConfigError as error:
+        text = re.sub(r"\breward_(funcs|weights)\b", r"eval_reward_\1", str(error))
+        raise ConfigError(text) from error
 
 
 def check_known(option: str, name: str, known: Collection[str], what: str) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.balance import BALANCE_PARAMS
+from prefrl.options.balance import BALANCE_PARAMS, BALANCE_RULES
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import apply, check_unset, example, mapping_of, opt, parse_json, unset, when
+from prefrl.options.fields import apply, check_unset, example, flat, mapping_of, opt, parse_json, unset, when
 from prefrl.options.params import KwargsValue, Params, ParamsOf, kwargs
 from prefrl.options.preference import (
     CPO_LOSS_FACTS,
@@ -23,7 +23,6 @@ from prefrl.options.preference import (
     ReferenceOptions,
 )
 from prefrl.options.types import LengthBound, TruncationMode
-from prefrl.options.unlisted import ENCODER_RULES, EncoderNames
 
 
 def check_loss_options(config: Any, losses: Mapping[str, Any], chosen: Sequence[str]) -> None:
@@ -120,32 +119,6 @@ PAIR_LOSS_RULES = (
         example("dpo", loss_type=["aot"], use_weighting=True),
     ),
 )
-BALANCE_RULES = (
-    when(
-        lambda o: o.loss_balance is not None and len(o.weighted_losses) < 2,
-        "loss_balance={loss_balance!r} has no effect with one loss. List several in loss_type, or set rpo_alpha.",
-        example("dpo", loss_balance="nash"),
-    ),
-    when(
-        lambda o: o.loss_balance is not None and min(o.loss_weights or [1.0]) < 0,
-        "loss_weights={loss_weights}: loss_balance={loss_balance!r} needs weights >= 0.",
-        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], loss_weights=[1.0, -1.0]),
-    ),
-    when(
-        lambda o: (
-            [name for name in o.loss_type if o.pair_losses[name].is_batch_loss] if o.loss_balance is not None else None
-        ),
-        "loss_balance={loss_balance!r} with loss_type={found}: these losses sort the batch, so a pair has no loss of "
-        "its own. Remove them, or loss_balance.",
-        example("dpo", loss_balance="nash", loss_type=["sigmoid", "aot"]),
-    ),
-    when(
-        lambda o: o.loss_balance is not None and o.use_weighting,
-        "loss_balance={loss_balance!r} with use_weighting=True: losses are compared without the weights of pairs. Use "
-        "one of them.",
-        example("dpo", loss_balance="nash", loss_type=["sigmoid", "sft"], use_weighting=True),
-    ),
-)
 DIVERGENCE_RULES = (
     when(
         lambda o: len(set(o.loss_type)) < len(o.loss_type),
@@ -188,6 +161,20 @@ SHAPE_RULES = (
         lambda o: o.loss_type == "alphapo" and o.alpha == 0,
         "alpha=0.0 with loss_type='alphapo': that is SimPO. Set alpha, or loss_type='simpo'.",
         example("cpo", loss_type="alphapo"),
+    ),
+)
+ENCODER_RULES = (
+    when(
+        lambda o: o.is_encoder_decoder,
+        "is_encoder_decoder=True: models with an encoder are not supported. Use a decoder-only model.",
+        example("cpo", is_encoder_decoder=True),
+    ),
+    *unset(
+        {"max_completion_length": 64},
+        lambda o: True,
+        "max_length bounds prompt and completion together. Leave it out.",
+        example("cpo"),
+        hint=True,
     ),
 )
 TRUNCATION_SIDE_RULES = (
@@ -234,6 +221,10 @@ class OfflineOptions(BaseOptions):
 class SampleOptions:
     """An option of the offline trainers that can sample completions in evaluations."""
 
+    # Names of TRL, where these trainers also take models with an encoder.
+    is_encoder_decoder: bool | None = flat()
+    max_completion_length: int | None = flat()
+
     generate_during_eval: bool = opt(
         False,
         "At each evaluation, sample completions of the first per_device_eval_batch_size prompts, and log them as a "
@@ -248,8 +239,7 @@ class OfflineReferenceOptions(ReferenceOptions):
 
     beta: Annotated[float, Gt(0)] = opt(
         0.1,
-        "Implicit rewards are beta * log(policy / reference), so a larger beta keeps the policy closer to the "
-        "reference.",
+        "Implicit rewards are beta * log(policy / reference). A larger beta keeps the policy closer to the reference.",
     )
     precompute_ref_log_probs: bool = opt(
         False,
@@ -301,10 +291,10 @@ class SFTOptions(OfflineOptions):
         "Pack several sequences into each row of at most max_length tokens, so that batches have similar sizes. "
         "Nothing is padded either way.",
     )
-    packing_strategy: Literal["bfd", "wrapped"] = opt(
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = opt(
         "bfd",
-        "'bfd' (best-fit decreasing) keeps sequences whole. 'wrapped' joins them into one stream of tokens and "
-        "cuts it every max_length tokens.",
+        "'bfd' (best-fit decreasing) keeps sequences whole, truncated to max_length. 'bfd_split' packs longer ones in "
+        "pieces. 'wrapped' joins all sequences into one stream of tokens and cuts it every max_length tokens.",
     )
     eval_packing: bool | None = opt(None, "Also pack the evaluation dataset. The default is the value of packing.")
 
@@ -343,7 +333,7 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
     label_smoothing: LabelSmoothing = opt(
         0.0,
         "Probability that a label is wrong. The losses sigmoid (cDPO), robust, aot, aot_unpaired and exo_pair use it; "
-        "exo_pair replaces 0 by its paper's 1e-3.",
+        "exo_pair replaces 0 with its paper's 1e-3.",
     )
     discopop_tau: Annotated[float, Gt(0)] = opt(0.05, "Temperature of the mixture in the loss discopop.")
     f_divergence_type: Divergence = opt(
@@ -366,7 +356,8 @@ class DPOOptions(OfflineReferenceOptions, OfflineOptions):
     loss_balance: Literal["log_transform", "uncertainty", "gradnorm", "famo", "nash", "pareto"] | None = opt(
         None,
         "How to weight several losses in each step, from their values and gradients; loss_weights and rpo_alpha are "
-        "the preferences. Each step needs another forward pass. By default, the weights are fixed.",
+        "the preferences. Each step needs another forward pass. The routers' loss of a mixture of experts keeps its "
+        "weight. By default, all weights are fixed.",
     )
     loss_balance_kwargs: KwargsValue = kwargs(
         "Hyperparameters of loss_balance.",
@@ -414,7 +405,7 @@ class KTOOptions(OfflineReferenceOptions, OfflineOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class ORPOOptions(EncoderNames, SampleOptions, OfflineOptions):
+class ORPOOptions(SampleOptions, OfflineOptions):
     """Options of ORPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
@@ -428,7 +419,7 @@ class ORPOOptions(EncoderNames, SampleOptions, OfflineOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class CPOOptions(EncoderNames, SampleOptions, OfflineOptions):
+class CPOOptions(SampleOptions, OfflineOptions):
     """Options of CPO, SimPO and AlphaPO."""
 
     learning_rate: float = opt(1e-6, "Initial learning rate.")
@@ -477,7 +468,7 @@ class BCOOptions(SampleOptions, OfflineReferenceOptions, OfflineOptions):
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
         super().validate()
-        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, DENSITY_RATIOS_RULES)
+        apply(self, REFERENCE_RULES, PRECOMPUTED_REFERENCE_RULES, DENSITY_RATIOS_RULES, ENCODER_RULES)
 
 
 @dataclass(init=False, repr=False, eq=False)

@@ -10,16 +10,28 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import about, apply, default_of, json_mapping, opt, parse_json, warn_of_hint
+from prefrl.options.fields import (
+    about,
+    apply,
+    default_of,
+    example,
+    json_mapping,
+    mapping_of,
+    opt,
+    parse_json,
+    unset,
+    warn_of_hint,
+    when,
+)
 from prefrl.options.generation_rules import (
     AT_K_RULES,
     GENERATION_MODE_RULES,
     GENERATION_SIZE_RULES,
     LEAST_TEMPERATURE,
-    LOCAL_RULES,
     NO_SERVER_RULES,
     NUMBERS_RULES,
     PROMPTS_RULES,
+    SAMPLER_RULES,
     SERVER_RULES,
     STOP_RULES,
 )
@@ -36,7 +48,32 @@ from prefrl.options.types import (
     ToolErrorMode,
     TruncationMode,
 )
-from prefrl.options.unlisted import SAMPLER_RULES, take_generation_kwargs
+
+LOCAL_RULES = (
+    *unset(
+        {"ds3_gather_for_generation": False, "cache_implementation": "dynamic"},
+        lambda o: o.use_vllm,
+        "use_vllm=True: a server samples. Remove it.",
+        example("grpo", use_vllm=True),
+        hint=True,
+    ),
+    when(
+        lambda o: o.cache_implementation == "offloaded" and o.device.type == "cpu",
+        "cache_implementation='offloaded' has no effect because this run is on the CPU, where the cache is in host "
+        "memory anyway. Leave it out.",
+        example("grpo", cache_implementation="offloaded"),
+        hint=True,
+        resets={"cache_implementation": None},
+    ),
+    when(
+        lambda o: o.cache_implementation == "static",
+        "cache_implementation='static' has no effect because the sampler's cache grows with its completions. Leave "
+        "it out.",
+        example("grpo", cache_implementation="static"),
+        hint=True,
+        resets={"cache_implementation": None},
+    ),
+)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -136,7 +173,7 @@ class OnlineOptions(RolloutOptions):
         256, "Maximum completion length in tokens. None means what max_prompt_length leaves of the model's context."
     )
     temperature: Annotated[float, Ge(LEAST_TEMPERATURE), Le(100)] = opt(
-        0.9, "Sampling temperature; log-probs in losses are computed at the same temperature."
+        0.9, "Sampling temperature. Log-probs in losses are computed at the same temperature."
     )
     temperature_eval: Annotated[float, Ge(0), Le(100)] | None = opt(
         None,
@@ -191,7 +228,7 @@ class OnlineOptions(RolloutOptions):
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
         False,
-        "Print completions of each generation batch as a table, and send all of them to those trackers in report_to "
+        "Print completions of each generation batch as a table. All of them are sent to those trackers in report_to "
         "that have tables.",
         decides=False,
     )
@@ -274,11 +311,6 @@ class OnlineOptions(RolloutOptions):
         return self.max_completion_length
 
     @property
-    def longest_sampled(self) -> int:
-        """The longest completion of training and evaluations."""
-        return max(self.longest_completion, self.eval_sampling_params.max_completion_length or 1)
-
-    @property
     def scoring_temperature(self) -> float:
         """The sampling temperature: the distribution that is sampled from enters the losses."""
         return self.temperature
@@ -287,7 +319,8 @@ class OnlineOptions(RolloutOptions):
     def length_bound(self) -> LengthBound:
         """See `BaseConfig.length_bound`."""
         options = "max_prompt_length or max_completion_length"
-        return LengthBound(self.max_prompt_length, options, sampled=self.longest_sampled)
+        sampled = max(self.longest_completion, self.eval_sampling_params.max_completion_length or 1)
+        return LengthBound(self.max_prompt_length, options, sampled=sampled)
 
     @property
     def prompts_per_evaluation_batch(self: Any) -> int:
@@ -346,7 +379,39 @@ class OnlineOptions(RolloutOptions):
     def take_other_forms(self) -> None:
         """See `BaseOptions.take_other_forms`: also the keys of TRL's `generation_kwargs`."""
         super().take_other_forms()
-        take_generation_kwargs(self)
+        if self.generation_kwargs is not None:
+            self._take_generation_kwargs()
+
+    def _take_generation_kwargs(self) -> None:
+        same = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "cache_implementation",
+            "stop",
+            "ignore_eos",
+        )
+        options = dict(zip(same, same, strict=True)) | {"stop_strings": "stop"}
+        options |= dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length")
+        anyway = {"do_sample": True, "num_beams": 1, "n": 1, "num_return_sequences": 1, "use_cache": True}
+        defaults = {field.name: default_of(field) for field in dataclasses.fields(self)}
+        known = {key: option for key, option in options.items() if option in defaults}
+        for key, value in mapping_of(self, "generation_kwargs").items():
+            if key in anyway and value == anyway[key]:
+                continue
+            if key not in known:
+                raise ConfigError(
+                    f"generation_kwargs: {key}={value!r} has no counterpart here. Known: {', '.join(known)}."
+                )
+            option = known[key]
+            if (other := getattr(self, option)) not in (defaults[option], value):
+                raise ConfigError(
+                    f"generation_kwargs: {key}={value!r} and {option}={other!r}: given both ways. Remove one of them."
+                )
+            setattr(self, option, value)
+        self.generation_kwargs = None
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
@@ -355,7 +420,6 @@ class OnlineOptions(RolloutOptions):
         if self.knows_sizes:
             apply(self, GENERATION_SIZE_RULES)
         apply(self, SAMPLER_RULES, PROMPTS_RULES, NUMBERS_RULES, STOP_RULES, AT_K_RULES, LOCAL_RULES)
-        self._check_sampler()
         apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
         if self.knows_sizes:
             apply(self, GENERATION_MODE_RULES)
@@ -364,6 +428,3 @@ class OnlineOptions(RolloutOptions):
     def scores_truncated(self) -> bool:
         """Whether losses score the truncated distribution with top_k, top_p or min_p, as it was sampled from."""
         return False
-
-    def _check_sampler(self) -> None:
-        """Check whether the device can sample."""

@@ -148,7 +148,8 @@ class KwargsOption(Generic[P]):
         name: The option.
         description: What the part is.
         switch: The attribute of the config that chooses the part; None: there is one part, which is always on.
-        choices: The hyperparameters of each part, by the value of the switch. Any other value means: no part.
+        choices: The hyperparameters of each part, by the value of the switch; those of True are for a switch with any
+            value that is true. Any other value means: no part.
         own_options: Hyperparameters that are options of their own, where a config has them.
         label: How messages call the switch, if it is not an option itself.
         off: Why there is no part and what to do, if the switch does not say it.
@@ -171,7 +172,7 @@ class KwargsOption(Generic[P]):
         for choices, keys in keys_of.items():
             where = "every value" if choices == "all" else choices
             listed = ", ".join(f"{key.name}={default_of(key)!r}" for key in keys)
-            parts.append(f"Keys{f' with {where}' if len(keys_of) > 1 else ''}: {listed}.")
+            parts.append(f"Keys{f' for {where}' if len(keys_of) > 1 else ''}: {listed}.")
         return " ".join([*parts, "On the command line, give it as JSON."])
 
     def keys(self) -> dict[str, list[Field[Any]]]:
@@ -257,7 +258,8 @@ class KwargsOption(Generic[P]):
         return self.label or str(self.switch)
 
     def _chosen(self, config: Any) -> type[P] | None:
-        return self.choices.get(None if self.switch is None else getattr(config, self.switch))
+        value = None if self.switch is None else getattr(config, self.switch)
+        return self.choices.get(value, self.choices.get(True) if value else None)
 
     def _own(self, config: Any) -> Iterator[str]:
         names = {field.name for field in fields(config)}

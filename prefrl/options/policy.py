@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -83,10 +83,6 @@ class PolicyLossParams(Params):
     )
 
 
-def _high(p: Any) -> Any:
-    return p.epsilon if p.epsilon_high is None else p.epsilon_high
-
-
 @hyperparameters
 class BoundParams(PolicyLossParams):
     """Bounds of a ratio, or of the quantity that a loss bounds instead."""
@@ -101,8 +97,7 @@ class BoundParams(PolicyLossParams):
     @property
     def high(self) -> float:
         """The effective value of `epsilon_high`."""
-        high: float = _high(self)
-        return high
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def log_bounds(self) -> tuple[float, float]:
@@ -122,10 +117,10 @@ class ClipParams(BoundParams):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         when(
-            lambda p: p.delta is not None and p.delta <= 1 + _high(p),
+            lambda p: p.delta is not None and p.delta <= 1 + p.high,
             "delta={delta}: must be above 1 + epsilon_high = {least}, or the clipping never takes effect",
             example("grpo", delta=1.1),
-            least=lambda p: 1 + _high(p),
+            least=lambda p: 1 + p.high,
         ),
     )
 

@@ -287,7 +287,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     )
     epsilon: Annotated[float, Ge(0)] = opt(
         0.2,
-        "Clip the ratio to at least 1 - epsilon; with 1 or more, there is no lower bound. With loss_type='dppo', this "
+        "Clip the ratio to at least 1 - epsilon. With 1 or more, there is no lower bound. With loss_type='dppo', this "
         "is how far a probability may fall, and epsilon_high is how far it may rise.",
     )
     epsilon_high: Annotated[float, Ge(0)] | None = opt(

@@ -254,6 +254,18 @@ CRITIC_RULES = (
 )
 PAIRS_RULES = (
     when(
+        lambda o: (
+            o.max_length is not None
+            and (
+                None in (o.max_prompt_length, o.max_completion_length)
+                or o.max_length < o.max_prompt_length + o.max_completion_length
+            )
+        ),
+        "max_length={max_length}: prompts and completions have bounds of their own, max_prompt_length="
+        "{max_prompt_length} and max_completion_length={max_completion_length}. Set these instead.",
+        example("online_dpo", max_length=512),
+    ),
+    when(
         lambda o: o.use_vllm and o.generation_mode == "async",
         "generation_mode='async': online DPO does not correct for samples of older weights. Use 'sync' or 'overlap'.",
         example("online_dpo", use_vllm=True, generation_mode="async"),

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import Rule, example, opt, unset, when
+from prefrl.options.fields import Rule, example, opt, plain_value, unset, when
 from prefrl.options.params import Params, hyperparameters
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -143,9 +143,20 @@ class ReferenceOptions:
     ref_model_sync_steps: Annotated[int, Ge(1)] = opt(
         512, "Optimizer steps between updates of the reference.", needs=["sync_ref_model"]
     )
+    reset_optimizer_with_reference: bool = opt(
+        False,
+        "Also discard the optimizer's moments with each update of the reference. The learning rate goes on as before.",
+        needs=["sync_ref_model"],
+    )
 
 
 REFERENCE_RULES = (
+    *unset(
+        {"reset_optimizer_with_reference": True},
+        lambda o: not o.sync_ref_model,
+        "sync_ref_model=False. Set sync_ref_model=True.",
+        example("grpo"),
+    ),
     *unset(
         {"ref_model_mixup_alpha": 0.3, "ref_model_sync_steps": 3},
         lambda o: not o.sync_ref_model,
@@ -157,6 +168,12 @@ REFERENCE_RULES = (
         lambda o: o.sync_ref_model and o.beta == 0,
         "sync_ref_model=True with beta=0.0: there is no reference model to move. Set beta > 0.",
         example("grpo", sync_ref_model=True, beta=0.0),
+    ),
+    when(
+        lambda o: o.reset_optimizer_with_reference and plain_value(o.optim).startswith("schedule_free"),
+        "reset_optimizer_with_reference=True with optim={optim!r}: the weights that it trains are part of its state. "
+        "Use another optimizer, or leave it False.",
+        example("grpo", optim="schedule_free_adamw", sync_ref_model=True, reset_optimizer_with_reference=True),
     ),
 )
 PRECOMPUTED_REFERENCE_RULES = (

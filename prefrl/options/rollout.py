@@ -15,7 +15,6 @@ from prefrl.options.fields import Rule, ascending, example, flat, opt, when
 from prefrl.options.generation_rules import unscored
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.types import Seconds
-from prefrl.options.unlisted import SamplerNames
 
 CurriculumWeighting = Literal["variance", "band"]
 
@@ -212,21 +211,40 @@ class EvalSamplingParams(Params):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class RolloutOptions(SamplerNames, BaseOptions):
+class RolloutOptions(BaseOptions):
     """Rewards, prompts, and the servers or the process that samples completions."""
 
     # Names of TRL for keys of mappings.
+    vllm_importance_sampling_cap: float | None = flat("vllm_importance_sampling_kwargs", "clip_max")
     reward_clip_range: list[float] | None = flat("reward_shaping_kwargs", "clip_range")
     missing_eos_penalty: float | None = flat("reward_shaping_kwargs", "missing_eos_penalty")
     vllm_structured_outputs_regex: str | None = flat("vllm_guided_decoding_regex")
     vllm_importance_sampling_clip_min: float | None = flat("vllm_importance_sampling_kwargs", "clip_min")
     vllm_importance_sampling_clip_max: float | None = flat("vllm_importance_sampling_kwargs", "clip_max", default=3.0)
+    # Names of TRL for other ways to sample, and to log what was sampled.
+    generation_kwargs: dict[str, Any] | str | None = flat()
+    vllm_mode: Literal["server", "colocate"] = flat(default="server")
+    vllm_model_impl: str = flat(default="vllm")
+    vllm_gpu_memory_utilization: float | None = flat(default=0.3)
+    vllm_tensor_parallel_size: int = flat(default=1)
+    vllm_max_model_length: int | None = flat()
+    vllm_enable_sleep_mode: bool = flat(default=False)
+    vllm_group_port: int = flat(default=51216)
+    use_transformers_paged: bool = flat(default=False)
+    use_transformers_continuous_batching: bool = flat(default=False)
+    transformers_continuous_batching_config: dict[str, Any] | str | None = flat()
+    cast_lm_head_to_fp32: bool = flat(default=False)
+    log_completions_hub_repo: str | None = flat()
+    log_multimodal: bool = flat(default=True)
 
     reward_shaping_kwargs: KwargsValue = kwargs(
         "How total rewards are shaped before advantages are computed, in this order.", ShapingParams
     )
     reward_model_kwargs: KwargsValue = kwargs("How reward models score.", RewardModelParams)
     reward_weights: list[float] | None = opt(None, "Weight of each reward. By default, each weight is 1.")
+    eval_reward_weights: list[float] | None = opt(
+        None, "Weight of each reward in eval_reward_funcs. By default, each weight is 1.", decides=False
+    )
     reward_timeout: Seconds | None = opt(
         600.0,
         "Time limit, in seconds, for one call of a reward function with a batch. None means no limit.",
@@ -352,10 +370,10 @@ class RolloutOptions(SamplerNames, BaseOptions):
         "Otherwise, they are gathered layer by layer for every token, which is slow but needs little memory.",
         decides=False,
     )
-    cache_implementation: Literal["dynamic", "offloaded"] | None = opt(
+    cache_implementation: Literal["dynamic", "offloaded", "static"] | None = opt(
         None,
         "Where the KV cache is kept: on the device ('dynamic', the default), or in host memory except for the layer "
-        "that is being computed ('offloaded').",
+        "that is being computed ('offloaded'). 'static' is accepted for scripts written for TRL and means 'dynamic'.",
         decides=False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +13,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError, without_secrets
 from prefrl.options.fields import Example, Rule, apply, example, opt, plain_value, unset, when
-from prefrl.options.names import check_references
 from prefrl.options.params import Params, hyperparameters
 from prefrl.options.types import LARGEST_INTEGER, BatchSize, Seconds, check_value
 
@@ -185,7 +185,7 @@ HUGGINGFACE: dict[str, Any] = {
 # What intervals must be with logging_strategy="steps" and so on. People write large numbers for "never".
 _INTERVAL = Annotated[float, Gt(0), Le(LARGEST_INTEGER)]
 # Files and folders, on this machine or another, and what names folders of trackers.
-_PATHS = (
+PATHS = (
     *("output_dir", "resume_from_checkpoint", "upload_to", "chat_template_path"),
     *("tokenizer_name_or_path", "value_model_name_or_path", "teacher_model_name_or_path"),
     *("hub_model_id", "run_name", "project"),
@@ -213,24 +213,16 @@ def check_intervals(config: Any) -> None:
     apply(config, STEPS_RULES)
 
 
-def check_paths(config: Any) -> None:
-    """Reject paths with references.
-
-    Raises:
-        ConfigError: Names the option and its value.
-    """
-    check_references({name: getattr(config, name) for name in _PATHS if hasattr(config, name)})
-
-
 def check_device(config: Any) -> None:
     """Reject what has no effect on the CPU, and trials on a device whose memory is not measured.
 
     Raises:
         ConfigError: Names the option and what to do.
     """
-    if config.sought and config.device.type not in ("cpu", "cuda", "unknown"):  # unknown: the command's early checks
+    sought = config.sought | (config.automatic & {"per_device_eval_batch_size"})
+    if sought and config.device.type not in ("cpu", "cuda", "unknown"):  # unknown: the command's early checks
         raise ConfigError(
-            f"{min(config.sought)}='auto' on {config.device.type.upper()}: sizes are found by trial on CUDA devices "
+            f"{min(sought)}='auto' on {config.device.type.upper()}: sizes are found by trial on CUDA devices "
             "and CPUs only. Set a number."
         )
     apply(config, CPU_RULES)
@@ -254,17 +246,24 @@ def _idle(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Ru
     return replace(_ignored(name, value, unset=unset, because=because, remedy=remedy), hint=True, resets={name: unset})
 
 
-def _ignored_part(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
-    """A part of `accelerator_config` that has no effect here."""
+def _part(name: str) -> Callable[[Any], Any]:
+    """Reads a key of `accelerator_config`, which is a mapping until HuggingFace's __post_init__; None: not given."""
 
     def given(o: Any) -> Any:
-        parts = o.accelerator_config  # a mapping until HuggingFace's __post_init__
-        return parts.get(name, unset) if isinstance(parts, dict) else getattr(parts, name, unset)
+        parts = o.accelerator_config
+        return parts.get(name) if isinstance(parts, dict) else getattr(parts, name, None)
 
+    return given
+
+
+def _idle_part(name: str, value: Any, *, because: str, remedy: str) -> Rule:
+    """A key of `accelerator_config` that has nothing to act on here."""
+    given = _part(name)
     return when(
-        lambda o: given(o) != unset,
+        lambda o: given(o) == value,
         f"accelerator_config.{name}={{given!r}} has no effect because {because}. {remedy}",
         example("sft", accelerator_config={name: value}),
+        hint=True,
         given=given,
     )
 
@@ -278,14 +277,6 @@ STEPS_RULES = (
     ),
 )
 COMMON_RULES = (
-    when(
-        lambda o: o.remove_unused_columns,
-        "remove_unused_columns=True has no effect because the data layer chooses the columns, and rewards may read "
-        "any of them. Leave it False.",
-        example("sft", remove_unused_columns=True),
-        hint=True,
-        resets={"remove_unused_columns": False},
-    ),
     when(
         lambda o: o.train_sampling_strategy not in ("random", "sequential"),
         "train_sampling_strategy={train_sampling_strategy!r}: must be 'random' or 'sequential'. Batches are not "
@@ -445,17 +436,31 @@ IGNORED_RULES = (
     ),
     _idle("dataloader_in_order", False, unset=True, because=_SEED, remedy="Leave it True."),
 )
+# `even_batches=False` is silent: no row is repeated to fill a step.
 IGNORED_PARTS_RULES = (
-    _ignored_part("split_batches", True, unset=False, because=_OWN_BATCHES, remedy="Set per_device_train_batch_size."),
-    _ignored_part("dispatch_batches", True, unset=None, because=_OWN_BATCHES, remedy="Leave it out."),
-    _ignored_part(
-        "even_batches",
-        False,
-        unset=True,
-        because=_OWN_BATCHES,
-        remedy="Leave it out; dataloader_drop_last skips uneven steps.",
+    when(
+        _part("split_batches"),
+        "accelerator_config.split_batches=True: per_device_train_batch_size is the number of rows of each process. "
+        "Divide it by the number of processes, and leave split_batches out.",
+        example("sft", accelerator_config={"split_batches": True}),
     ),
-    _ignored_part("use_seedable_sampler", False, unset=True, because=_SEED, remedy="Set data_seed."),
+    when(
+        lambda o: (
+            isinstance(found := _part("gradient_accumulation_kwargs")(o), dict) and found.get("num_steps", 1) != 1
+        ),
+        "accelerator_config.gradient_accumulation_kwargs={given!r}: num_steps is an option of its own. Set "
+        "gradient_accumulation_steps.",
+        example("sft", accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}),
+        given=_part("gradient_accumulation_kwargs"),
+    ),
+    _idle_part(
+        "gradient_accumulation_kwargs",
+        {"sync_each_batch": True},
+        because="gradients are exchanged in the last micro-batch of a step, as the backend requires",
+        remedy="Leave it out.",
+    ),
+    _idle_part("dispatch_batches", True, because=_OWN_BATCHES, remedy="Leave it out."),
+    _idle_part("use_seedable_sampler", False, because=_SEED, remedy="Set data_seed."),
 )
 
 

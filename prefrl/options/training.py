@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import apply, default_of, example, mapping_of, opt, warn_of_hint, when
+from prefrl.options.fields import apply, default_of, example, flat, mapping_of, opt, unset, warn_of_hint, when
 from prefrl.options.optimizers import OPTIMIZERS, optimizer_of
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.run import HUGGINGFACE, ProfileParams
@@ -28,8 +28,9 @@ _ROWS, _STEPS, _TOKENS = "per_device_train_batch_size", "gradient_accumulation_s
 _ADAPTER_FACTOR = 10
 # The default learning rates are for optimizers with one of these words in their names, but with none of the others.
 _LIKE_ADAM, _UNLIKE_ADAM = ("adam", "amsgrad", "adafactor", "muon", "soap"), ("galore", "apollo")
+EVALUATED_ROWS = "per_device_eval_batch_size"
 # The options that take "auto".
-AUTOMATIC = (_ROWS, _STEPS, _TOKENS, "learning_rate")
+AUTOMATIC = (_ROWS, _STEPS, _TOKENS, EVALUATED_ROWS, "learning_rate")
 
 
 @hyperparameters
@@ -41,8 +42,7 @@ class AutoSizeParams(Params):
     )
     max_batch_size: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Largest per_device_train_batch_size that is tried. The default is 128 on a CPU; on a GPU, memory is the only "
-        "limit.",
+        "Largest number of rows that is tried. The default is 128 on a CPU; on a GPU, memory is the only limit.",
     )
 
 
@@ -67,7 +67,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
-    """Set the sizes that follow from `effective_batch_size`; return the names of those that need a trial.
+    """Set the sizes that follow from `effective_batch_size`; return the names of those that need a trial of a step.
 
     If batch size and accumulation both need one, they get values that make the same step.
 
@@ -79,13 +79,14 @@ def derive_sizes(config: Any, automatic: frozenset[str]) -> frozenset[str]:
         ConfigError: The sizes contradict each other, or nothing decides them.
     """
     apply(config, SIZE_RULES)
-    automatic -= {"learning_rate"}
+    finds_evaluated = EVALUATED_ROWS in automatic
+    automatic -= {"learning_rate", EVALUATED_ROWS}
     if config.effective_batch_size is not None:
         automatic -= _derived(config, automatic)
         check_value(_STEPS, config.gradient_accumulation_steps, HUGGINGFACE[_STEPS])
     if _ROWS in automatic and _has_budget(config):
         automatic -= {_ROWS, _STEPS}  # the budget cuts the step
-    if not automatic and mapping_of(config, "auto_size_kwargs"):
+    if not automatic and not finds_evaluated and mapping_of(config, "auto_size_kwargs"):
         warn_of_hint(
             config,
             f"auto_size_kwargs={config.auto_size_kwargs!r} has no effect because no size is found by trial. Set "
@@ -161,6 +162,36 @@ SIZE_RULES = (
 )
 
 
+# Of names that configs only take.
+NAMES_RULES = (
+    when(
+        lambda o: o.pad_to_multiple_of not in (None, "auto"),
+        "pad_to_multiple_of={pad_to_multiple_of!r} has no effect because batches are laid out without padding. Leave "
+        "it out.",
+        example("sft", pad_to_multiple_of=8),
+        hint=True,
+    ),
+    *unset(
+        {"padding_value": 0},
+        lambda o: True,
+        "batches are laid out without padding. Leave it out.",
+        example("sft"),
+        hint=True,
+    ),
+    when(
+        lambda o: o.group_by_length,
+        "group_by_length=True: rows are drawn at random. Batches are not padded, so grouping by length has no use; "
+        "max_tokens_per_micro_batch balances tokens.",
+        example("sft", group_by_length=True),
+    ),
+    when(
+        lambda o: not o.save_safetensors,
+        "save_safetensors=False: weights are always saved as safetensors, which hold no code. Leave it out.",
+        example("sft", save_safetensors=False),
+    ),
+)
+
+
 def _is_not_like_adam(o: Any) -> bool:
     name = optimizer_of(o)
     return not any(word in name for word in _LIKE_ADAM) or any(word in name for word in _UNLIKE_ADAM)
@@ -198,9 +229,18 @@ class TrainingOptions:
     In this class and those derived from it, methods whose `self` is `Any` read options of HuggingFace, too.
     """
 
+    # Names of TRL, and of transformers 4.
+    padding_free: bool = flat(default=False)
+    pad_to_multiple_of: int | str | None = flat()
+    padding_value: int | None = flat()
+    group_by_length: bool = flat(default=False)
+    overwrite_output_dir: bool = flat(default=False)
+    save_safetensors: bool = flat(default=True)
+
     lr_scheduler_type: str = opt(
         "linear",
-        f"Schedule of the learning rate: one of transformers, or {', '.join(SCHEDULE_FACTS)}.",
+        "Schedule of the learning rate, such as linear, cosine or wsd. There are those of transformers, and "
+        f"{', '.join(SCHEDULE_FACTS)}.",
     )
     lr_scheduler_kwargs: KwargsValue = kwargs(
         "Hyperparameters of lr_scheduler_type, or the arguments of a schedule of transformers; see docs/schedules.md.",
@@ -209,7 +249,7 @@ class TrainingOptions:
         others_elsewhere=True,
     )
     warmup_steps: float = opt(
-        0, "Steps in which the learning rate rises to its full value; a value below 1 is a fraction of all steps."
+        0, "Steps in which the learning rate rises to its full value. A value below 1 is a fraction of all steps."
     )
     lr_decay_steps: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -237,8 +277,7 @@ class TrainingOptions:
     reduce_on_plateau_kwargs: KwargsValue = kwargs(
         "Hyperparameters of reduce_on_plateau.",
         {True: PlateauParams},
-        switch="reduces_on_plateau",
-        label="reduce_on_plateau",
+        switch="reduce_on_plateau",
         off="reduce_on_plateau=0. Set it to the number of times that the learning rate may be reduced.",
     )
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = opt(
@@ -253,9 +292,9 @@ class TrainingOptions:
     )
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] | None = opt(
         None,
-        "Split the rows of a step into micro-batches of at most this many tokens (a prompt counts once for its group) "
-        "instead of a fixed number of rows. With 'auto', the number is found by trial; see docs/automatic_sizes.md. "
-        "This changes memory and speed, but never the update.",
+        "Split the rows of a step into micro-batches of at most this many tokens. Their number of rows is then not "
+        "fixed; a prompt counts once for its group. With 'auto', the number of tokens is found by trial; see "
+        "docs/automatic_sizes.md. This changes memory and speed, but never the update.",
         decides=False,
     )
     effective_batch_size: BatchSize | None = opt(
@@ -274,6 +313,12 @@ class TrainingOptions:
     save_epochs: _Epochs = opt(
         1.0,
         "Number of epochs between checkpoints with save_strategy='epoch'. 0.25 means four per epoch.",
+        decides=False,
+    )
+    stop_at_first_limit: bool = opt(
+        False,
+        "With max_steps, also end the run after num_train_epochs, whichever comes first. By default, max_steps "
+        "overrides num_train_epochs, as in transformers.",
         decides=False,
     )
     max_eval_samples: Annotated[int, Ge(1)] | None = opt(
@@ -306,9 +351,9 @@ class TrainingOptions:
     )
     chat_template_path: str | None = opt(
         None,
-        "Chat template: a file with a Jinja template; chatml, llama-3, gemma, mistral or zephyr; or a model whose "
-        "template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. The "
-        "default is the tokenizer's own template.",
+        "Chat template: chatml, llama-3, gemma, mistral, zephyr, a file, or a model. The file has a Jinja template; a "
+        "model's template is copied. A name or a model also sets eos_token, and adds tokens in SFT and reward models. "
+        "The default is the tokenizer's own template.",
     )
     eos_token: str | None = opt(
         None,

@@ -332,10 +332,6 @@ class RewardLog:
             )
         self.columns[column] = _of_one_type(list(values))
 
-    def means(self) -> dict[str, float]:
-        """Mean of the values of each metric."""
-        return {name: sum(values) / len(values) for name, values in self.values.items()}
-
 
 def _of_one_type(values: list[Any]) -> list[Any]:
     try:

@@ -273,7 +273,7 @@ class PairwiseJudge(Protocol):
 
 
 def get_judge_reward(judge: PairwiseJudge, *, num_generations: int) -> RewardFunction:
-    """A reward: the fraction of the comparisons with the other completions of its prompt that a completion wins.
+    """A reward that compares a completion with the prompt's others: the fraction of these comparisons that it wins.
 
     A comparison without a winner counts as half a win for both. All pairs of a prompt are judged in one call.
 

@@ -80,7 +80,7 @@ def get_code_reward(
     Args:
         tests: Column that holds the tests. In "test_cases", each row has a list of `{"input": ..., "output": ...}`,
             the standard input of a program and the standard output that is expected. In "test_code", each row has
-            Python code with assertions, or a list of such codes, each of which is a test.
+            Python code with assertions, or a list of such programs, each of which is a test.
         language: Language of the programs, "python" or "bash".
         all_or_nothing: Whether all tests have to pass.
         sandbox: Where the code runs. None means `LocalSandbox()`.

@@ -26,11 +26,12 @@ def tagged_answer(text: str) -> str:
 def single_choice_reward(
     completions: Sequence[str | list[dict[str, Any]]], answer: Sequence[str | None], **_: Any
 ) -> list[float | None]:
-    """1 for the right option of a question with several, such as "B"; 0 otherwise. None where `answer` is None.
+    """1 if a completion chooses the right option of a multiple-choice question, such as "B"; 0 otherwise. None where
+    `answer` is None.
 
-    The completion's answer is what stands in its last `<answer>...</answer>` behind its reasoning, or else all of that
-    text. It has to be equal to the column `answer`, which may have these tags too, except for case and for white space
-    around it.
+    The completion's answer is the content of its last `<answer>...</answer>` after the reasoning, or without these
+    tags all of that text. It has to be equal to the column `answer`, which may have these tags too, except for case
+    and for white space around it.
 
     Source: the reward `single_choice` of cosmos-rl
     """

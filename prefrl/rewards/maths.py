@@ -270,7 +270,7 @@ class MathReward:
 
 
 class ReasoningReward:
-    """A `MathReward` for what follows the reasoning. A completion whose reasoning does not end gets 0.
+    """A `MathReward` for the text after the reasoning. A completion whose reasoning does not end gets 0.
 
     Args:
         reward: Reward that scores the answers. Both have the same name.

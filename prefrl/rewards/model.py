@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from prefrl.distributed import is_main, is_sharded
-from prefrl.errors import ConfigError, RewardError, require
+from prefrl.errors import ConfigError, RewardError, cause_of, require
+from prefrl.models.modes import hub_or_cache
 from prefrl.options.names import nearest, unpinned_code
 from prefrl.pictures import has_images, images_of, in_blocks, opened, with_placeholders
 from prefrl.rewards.base import message_text
@@ -350,15 +351,16 @@ def _load_model(name: str | os.PathLike[str], arguments: Mapping[str, Any]) -> P
             "Pass the function, or the path of a model."
         )
     try:
-        adapter = find_adapter_config_file(source)
-        if adapter is None:
-            model, info = _load_classifier(source, arguments)
-            untrained = set(info["missing_keys"])
-        else:
-            model, untrained = _load_adapter(source, Path(adapter), arguments)
+        with hub_or_cache(source):
+            adapter = find_adapter_config_file(source)
+            if adapter is None:
+                model, info = _load_classifier(source, arguments)
+                untrained = set(info["missing_keys"])
+            else:
+                model, untrained = _load_adapter(source, Path(adapter), arguments)
     except (OSError, ValueError, RuntimeError) as error:
         given = f" with {dict(arguments)}" if arguments else ""
-        raise ConfigError(f"reward model {source!r} cannot be loaded{given}: {error}") from error
+        raise ConfigError(f"reward model {source!r} cannot be loaded{given}: {error}") from cause_of(error)
     if untrained:
         raise ConfigError(
             f"reward model {source!r} has no trained weights for {sorted(untrained)}: it would score at random. Use a "
@@ -408,15 +410,16 @@ def _load_tokenizer(name: str, model: PreTrainedModel, arguments: Mapping[str, A
     if not name:
         raise ConfigError(f"a reward model that was not loaded by name needs its {what} in reward_processing_classes")
     try:
-        return (AutoProcessor if reads_images else AutoTokenizer).from_pretrained(
-            name, **repository_arguments(arguments)
-        )
+        with hub_or_cache(name):
+            return (AutoProcessor if reads_images else AutoTokenizer).from_pretrained(
+                name, **repository_arguments(arguments)
+            )
     except (OSError, ValueError, ImportError) as error:
         remedy = ", or its tokenizer to score text alone," if reads_images else ""
         raise ConfigError(
             f"reward model {name!r}: its {what} cannot be loaded: {error}. Pass it{remedy} in "
             "reward_processing_classes"
-        ) from error
+        ) from cause_of(error)
 
 
 def _repository(model: str | os.PathLike[str] | nn.Module) -> str:

@@ -76,7 +76,8 @@ Reward = TypeVar("Reward", bound=Callable[..., Any])
 
 
 def register_reward(name: str) -> Callable[[Reward], Reward]:
-    """Decorator that gives a function, or a class of rewards, a name for `reward_funcs`, `combined` and `by_source`.
+    """Decorator that makes a function or a class of rewards available by name in `reward_funcs`, `combined` and
+    `by_source`.
 
     A YAML file names it as `folder/file.py:name`, or by the name alone once its module is imported. An installed
     package needs no import if its entry points have the name in the group `prefrl.rewards`. A class is called with the
@@ -85,7 +86,7 @@ def register_reward(name: str) -> Callable[[Reward], Reward]:
     Args:
         name: An identifier that no other reward has.
     Raises:
-        ConfigError: It is no identifier, or is taken.
+        ConfigError: The name is not an identifier, or is taken.
     """
     if not name.isidentifier():
         raise ConfigError(f"register_reward({name!r}): a name must be an identifier, such as 'exact_match'")

@@ -113,6 +113,7 @@ class RewardRunner:
         timeout: Seconds for one function and one batch. None means no limit.
         num_workers: Processes in which plain functions score, each the completions of one prompt at a time. With 0,
             they run in this process. Reward models, async functions, and rewards that read environments stay here.
+        needs_workers: Whether it is an error if `num_workers` is given and none of the rewards can use them.
         on_error: What happens if a function fails. "raise" raises its error. "skip" makes the function's values for
             that batch None, and raises an error only after 10 such batches in a row.
         processing_classes: Tokenizers of reward models, or processors of those that read images: one for all of them,
@@ -124,6 +125,7 @@ class RewardRunner:
         device: Device for reward models. By default, they stay where they are.
         model_init_kwargs: See `ModelReward`. They are used for models given by name or folder.
         model_kwargs: Other arguments of `ModelReward`, for models that are not given as its instances.
+        warn: Is told of what has no effect. By default, it is logged.
     Raises:
         ConfigError: There are no rewards, one cannot work, or weights, timeout or tokenizers do not match them.
         ImportError: A reward needs a package that is not installed.
@@ -136,6 +138,7 @@ class RewardRunner:
         weights: Sequence[float] | None = None,
         timeout: float | None = 600.0,
         num_workers: int = 0,
+        needs_workers: bool = True,
         on_error: Literal["raise", "skip"] = "raise",
         processing_classes: ProcessingClass | Sequence[ProcessingClass | None] | None = None,
         columns: Collection[str] | None = None,
@@ -144,7 +147,9 @@ class RewardRunner:
         device: torch.device | str | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
+        self._warn, self._told_of_columns = warn, False
         sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
         self._standard = _STANDARD if environments is None else (*_STANDARD, _ENVIRONMENTS)
@@ -172,7 +177,7 @@ class RewardRunner:
             raise ConfigError(
                 f"reward_model_kwargs={dict(model_kwargs)} has no effect: no reward is a model. Remove it"
             )
-        tokenizers = _tokenizers(processing_classes, is_model)
+        tokenizers = _tokenizers(processing_classes, is_model, warn)
         reward_of_model = functools.partial(ModelReward, device=device, **(model_kwargs or {}))
         reward_of_name = functools.partial(reward_of_model, model_init_kwargs=model_init_kwargs)
         functions = [
@@ -184,11 +189,11 @@ class RewardRunner:
         # K names. A second reward of the same name is `name_2`.
         self.names = _unique([*(reward.name for reward in self._rewards), *self._environments])
         self._loop = EventLoopThread()
-        self._pool = self._make_pool(num_workers) if num_workers else None
+        self._pool = self._make_pool(num_workers, is_needed=needs_workers) if num_workers else None
         if columns is not None:
             self.check_columns(columns)
 
-    def _make_pool(self, num_workers: int) -> RewardPool:
+    def _make_pool(self, num_workers: int, *, is_needed: bool) -> RewardPool | None:
         from prefrl.rewards.pool import RewardPool, can_be_sent  # few runs have one
 
         reads_environments = _ENVIRONMENTS in self._standard
@@ -200,6 +205,8 @@ class RewardRunner:
             and not (reads_environments and (reward.accepted is None or _ENVIRONMENTS in reward.accepted))
             and not (isinstance(reward.function, Grader) and not can_be_sent(reward.function))
         }
+        if not functions and not is_needed:
+            return None
         if not functions:
             raise ConfigError(
                 f"reward_num_workers={num_workers} has no effect: none of the rewards {self.names} is a plain "
@@ -233,13 +240,14 @@ class RewardRunner:
         """Check that a dataset has the columns that the rewards need.
 
         Raises:
-            ConfigError: A column is missing, or has the name of another argument of rewards.
+            ConfigError: A column is missing.
         """
         hidden = sorted(set(columns) & set(self._standard))
-        if hidden:
-            raise ConfigError(
-                f"dataset columns {hidden}: these names are reserved for other arguments of rewards. Rename the "
-                "columns"
+        if hidden and not self._told_of_columns:
+            self._told_of_columns = True
+            self._warn(
+                f"dataset columns {hidden} are not passed to rewards, which get other values under these names. "
+                "Rename the columns if a reward should read them."
             )
         known = [*columns, *self._standard]
         for reward in self._rewards:
@@ -278,7 +286,8 @@ class RewardRunner:
             ValueError: The arguments have different lengths.
         """
         self.check_columns(columns)
-        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        visible = {name: values for name, values in columns.items() if name not in self._standard}
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **visible}
         lengths = {name: len(values) for name, values in given.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"arguments of different lengths: {lengths}")
@@ -306,7 +315,8 @@ class RewardRunner:
             f"rewards/{name}/failed": float(self._failures[name] > 0) for name in self.names if self._skips_errors
         }
         values += [[one.reward if one.kind == kind else None for one in episodes or ()] for kind in self._environments]
-        metrics = log.means() | failed | (_parts(episodes) if episodes else {})
+        means = {name: sum(values) / len(values) for name, values in log.values.items()}
+        metrics = means | failed | (_parts(episodes) if episodes else {})
         return RewardScores(dict(zip(self.names, values, strict=True)), metrics, log.columns)
 
     def _settled(
@@ -382,10 +392,12 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def _tokenizers(
-    given: ProcessingClass | Sequence[ProcessingClass | None] | None, is_model: Sequence[bool]
+    given: ProcessingClass | Sequence[ProcessingClass | None] | None,
+    is_model: Sequence[bool],
+    warn: Callable[[str], None],
 ) -> list[ProcessingClass | None]:
     if given is not None and not any(is_model):
-        raise ConfigError("reward_processing_classes has no effect: none of reward_funcs is a model. Leave it out")
+        warn("reward_processing_classes has no effect because none of reward_funcs is a model. Leave it out.")
     if not isinstance(given, list | tuple):
         if given is not None and sum(is_model) > 1:
             raise ConfigError(
@@ -400,11 +412,9 @@ def _tokenizers(
             "each, None for functions"
         )
     for i, (tokenizer, model) in enumerate(zip(given, is_model, strict=True)):
-        if tokenizer is not None and not model:
-            raise ConfigError(
-                f"reward_processing_classes[{i}] has no effect: that reward is a function. Set it to None"
-            )
-    return list(given)
+        if tokenizer is not None and not model and any(is_model):
+            warn(f"reward_processing_classes[{i}] has no effect because that reward is a function. Set it to None.")
+    return [tokenizer if model else None for tokenizer, model in zip(given, is_model, strict=True)]
 
 
 def _function(

@@ -5,7 +5,6 @@ What imports torch is imported inside the functions, so that help and mistakes d
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
@@ -26,11 +25,11 @@ from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.run.checkpoints import find_last
 from prefrl.run.folder import STARTS, read_identity, read_starts
-from prefrl.scripts.arguments.command import DType
+from prefrl.scripts.arguments.launch import launch_options
+from prefrl.scripts.arguments.model_config import DType
 from prefrl.scripts.declaration import CommandParser, command, uncollected
 from prefrl.scripts.inputs import read
 
-_REPLAY = "`prefrl replay`: compute a past step of a run again, from what the run has left on the disk."
 _USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"
 
 
@@ -38,15 +37,20 @@ def doctor(argv: Sequence[str]) -> int:
     """Check a run and print what was found. The exit code is 0 if the run would begin, otherwise 2."""
     algorithm, options, own = _words_of_doctor(argv)
     given = read(algorithm, options)
-    with uncollected():  # these import torch, which mistakes do not need
+    with uncollected():
         from rich.console import Console
 
-        from prefrl.scripts.arguments.launch import launch_options
-        from prefrl.scripts.checkup.checkup import checkup_of
+        from prefrl.scripts.checkup.findings import Checkup, check_data
+
+    console = Console(highlight=False)
+    checkup = Checkup(given.located, console)
+    data = check_data(checkup, algorithm, given)
+    with uncollected():  # this imports torch, for which what is found in the data need not wait
+        from prefrl.scripts.checkup.checkup import check_run
 
     launch = launch_options(given, os.environ)
-    checkup = checkup_of(algorithm, given, launch, device_memory=own.device_memory)
-    checkup.print(Console(highlight=False))
+    check_run(checkup, algorithm, given, data, launch, device_memory=own.device_memory)
+    console.print(f"\n{checkup.summary()}")
     return 2 if checkup.count("problem") else 0
 
 
@@ -56,8 +60,7 @@ class DoctorArguments:
 
     device_memory: Annotated[float, Gt(0)] | None = opt(
         None,
-        "Memory in GiB of each device on which the run will be. By default, the devices of this machine are "
-        "looked at.",
+        "Memory of each device that the run will use, in GiB. By default, the devices of this machine count.",
     )
 
     def __post_init__(self) -> None:
@@ -69,11 +72,14 @@ def _words_of_doctor(argv: Sequence[str]) -> tuple[Algorithm, list[str], DoctorA
     parser = CommandParser(
         "doctor",
         (DoctorArguments,),
-        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory and time. It takes "
-        f"the options of the algorithm: {_USAGE}. Without ALGORITHM, the file has to name it in a comment, such as '# "
-        "prefrl grpo run.yaml'.",
+        "Check a run before it begins: data as tokens, rewards, server, batch sizes, memory and time. The exit code "
+        "is 0 if the run can begin, and 2 if there is a problem. All options of the algorithm are options of the "
+        "doctor, too; prefrl ALGORITHM --help shows them. Without ALGORITHM, the file has to name it in a comment, "
+        "such as '# prefrl grpo run.yaml'.\n\nExamples:\n  prefrl doctor run.yaml\n"
+        "  prefrl doctor grpo run.yaml --max_completion_length 512 --num_processes 8 --device_memory 80",
         takes_config=False,
     )
+    parser.usage = _USAGE
     start = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     words, options = list(argv[:start]), list(argv[start:])
     if {"-h", "--help"}.intersection(options):
@@ -123,7 +129,8 @@ class ResumeArguments:
 @command(
     "resume",
     ResumeArguments,
-    about="Continue a run from its last checkpoint, with the options that it was started with.",
+    about="Continue a run from its last checkpoint, with the options that it was started with.\n\nExample:\n"
+    "  prefrl resume runs/first",
     takes_config=False,
     positional=("run_dir",),
 )
@@ -178,30 +185,50 @@ def _words(command: Sequence[str]) -> list[str] | None:
     return words if words and words[0] in REGISTRY else None
 
 
-def replay(argv: Sequence[str]) -> int:
+@dataclass
+class ReplayArguments:
+    """The run, and the step."""
+
+    run: str | None = opt(None, "The output_dir of an online run, or a folder nan-step-N of any run.")
+    step: Annotated[int, Ge(1)] | None = opt(None, "Number of the step, counted from 1, as in the logs.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.run is None:
+            raise ConfigError("run: not given. Write prefrl replay RUN --step N.")
+
+
+@command(
+    "replay",
+    ReplayArguments,
+    about="Compute a past step of a run again, from what the run has left on the disk, and compare its numbers with "
+    "those that the run logged. A folder nan-step-N holds one step whose numbers were not finite: for it, find where "
+    "that begins. Nothing is changed.\n\n"
+    "Examples:\n  prefrl replay runs/a --step 12\n  prefrl replay runs/a/nan-step-7",
+    takes_config=False,
+    positional=("run",),
+)
+def replay(options: ReplayArguments) -> int:
     """Compute the step and print it."""
-    parser = argparse.ArgumentParser(prog="prefrl replay", description=_REPLAY, allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="The output_dir of an online run, or a folder nan-step-N of any run.")
-    parser.add_argument("--step", type=int, help="Number of the step, counted from 1, as in the logs.")
-    options = parser.parse_args(argv)
-    identity = read_identity(options.run)
+    run = Path(str(options.run))
+    identity = read_identity(run)
     if identity is None:
         raise ConfigError(
-            f"run={str(options.run)!r}: has no run.json. Pass the output_dir of a run, or a folder nan-step-N in it."
+            f"run={str(run)!r}: has no run.json. Pass the output_dir of a run, or a folder nan-step-N in it."
         )
-    if any(options.run.glob("step_*_of_*.safetensors")):
+    if any(run.glob("step_*_of_*.safetensors")):
         if options.step is not None:
-            raise ConfigError(f"step={options.step} has no effect: {options.run} holds a single step. Leave it out.")
+            raise ConfigError(f"step={options.step} has no effect: {run} holds a single step. Leave it out.")
         from prefrl.scripts.replay import replay_dump  # imports torch, as the other below does
 
-        replay_dump(options.run, identity)
+        replay_dump(run, identity)
         return 0
-    if options.step is None or options.step < 1:
-        raise ConfigError(f"step={options.step}: must be the number of a step, 1 or more. Set --step.")
+    if options.step is None:
+        raise ConfigError("step: not given. Write prefrl replay RUN --step N, with N counted from 1, as in the logs.")
     from prefrl.scripts.replay import Replay
 
     with tempfile.TemporaryDirectory() as scratch:
-        Replay(options.run, identity, options.step, scratch).run()
+        Replay(run, identity, options.step, scratch).run()
     return 0
 
 
@@ -211,11 +238,11 @@ class DemoArguments:
 
     model: Literal["tiny", "smollm2"] = opt(
         "tiny",
-        "'tiny' is a model that the demo makes. 'smollm2' is SmolLM2-135M-Instruct, which is fetched from PyPI "
+        "Model to train. The demo makes 'tiny' itself; 'smollm2' is SmolLM2-135M-Instruct, which is fetched from PyPI "
         "once and trained with GRPO only.",
     )
     seed: Annotated[int, Ge(0)] = opt(0, "Seed for the model, the data and the samples.")
-    output_dir: str = opt("runs/demo", "Folder for the results.")
+    output_dir: str = opt("runs/demo", "Folder to write the results to.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -224,7 +251,8 @@ class DemoArguments:
 @command(
     "demo",
     DemoArguments,
-    about="A tiny model learns to add, first from examples (SFT), then from a verifiable reward (GRPO).",
+    about="Train a tiny model to add, first with examples (SFT), then with a verifiable reward (GRPO). It needs no "
+    "network and no GPU.\n\nExample:\n  prefrl demo",
     takes_config=False,
 )
 def demo(options: DemoArguments) -> int:
@@ -290,7 +318,7 @@ class MergeArguments:
     """What to merge, and where to."""
 
     adapter: str | None = opt(None, "Folder of the adapter, or its name on the Hub.")
-    output_dir: str | None = opt(None, "Folder for the merged model.")
+    output_dir: str | None = opt(None, "Folder to write the merged model to.")
     dtype: DType = opt(
         "auto", "Data type of the saved weights. 'auto' takes that of the base model. Merging is done in float32."
     )
@@ -304,7 +332,12 @@ class MergeArguments:
             raise ConfigError(f"output_dir={self.output_dir!r}: already holds a model. Choose another folder.")
 
 
-@command("merge", MergeArguments, about="Merge an adapter into its base model.", positional=("adapter", "output_dir"))
+@command(
+    "merge",
+    MergeArguments,
+    about="Merge an adapter into its base model.\n\nExample:\n  prefrl merge runs/lora runs/lora-merged",
+    positional=("adapter", "output_dir"),
+)
 def merge(options: MergeArguments) -> int:
     """Merge and save."""
     from prefrl.models.export import is_adapter, load_merged, tokenizer_of_checkpoint

@@ -39,21 +39,27 @@ class CommandParser(OptionParser):
         takes_config: bool = True,
         positional: Sequence[str] = (),
     ) -> None:
-        super().__init__(takes_config=takes_config, prog=f"prefrl {command}", description=description)
+        about = {"prog": f"prefrl {command}", "description": description}
+        titles = [_titles(cls) for cls in dataclass_types]
+        groups = dict.fromkeys(title for of_class in titles for title in reversed(of_class.values()))
+        super().__init__(takes_config=takes_config, groups=groups, **about)
         self._dataclass_types, self._positional = tuple(dataclass_types), tuple(positional)
         for action in self._actions:
             if action.dest == "help":
                 action.nargs, action.metavar, action.help = 0, None, "Show this help."
             if action.dest == "help_all":
                 action.help = argparse.SUPPRESS
-        for cls in dataclass_types:
+        for cls, groups_of in zip(dataclass_types, titles, strict=True):
             hints = typing.get_type_hints(cls, include_extras=True)
             for field in _fields(cls):
-                self.add_option(option_of(field, hints[field.name]), *field.metadata.get("aliases", ()))
+                row = option_of(field, hints[field.name])
+                self.add_option(row, *field.metadata.get("aliases", ()), group=groups_of[field.name])
         if positional:
             words = " ".join(f"[{name.upper()}{' ...' * self._is_list(name)}]" for name in positional)
             config = "[--config FILE.yaml] " if takes_config else ""
             self.usage = f"%(prog)s {words} {config}[--option value ...]"
+        elif not any(map(_fields, dataclass_types)):
+            self.usage = "%(prog)s"
 
     def parse(self, argv: Sequence[str]) -> tuple[Any, ...]:
         """One instance of each dataclass. Words before the first option are positional.
@@ -93,6 +99,12 @@ class CommandParser(OptionParser):
         return tuple(
             cls(**{field.name: values[field.name] for field in _fields(cls)}) for cls in self._dataclass_types
         )
+
+
+def _titles(cls: Any) -> dict[str, str]:
+    """The group of each option: what the class in which it is declared calls GROUP."""
+    declared = {owner: vars(owner).get("__annotations__", {}) for owner in reversed(cls.__mro__)}
+    return {name: vars(owner).get("GROUP", "Options") for owner, names in declared.items() for name in names}
 
 
 def _fields(cls: Any) -> list[dataclasses.Field[Any]]:

@@ -92,7 +92,7 @@ def run_tiny(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
 
     answers = {"base": greedy_answers(model, tokenizer, held_out)}
     console.rule("SFT: learn from worked sums, stop early")
-    sft(model, tokenizer, train, seed, output_dir, [StopAtTokenAccuracy()])
+    sft(model, tokenizer, train, seed, output_dir / "sft", [StopAtTokenAccuracy()])
     answers["sft"] = greedy_answers(model, tokenizer, held_out)
     console.rule("GRPO: learn from a reward, 1 for the right sum and 0 otherwise")
     grpo(model, tokenizer, train, seed, output_dir)
@@ -100,6 +100,7 @@ def run_tiny(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
 
     accuracy = {stage: share_right(given, held_out) for stage, given in answers.items()}
     summary = {
+        "model": f"a Llama of {model.num_parameters():,} weights that the demo has made",
         **{f"accuracy_{stage}": value for stage, value in accuracy.items()},
         "grpo_steps": GRPO_STEPS,
         "seconds_total": round(time.monotonic() - started, 1),
@@ -111,7 +112,9 @@ def run_tiny(seed: int, output_dir: Path, console: Console) -> dict[str, Any]:
     for stage, name in (("base", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO")):
         console.print(f"held-out accuracy {name}: {accuracy[stage]:.3f}")
     console.print(f"{summary['seconds_total']} s, {summary['cpu_seconds']} of CPU; everything is in {output_dir}")
-    console.print(f"To see more of it: prefrl report {output_dir}")
+    console.print(
+        f"Next steps:\n  prefrl report {output_dir}\n  prefrl report {output_dir / 'sft'}  # the first stage"
+    )
     return summary
 
 
@@ -185,6 +188,7 @@ def sft(
     )
     examples = train.remove_columns("answer")
     trainer = SFTTrainer(model, config, train_dataset=examples, processing_class=tokenizer, callbacks=callbacks)
+    trainer.history.shows_ending = False  # of a stage of the demo
     trainer.train()
 
 
@@ -210,6 +214,7 @@ def grpo(
     config = GRPOConfig(**_common(seed, output_dir) | defaults | options)
     questions = train.remove_columns("completion")
     trainer = GRPOTrainer(model, right_sum, config, questions, processing_class=tokenizer)
+    trainer.history.shows_ending = False  # of a stage of the demo
     trainer.train()
     trainer.generator.close()
 
@@ -343,6 +348,7 @@ def run_smollm2(seed: int, output_dir: Path, console: Console, *, model_folder: 
     after = _answers(model, tokenizer, held_out)
 
     summary = {
+        "model": "SmolLM2-135M-Instruct",
         "accuracy_base": _accuracy(before, held_out),
         "accuracy_grpo": _accuracy(after, held_out),
         "grpo_steps": STEPS,
@@ -410,6 +416,7 @@ def _train(
         use_cpu=True,
     )
     trainer = GRPOTrainer(model, gives_number, config, train, processing_class=tokenizer)
+    trainer.history.shows_ending = False  # of a stage of the demo
     trainer.train()
     trainer.generator.close()
 

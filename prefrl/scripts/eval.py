@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +47,8 @@ _BATCH = 256  # completions that are scored together
 @dataclass
 class EvalArguments(SamplingArguments, ColumnArguments):
     """The prompts, perhaps their responses, and the rewards."""
+
+    GROUP: ClassVar[str] = "Data and rewards"
 
     dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}.")
     dataset_split: str | None = opt(
@@ -134,7 +136,9 @@ class _Scored:
 @command(
     "eval",
     EvalArguments,
-    about="Score a model's responses to prompts, or the responses that a file holds.",
+    about="Score a model's responses to prompts, or the responses that a file holds.\n\nExamples:\n"
+    "  prefrl eval runs/first questions.jsonl --reward_funcs numeric_reward --num_generations 4\n"
+    "  prefrl eval answers.jsonl --reward_funcs numeric_reward",
     positional=("model_name_or_path", "dataset_name"),
 )
 def main(options: EvalArguments) -> int:

@@ -30,10 +30,22 @@ from prefrl.trainer.base_config import KNOWN_OPTIMIZERS
 from prefrl.trainer.scheduler import SCHEDULE_NAMES
 
 _KINDS = {"int": "int", "float": "float", "string_to_bool": "bool"}
-# Help for options of transformers with which prefrl does something else.
+# Help for options of transformers that most runs set, and for those with which prefrl does something else.
 _HELP = {
-    "resume_from_checkpoint": "Checkpoint to resume from: a folder, a URL, or true for the last complete one in "
-    "output_dir; if there is none, training starts at step 0.",
+    "output_dir": "Folder of the run, for its model, checkpoints and logs.",
+    "max_steps": "Number of optimizer steps. With -1, num_train_epochs decides.",
+    "num_train_epochs": "Number of passes over the training data. max_steps overrides it.",
+    "per_device_train_batch_size": "Rows of a micro-batch on each process.",
+    "gradient_accumulation_steps": "Micro-batches of an optimizer step.",
+    "bf16": "Train in mixed precision with bfloat16.",
+    "seed": "Seed of everything random. The order of the data has its own if data_seed is set.",
+    "report_to": "Trackers that get the metrics, such as wandb or tensorboard.",
+    "eval_strategy": "When to evaluate.",
+    "eval_steps": "Optimizer steps between evaluations. It goes with eval_strategy='steps'. The default is "
+    "logging_steps.",
+    "save_steps": "Optimizer steps between checkpoints. A value below 1 is a fraction of all steps.",
+    "resume_from_checkpoint": "Checkpoint to resume from: a folder, a URL, or true for the last one. The last "
+    "complete one in output_dir is meant; if there is none, training starts at step 0.",
     "disable_tqdm": "Show one line for each log instead of the live view.",
 }
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.errors import ConfigError
+from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.fields import flat_names, warn_of_hint
-from prefrl.options.presets import PRESETS, combined
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
@@ -21,8 +21,6 @@ from prefrl.scripts.arguments.command import (
     RewardArguments,
     TaughtArguments,
     check_reward_files,
-    get_peft_config,
-    quantization_config,
 )
 from prefrl.scripts.arguments.datasets import (
     SHAPING,
@@ -33,6 +31,7 @@ from prefrl.scripts.arguments.datasets import (
     source_of,
 )
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
+from prefrl.scripts.arguments.model_config import get_peft_config, quantization_config
 from prefrl.scripts.schema import SchemaParser
 
 
@@ -51,9 +50,9 @@ def read(algorithm: Algorithm, argv: Sequence[str], *, is_launched: bool = False
     parser = SchemaParser(algorithm.name)
     given = parser.parse(argv)
     is_launched = is_launched or launch_options(given, os.environ) is not None
-    script, config = _script(given), parser.check(given, knows_processes=not is_launched)
+    config = parser.check(given, knows_processes=not is_launched)
     with given.locating():
-        _check_run(script, config)
+        _check_run(given.script, config)
     return given
 
 
@@ -65,7 +64,7 @@ def check_files(given: Given) -> None:
             whole.
         DataError: A dataset is missing, or of an unknown format.
     """
-    script = _script(given)
+    script: CommandArguments = given.script
     with given.locating():
         if script.dataset_name is not None:
             part = DatasetConfig(script.dataset_name, script.dataset_config, revision=script.dataset_revision)
@@ -74,7 +73,8 @@ def check_files(given: Given) -> None:
             for number, part in enumerate(getattr(script, option)):
                 source_of(part, f"{option}[{number}].path={part.path!r}")
         if isinstance(script, RewardArguments):
-            check_reward_files(script.reward_funcs or ())
+            for option in ("reward_funcs", "eval_reward_funcs"):
+                check_reward_files(getattr(script, option) or (), option)
             if script.environment or script.tools:
                 script.check_code()
         checkpoint = given.values.get("resume_from_checkpoint")
@@ -100,37 +100,22 @@ def options_of(
     Raises:
         ConfigError: Options exclude each other, one has no effect, or the package of one is missing.
     """
-    script, config = _script(given), _config(algorithm, given, num_processes)
+    script, config_class = given.script, algorithm.load_config()
+    of_script = {field.name for part in (script, LaunchArguments) for field in dataclasses.fields(part)}
+    values = {name: value for name, value in given.values.items() if name not in of_script}
+    preset = values.pop("preset", None)
+    with given.locating():
+        if preset is not None:
+            values = combined(PRESETS[preset], values, flat_names(config_class))
+        try:
+            config = config_class.for_processes(num_processes, **values)
+        except ImportError as error:  # transformers misses the package of an option
+            raise ConfigError(str(error)) from error
     config.check_packages_installed()
     lora_of(script)  # refuses its options
     _check_run(script, config)
     _add_model_options(script, config)
     return script, config
-
-
-def _script(given: Given) -> CommandArguments:
-    """Model, data and rewards; with rewards for the algorithms that have the option."""
-    names = {field.name for field in dataclasses.fields(given.script)}
-    try:
-        return given.script(**{name: value for name, value in given.values.items() if name in names})
-    except ConfigError as error:
-        raise given.located(error) from None
-
-
-def _config(algorithm: Algorithm, given: Given, num_processes: int | None) -> Any:
-    config_class: Any = algorithm.load_config()
-    others = (given.script, LaunchArguments)
-    of_script = {field.name for cls in others for field in dataclasses.fields(cls)}
-    values = {name: value for name, value in given.values.items() if name not in of_script}
-    preset = values.pop("preset", None)
-    try:
-        if preset is not None:
-            values = combined(PRESETS[preset], values, flat_names(config_class))
-        return config_class.for_processes(num_processes, **values)
-    except ConfigError as error:
-        raise given.located(error) from None
-    except ImportError as error:  # transformers misses the package of an option
-        raise ConfigError(str(error)) from error
 
 
 def _check_run(script: CommandArguments, config: Any) -> None:
@@ -159,6 +144,8 @@ def _check_run(script: CommandArguments, config: Any) -> None:
     if script.eval_datasets:
         paths = ", ".join(part.path for part in script.eval_datasets)
         warn_of_hint(config, f"eval_datasets={paths} has no effect because eval_strategy='no'. {remedy}")
+    if (own := getattr(script, "eval_reward_funcs", None)) is not None:
+        warn_of_hint(config, f"eval_reward_funcs={own} has no effect because eval_strategy='no'. {remedy}")
     if config.do_eval:
         warn_of_hint(config, f"do_eval=True has no effect because eval_strategy='no'. {remedy}")
 

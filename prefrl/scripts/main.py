@@ -6,12 +6,10 @@ import argparse
 import atexit
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -59,7 +57,7 @@ OTHERS = {
     ),
     "merge": Listed("commands:merge", "merge an adapter into its base model"),
     "soup": Listed("soup", "average checkpoints"),
-    "replay": Listed("commands:replay", "recompute a past step of a run, for debugging"),
+    "replay": Listed("commands:replay", "compute a past step of a run again, and compare it with what was logged"),
     "verify": Listed("oracle.command", "compute the exact bias of your own loss, advantage or KL estimate"),
     "vllm-serve": Listed("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
     "migrate": Listed("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),
@@ -156,15 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# Libraries that, when they are imported, warn of what they lack on this machine, whether a run uses them or not.
-_NOISY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-
-
 def _run(command: str, arguments: Sequence[str]) -> int:
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # peft 0.21 reads the old name, which no user of the command can change.
-    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
     if command in OTHERS:
         return OTHERS[command](list(arguments))
     if command in REGISTRY:

@@ -67,7 +67,7 @@ class PlayArguments(RewardArguments):
     prompt: str | None = opt(None, "What the user says first, instead of a row of a dataset.")
     row: Annotated[int, Ge(0)] = opt(0, "Row of the dataset, counted from 0.")
     num_episodes: Annotated[int, Ge(1)] = opt(1, "Number of episodes, which differ in their seeds.")
-    by_hand: bool = opt(False, "You play although a model is given, with its chat template and its tokens.")
+    by_hand: bool = opt(False, "Play by hand even if a model is given; its chat template and tokenizer are used.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

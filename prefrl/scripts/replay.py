@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from datasets import Dataset
@@ -26,9 +27,7 @@ from prefrl.errors import ConfigError, NonFiniteError
 from prefrl.models.adapters import saved_config
 from prefrl.options.schedule import PlateauParams
 from prefrl.registry import REGISTRY
-from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal, read_entry
-from prefrl.rollout.summary import print_table, title_of_step
 from prefrl.run.checkpoints import find_last, step_of
 from prefrl.run.folder import Identity
 from prefrl.trainer.configs import OnlineConfig
@@ -119,7 +118,7 @@ _SHOWN = 200
 
 
 def replay_dump(folder: Path, identity: Identity) -> None:
-    """Print loss and gradient norm of each micro-batch, and the first weight, row and gradient that is not finite.
+    """Print loss and gradient norm of each micro-batch, and what is not finite first: a weight, a row or a gradient.
 
     Dropout is off. What a loss reads besides its micro-batch (running means, adaptive coefficients, the KL estimate of
     KTO) is as it is at the start of a run.
@@ -129,9 +128,8 @@ def replay_dump(folder: Path, identity: Identity) -> None:
         trainer = _trainer(folder, identity, scratch)
         trainer.state.global_step = int(folder.resolve().name.rpartition("-")[2]) - 1
         weight = distributed.first_non_finite(trainer.policy, trainer.args.device)
-        if weight is not None:
-            console.print(f"Before the step, {weight} holds NaN or infinity.")
-        table, finding = Table(title=f"{folder.name}: dropout is off"), None
+        finding: tuple[str, str] | None = None
+        table = Table(box=None, header_style="dim")
         for column in ("process", "micro-batch", "rows", "tokens", "loss", "gradient norm"):
             table.add_column(column, justify="right")
         for dumped in read_dump(folder):
@@ -140,11 +138,23 @@ def replay_dump(folder: Path, identity: Identity) -> None:
             numbers = (f"{loss:.9g}", f"{norm:.9g}")  # as many digits as tell apart all numbers of 32 bits
             table.add_row(*map(str, (dumped.rank, dumped.number, rows, tokens)), *numbers)
             if finding is None and not (math.isfinite(loss) and math.isfinite(norm)):
-                finding = _gradient(trainer) if math.isfinite(loss) else _rows(trainer, dumped)
-                finding = f"Process {dumped.rank}, micro-batch {dumped.number}: {finding}"
-        console.print(table)
-        console.print(finding or "Every loss and every gradient is finite here.", markup=False)
+                found, remedy = _gradient(trainer) if math.isfinite(loss) else _rows(trainer, dumped)
+                finding = f"Process {dumped.rank}, micro-batch {dumped.number}: {found}", remedy
         trainer.end()
+    console.print(f"[bold]Step {trainer.state.global_step + 1}[/], computed again from {escape(str(folder))}")
+    console.print("Loss and gradients of each micro-batch, with the weights before the step and without dropout:")
+    console.print(table)
+    if weight is not None:
+        console.print(f"Before the step, {weight} holds NaN or infinity.", markup=False)
+        finding = finding[0] if finding else "", _OF_WEIGHTS
+    verdict, remedy = finding or ("Every loss and every gradient is finite here.", _OF_CHANCE)
+    console.print(f"Verdict: {verdict}\nNext step: {remedy}", markup=False, highlight=False)
+
+
+_OF_WEIGHTS = "Start again from a checkpoint before it, with a lower learning_rate or max_grad_norm."
+_OF_ROWS = "Look at these rows, and leave them out, or set on_nan='skip' to go on without the steps that have them."
+_OF_GRADIENTS = "Lower learning_rate, or train in bf16 or float32 if it was fp16."
+_OF_CHANCE = "Dropout, or what the loss remembers of earlier steps, made the difference. Set on_nan='skip' to go on."
 
 
 def _trainer(folder: Path, identity: Identity, scratch: str) -> Any:
@@ -176,14 +186,15 @@ def _pass(trainer: Any, batch: TokenBatch, num_items: float) -> tuple[float, flo
     return float(loss.detach()), float(torch.nn.utils.get_total_norm(gradients))
 
 
-def _gradient(trainer: Any) -> str:
+def _gradient(trainer: Any) -> tuple[str, str]:
+    """What is not finite, and what to do about it."""
     named = trainer.policy.named_parameters()
     name = next((name for name, p in named if p.grad is not None and not p.grad.isfinite().all()), None)
-    return f"the loss is finite, but the gradient of {name or 'all parameters together'} is not."
+    return f"the loss is finite, but the gradient of {name or 'all parameters together'} is not.", _OF_GRADIENTS
 
 
-def _rows(trainer: Any, dumped: DumpedBatch) -> str:
-    """The first rows whose loss alone is not finite; a group stays together."""
+def _rows(trainer: Any, dumped: DumpedBatch) -> tuple[str, str]:
+    """The first rows whose loss alone is not finite, and what to do about it; a group stays together."""
     batch = dumped.batch
     for group in dict.fromkeys(batch.group_index):
         rows = [row for row, of in enumerate(batch.group_index) if of == group]
@@ -193,12 +204,14 @@ def _rows(trainer: Any, dumped: DumpedBatch) -> str:
         if not math.isfinite(loss):
             decode = trainer.tokenizer.decode
             texts = [repr(decode(ids.tolist()))[:_SHOWN] for ids in (own.prompt_ids, own.response_ids)]
-            return f"the loss of rows {rows} alone is {loss}: prompt {texts[0]}, response {texts[1]}"
-    return "the loss of each group alone is finite."
+            return f"the loss of rows {rows} alone is {loss}: prompt {texts[0]}, response {texts[1]}", _OF_ROWS
+    return "the loss of each group alone is finite.", _OF_CHANCE
 
 
 # Options that choose on the way what a step learns from, and their values if they do not.
 _CHOOSE_STEPS = {"increase_batch_size_on_plateau": 0, "on_spike": "ignore"}
+# Relative differences below this one are called rounding.
+_ROUNDING = 1e-4
 # Metrics that say how fast a machine is.
 _SPEED = ("time/", "perf/", "step_time", "server/", "epoch")
 
@@ -273,6 +286,8 @@ class Replay:
 
     def run(self) -> None:
         """Train from the checkpoint to the step, and print it."""
+        # The replay logs each step, which transformers would warn of.
+        logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
         trainer = self._trainer()
         console = Console()
         try:
@@ -285,28 +300,59 @@ class Replay:
         computed = _logged(trainer.state.log_history, self.step)
         if computed is None:
             raise _beyond(self.step, trainer.state.max_steps)
-        path = trainer.journal.path_of(self.first)
-        if path.exists():
-            rollouts = Collected.concat(read_entry(path).parts).rollouts
-            print_table(rollouts, title=title_of_step(self.first), console=console)
-        console.print(self._table(computed))
+        self._print(computed, trainer.state.max_steps, console)
 
-    def _table(self, computed: Mapping[str, float]) -> Table:
-        """The metrics of the step, beside those that the run logged."""
+    def _print(self, computed: Mapping[str, Any], num_steps: int, console: Console) -> None:
+        """Print what was computed, the metrics beside those that the run logged, the verdict and the next step."""
+        run, start = escape(str(self.folder)), 1 + (step_of(self.checkpoint.name) or 0)
+        steps = f"step {start}" if start == self.step else f"steps {start} to {self.step}"
+        console.print(
+            f"[bold]Step {self.step}[/] of {num_steps}, computed again from {run}/{self.checkpoint.name}\n"
+            f"Log-probs, advantages, losses, gradients and updates of {steps} were computed in this process. "
+            f"Completions and rewards were read from {run}/completions.\n",
+            soft_wrap=not console.is_terminal,
+        )
         history = self._history()
-        logged = _logged(history, self.step)
+        logged = _logged(history, self.step) or {}
         earlier = [entry["step"] for entry in history if "loss" in entry and entry["step"] < self.step]
         first = max(earlier, default=0) + 1
-        of = "" if first == self.step else f" (mean of steps {first} to {self.step})"
-        table = Table(title=f"Step {self.step}, from {self.checkpoint.name}")
-        for column in ("metric", "computed again", f"logged then{of}"):
-            table.add_column(column, justify="left" if column == "metric" else "right", overflow="fold")
-        for name, value in computed.items():
-            if name == "step" or name.startswith(_SPEED):
-                continue
-            then = "-" if logged is None or name not in logged else repr(logged[name])
-            table.add_row(name, repr(value), then)
-        return table
+        pairs = [
+            _Pair(name, value, logged.get(name) if first == self.step else None)
+            for name, value in computed.items()
+            if name != "step" and not name.startswith(_SPEED)
+        ]
+        console.print(_table(pairs))
+        verdict = self._verdict(pairs, first if logged else None)
+        console.print(f"\n[bold]Verdict:[/] {verdict}", soft_wrap=not console.is_terminal)
+        console.print(
+            f"Next steps:\n  prefrl look {run} --step {self.step} --worst 5", highlight=False, soft_wrap=True
+        )
+        if any(pair.differs for pair in pairs):
+            console.print(
+                f"  prefrl env  # and compare with the versions in: prefrl report {run}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def _verdict(self, pairs: Sequence[_Pair], first: int | None) -> str:
+        """What the comparison says; `first` is the first step of the mean that the run logged, None if it did not."""
+        if first != self.step:
+            what = "nothing at this step" if first is None else f"only the mean of steps {first} to {self.step}"
+            return f"The run logged {what}, so there is nothing to compare. With logging_steps=1, each step is logged."
+        compared = [pair for pair in pairs if pair.then is not None]
+        differing = sorted((pair for pair in compared if pair.differs), key=lambda pair: -pair.difference)
+        if not differing:
+            return f"All {len(compared)} numbers that the run logged of this step are the same to the last digit."
+        worst = differing[0]
+        kind = (
+            "This is rounding, as between machines, numbers of threads or versions of torch."
+            if worst.difference < _ROUNDING
+            else "This is more than rounding: the code, the versions or the machine are not those of the run."
+        )
+        return (
+            f"{len(differing)} of {len(compared)} numbers that the run logged of this step differ, {worst.name} most, "
+            f"by {worst.difference:.1e} of its value. {kind}"
+        )
 
     def _history(self) -> list[dict[str, Any]]:
         """What the run logged until its last checkpoint."""
@@ -365,6 +411,40 @@ class Replay:
         if not adapter.exists():
             return {"model": self.identity.model}
         return {"model": self.identity.model, "peft_config": saved_config(self.checkpoint)}
+
+
+class _Pair(NamedTuple):
+    """A metric that was computed again, and its value in the run's log; None: the log does not have it."""
+
+    name: str
+    now: float
+    then: float | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the log has another value."""
+        return self.then is not None and repr(self.now) != repr(self.then)  # NaN is NaN here
+
+    @property
+    def difference(self) -> float:
+        """How far the values are apart, relative to the larger one; infinite if one is not a finite number."""
+        if self.then is None or not (math.isfinite(self.now) and math.isfinite(self.then)):
+            return math.inf
+        return abs(self.now - self.then) / max(abs(self.now), abs(self.then))
+
+
+def _table(pairs: Sequence[_Pair]) -> Table:
+    """Six digits of what is the same, all digits of what is not."""
+    table = Table(box=None, header_style="dim")
+    columns = ["metric", "computed again", "logged", ""][: 4 if any(pair.then is not None for pair in pairs) else 2]
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("metric", "") else "right", no_wrap=True)
+    for pair in pairs:
+        digits = repr if pair.differs else "{:.6g}".format
+        then = "-" if pair.then is None else digits(pair.then)
+        cells = (pair.name, digits(pair.now), then, "differs" if pair.differs else "")
+        table.add_row(*cells[: len(columns)])
+    return table
 
 
 def _logged(history: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:

@@ -60,8 +60,8 @@ class ReportArguments(RunArguments):
 @command(
     "report",
     ReportArguments,
-    about="Write one HTML file with curves, rewards, completions, health, options and versions of a run. "
-    "Example: prefrl report runs/a runs/b --output compared.html",
+    about="Write one HTML file with curves, rewards, completions, health, options and versions of a run, or of "
+    "two.\n\nExamples:\n  prefrl report runs/a\n  prefrl report runs/a runs/b --output compared.html",
     takes_config=False,
     positional=("run", "other"),
 )
@@ -101,8 +101,8 @@ class WatchArguments(RunArguments):
     "watch",
     WatchArguments,
     about="Show a run in the browser, while it trains or later. Only this machine can open the page, with the address "
-    "that is printed: it contains a random token, which keeps out other users. "
-    "Example: prefrl watch runs/a",
+    "that is printed: it contains a random token, which keeps out other users.\n\n"
+    "Example:\n  prefrl watch runs/a",
     takes_config=False,
     positional=("run", "other"),
 )
@@ -249,7 +249,13 @@ class LookArguments:
             self.worst = 0 if self.best else _DEFAULT_WORST
 
 
-@command("look", LookArguments, about="Show the worst and the best completions of a run.", positional=("run_dir",))
+@command(
+    "look",
+    LookArguments,
+    about="Show the worst and the best completions of a run.\n\nExamples:\n  prefrl look runs/a --worst 5\n"
+    "  prefrl look runs/a --all_steps --best 3 --reward numeric_reward",
+    positional=("run_dir",),
+)
 def look(options: LookArguments) -> int:
     """Print completions."""
     files = _files(Path(str(options.run_dir)))

@@ -40,6 +40,7 @@ class RunRecord:
     config: dict[str, Any]  # options by name, without secrets
     starts: list[Start]
     num_steps: int | None  # optimizer steps that are planned
+    summary: dict[str, Any]  # what the program that trained has left in summary.json, as the demo does
 
     @property
     def name(self) -> str:
@@ -95,6 +96,7 @@ def read_run(folder: Path) -> RunRecord:
         masked({**decisive, **arguments}),
         read_starts(folder, identity.run) if identity else [],
         planned if planned > 0 else None,
+        {name: v for name, v in _json(folder / "summary.json").items() if isinstance(v, str | int | float)},
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le
@@ -23,8 +23,8 @@ from prefrl.errors import ConfigError, DataError, GenerationError, printable
 from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.run.folder import check_writable
-from prefrl.scripts.arguments.command import DType
 from prefrl.scripts.arguments.datasets import FILES, SHAPING, ColumnArguments, DatasetConfig, load_part
+from prefrl.scripts.arguments.model_config import DType
 from prefrl.scripts.declaration import command
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 TextOrMessages = str | list[dict[str, Any]]
 
-_REQUEST_SECONDS = 600.0
-_REQUESTS_AT_ONCE = 32
-_ANSWER_BYTES = 2**26
+_REQUEST_SECONDS, _REQUESTS_AT_ONCE, _ANSWER_BYTES = 600.0, 32, 2**26
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass
 class SamplingArguments:
     """The model, and how completions are sampled."""
+
+    GROUP: ClassVar[str] = "Model and sampling"
 
     model_name_or_path: str | None = opt(
         None,
@@ -66,6 +66,9 @@ class SamplingArguments:
         1.0, "Sample from the smallest set of most likely tokens with this total probability."
     )
     top_k: Annotated[int, Ge(0)] = opt(0, "Sample from this many of the most likely tokens. 0 means all tokens.")
+    stop: list[str] | None = opt(
+        None, "Strings that end a completion. The text of the completion ends with the string, as in training."
+    )
     seed: Annotated[int, Ge(0)] = opt(0, "Seed for sampling. The same seed gives the same completions.")
     batch_size: Annotated[int, Ge(1)] = opt(
         64, "Number of completions that are decoded together in this process. 1 needs the least memory."
@@ -74,6 +77,8 @@ class SamplingArguments:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.stop is not None and not all(self.stop or [""]):
+            raise ConfigError(f"stop={self.stop!r}: must be one or more strings that are not empty")
         if self.server is not None:
             remedy = "Leave it out: the server decides."
             check_unset(self, "batch_size", "dtype", because="server is set", remedy=remedy)
@@ -92,6 +97,7 @@ class SamplingArguments:
             temperature=default if self.temperature is None else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k or None,
+            stop=tuple(self.stop or ()),
         )
 
 
@@ -100,7 +106,7 @@ class SampledText:
     """A completion as text."""
 
     text: str
-    finish_reason: str  # "stop", or "length" if it was cut off
+    finish_reason: str  # "stop", "stop_string", or "length" if it was cut off
     token_ids: list[int] | None  # None: the server does not tell
 
 
@@ -165,14 +171,10 @@ class _Local:
             prompt_ids = prepare_prompt_dataset(rows, self._tokenizer, max_prompt_length=None)["prompt_ids"]
         seeds = [prompt_seed(self._options.seed, 0, number) for number in range(len(prompts))]
         completions = self._generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
+        texts = [[str(completion_text(self._tokenizer, c.token_ids, False)) for c in group] for group in completions]
         return [
-            [
-                SampledText(
-                    str(completion_text(self._tokenizer, one.token_ids, False)), one.finish_reason, one.token_ids
-                )
-                for one in group
-            ]
-            for group in completions
+            [SampledText(text, c.finish_reason, c.token_ids) for text, c in zip(of_prompt, group, strict=True)]
+            for of_prompt, group in zip(texts, completions, strict=True)
         ]
 
 
@@ -239,6 +241,8 @@ class _Server:
         }
         if params.top_k:
             body["top_k"] = params.top_k  # vLLM knows it, others refuse it
+        if params.stop:
+            body["stop"] = list(params.stop)
         is_text = isinstance(prompt, str)
         route = "completions" if is_text else "chat/completions"
         asked = {**body, ("prompt" if is_text else "messages"): prompt}
@@ -246,13 +250,27 @@ class _Server:
             answer = await self._http.send(
                 "POST", f"{self._url}/{route}", timeout=_REQUEST_SECONDS, json=asked, max_bytes=_ANSWER_BYTES
             )
-        return [_sample_of(choice) for choice in self._choices(answer, params.num_samples)]
+        return [self._sample_of(choice) for choice in self._choices(answer, params.num_samples)]
 
     def _choices(self, answer: Any, count: int) -> list[Any]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != count:
             raise GenerationError(f"server={self._url!r}: its answer does not have {count} choices: {answer!r:.300}")
         return choices
+
+    def _sample_of(self, choice: Any) -> SampledText:
+        text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
+        reason = str(choice.get("finish_reason"))
+        if not self._options.stop or reason != "stop":
+            return SampledText(text, reason, None)
+        if "stop_reason" not in choice:  # with which vLLM says which string the text lacks, or that it lacks none
+            raise GenerationError(
+                f"server={self._url!r}: does not say which string of stop={self._options.stop} ended a completion "
+                "(stop_reason), so its text would lack the end. Remove stop, or use a server of vLLM."
+            )
+        if choice["stop_reason"] not in self._options.stop:
+            return SampledText(text, reason, None)
+        return SampledText(text + choice["stop_reason"], "stop_string", None)
 
     def _first_model(self) -> str:
         from prefrl.http import HttpError
@@ -269,11 +287,6 @@ class _Server:
             raise ConfigError(
                 f"server={self._url!r}: lists no model: {answer!r:.300}. Set model_name_or_path."
             ) from error
-
-
-def _sample_of(choice: Any) -> SampledText:
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    return SampledText(text or "", str(choice.get("finish_reason")), None)
 
 
 RESPONSES = "responses"  # the column of a file that holds the responses of each row
@@ -345,6 +358,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 class GenerateArguments(SamplingArguments, ColumnArguments):
     """The prompts, and where the completions go."""
 
+    GROUP: ClassVar[str] = "Prompts and output"
+
     prompt: str | None = opt(None, "Prompt to complete. Set this or dataset_name.")
     system: str | None = opt(None, "System prompt that goes with prompt.")
     raw: bool = opt(False, "Continue the text of prompt directly, without the chat template.")
@@ -387,7 +402,9 @@ class GenerateArguments(SamplingArguments, ColumnArguments):
 @command(
     "generate",
     GenerateArguments,
-    about="Sample completions of a prompt, or of all prompts of a dataset.",
+    about="Sample completions of a prompt, or of all prompts of a dataset.\n\nExamples:\n"
+    '  prefrl generate runs/first "What is 2 + 3?" --num_generations 4\n'
+    "  prefrl generate runs/first --dataset_name questions.jsonl --output_file answers.jsonl",
     positional=("model_name_or_path", "prompt"),
 )
 def generate(options: GenerateArguments) -> int:
@@ -435,7 +452,12 @@ class ChatArguments(SamplingArguments):
         )
 
 
-@command("chat", ChatArguments, about="Talk to a model in the terminal.", positional=("model_name_or_path",))
+@command(
+    "chat",
+    ChatArguments,
+    about=f"Talk to a model in the terminal. {_COMMANDS}\n\nExample:\n  prefrl chat runs/first",
+    positional=("model_name_or_path",),
+)
 def chat(options: ChatArguments) -> int:
     """Talk until the input ends."""
     console = Console(highlight=False)

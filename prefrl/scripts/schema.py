@@ -16,11 +16,11 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
+from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import about, default_of, flat_names, hints_of
 from prefrl.options.names import check_known, nearest
 from prefrl.options.optimizers import check_not_refused
-from prefrl.options.presets import PRESETS, combined
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import (
@@ -31,7 +31,15 @@ from prefrl.scripts.arguments.command import (
     weighted_rewards,
 )
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, default_in_words, option_of
+from prefrl.scripts.parsing.option_parser import (
+    HEAD,
+    WIDTH,
+    EarlyParser,
+    OptionParser,
+    choices_in_words,
+    default_in_words,
+    option_of,
+)
 
 HUGGINGFACE_FILE = Path(__file__).with_name("huggingface.json")
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate does
@@ -147,8 +155,8 @@ class SchemaParser(OptionParser):
         """The options that are given, checked as far as it costs nothing.
 
         Raises:
-            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, or an option of the
-                command whose feature is off.
+            ConfigError: An unknown or missing option, a value of the wrong type or out of bounds, an option of the
+                command whose feature is off, or options of model, data and rewards that exclude each other.
             SystemExit: Help was asked for.
         """
         values = self.read(argv)[0]
@@ -158,19 +166,27 @@ class SchemaParser(OptionParser):
         }
         names = [name for name in values if name in of_command_line | places.keys()]
         options = {name: values[name] for name in names if name not in self._own}
-        if options.get("reward_funcs") is not None:
-            rewards, weights = weighted_rewards(options["reward_funcs"], options.get("reward_weights"))
-            options |= {"reward_funcs": rewards} | ({} if weights is None else {"reward_weights": weights})
+        path = options.pop("reward_model_path", None)  # TRL's name
+        if path is not None and (own := options.setdefault("reward_model_name_or_path", path)) != path:
+            raise ConfigError(
+                f"reward_model_path={path!r} and reward_model_name_or_path={own!r}: given both ways. Remove one."
+            )
+        for prefix in ("", "eval_"):
+            if options.get(f"{prefix}reward_funcs") is not None:
+                given_weights = options.get(f"{prefix}reward_weights")
+                rewards, weights = weighted_rewards(options[f"{prefix}reward_funcs"], given_weights, prefix=prefix)
+                options[f"{prefix}reward_funcs"] = rewards
+                options |= {} if weights is None else {f"{prefix}reward_weights": weights}
         if options.get("vllm") is not None and "use_vllm" not in options:
             options["use_vllm"] = values["use_vllm"] = True  # on the server that is started
-        given = Given(options, places, script=self._script)
-        try:
-            for name, value in given.values.items():
+        given = Given(options, places)
+        with given.locating():
+            for name, value in options.items():
                 self._check_number(name, value)
                 self._check_switches(name, values)
-        except ConfigError as error:
-            raise given.located(error) from None
-        return given
+            known = {field.name for field in dataclasses.fields(self._script)}
+            script = self._script(**{name: value for name, value in options.items() if name in known})
+        return dataclasses.replace(given, script=script)
 
     def check(self, given: Given, *, knows_processes: bool = True) -> Any:
         """Check the options against each other, as far as that needs neither torch nor transformers.
@@ -187,25 +203,14 @@ class SchemaParser(OptionParser):
         """
         early, values, preset = early_class(self._algorithm), given.values, given.values.get("preset")
         config = early()
-        try:
+        with given.locating():
             if preset is not None:
                 values = combined(PRESETS[preset], values, flat_names(early))
             for field in dataclasses.fields(early):
                 setattr(config, field.name, values[field.name] if field.name in values else default_of(field))
             config.knows_sizes = knows_processes and not config.parallelism_config
             config.__post_init__()
-        except ConfigError as error:
-            raise given.located(error) from None
         return config
-
-    def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Every option by name, the defaults included.
-
-        Raises:
-            ConfigError: An unknown or missing option, or a value of the wrong type.
-            SystemExit: Help was asked for.
-        """
-        return self.read(argv)[0]
 
     def _check_number(self, name: str, value: Any) -> None:
         """Check a number of ours; those of HuggingFace are checked together with the rules."""
@@ -243,20 +248,15 @@ class SchemaParser(OptionParser):
 
 
 _Options = Sequence[Mapping[str, Any]]
-_WIDTH = 118
-_HEAD = 42  # the column behind which common options are described
 # The options that most runs set, in the order in which one thinks of them.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": (
-        *("model_name_or_path", "dtype", "attn_implementation"),
-        *("use_peft", "lora_r", "lora_target_modules", "load_in_4bit"),
-    ),
+    "Model": (*("model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r"),),
     "Data": (
-        *("dataset_name", "datasets", "dataset_train_split", "columns", "prompt_template", "system_prompt"),
-        *("conversational", "chat_template_path", "eos_token", "max_length", "assistant_only_loss"),
+        *("dataset_name", "datasets", "columns", "prompt_template", "system_prompt", "chat_template_path"),
+        *("max_length", "assistant_only_loss"),
     ),
     "Rewards and agents": (
-        *("reward_funcs", "reward_weights", "reward_model_name_or_path"),
+        *("reward_funcs", "reward_weights", "reward_model_name_or_path", "eval_reward_funcs"),
         *("environment", "tools"),
     ),
     "Algorithm": (
@@ -265,17 +265,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
-        *("vllm", "vllm_server_base_url", "log_completions"),
+        *("vllm", "log_completions"),
     ),
     "Training": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "bf16", "seed"),
-        *("weight_decay", "gradient_checkpointing"),
     ),
     "Processes": ("num_processes", "accelerate_config"),
     "Output": (
         *("output_dir", "logging_steps", "report_to", "eval_strategy", "eval_steps", "save_steps"),
-        *("save_total_limit", "resume_from_checkpoint", "push_to_hub"),
+        "resume_from_checkpoint",
     ),
 }
 
@@ -336,11 +335,10 @@ def _line(option: Mapping[str, Any]) -> str:
     head = f"  --{option['name']} {kind_of(option) if 'choices' not in option else ''}".rstrip()
     # The first sentence; --help WORD has the rest.
     about = re.split(r"(?<=[a-z0-9)]{2}\.) ", option.get("help", ""), maxsplit=1)[0]
-    values = f" One of {', '.join(map(str, option['choices']))}." if "choices" in option else ""
-    text = about + values + default_in_words(option.get("default"))
-    first, *rest = textwrap.wrap(text, _WIDTH - max(len(head), _HEAD) - 1) or [""]
-    more = textwrap.wrap(" ".join(rest), _WIDTH - _HEAD - 1)
-    return "\n".join([f"{head:<{_HEAD}} {first}", *(f"{'':<{_HEAD}} {line}" for line in more)]).rstrip()
+    text = about + choices_in_words(option.get("choices")) + default_in_words(option.get("default"))
+    first, *rest = textwrap.wrap(text, WIDTH - max(len(head), HEAD) - 1) or [""]
+    more = textwrap.wrap(" ".join(rest), WIDTH - HEAD - 1)
+    return "\n".join([f"{head:<{HEAD}} {first}", *(f"{'':<{HEAD}} {line}" for line in more)]).rstrip()
 
 
 def _entry(option: Mapping[str, Any]) -> str:
@@ -348,7 +346,7 @@ def _entry(option: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"  --{option['name']} {kind_of(option)}",
-            *textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8),
+            *textwrap.wrap(text, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8),
         ]
     )
 

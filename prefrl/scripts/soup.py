@@ -118,8 +118,9 @@ class SoupArguments:
 @command(
     "soup",
     SoupArguments,
-    about="Average the weights of checkpoints, or the updates of LoRA adapters. "
-    "Example: prefrl soup runs/a/checkpoint-100 runs/a/checkpoint-200 --output_dir averaged",
+    about="Average the weights of checkpoints, or the updates of LoRA adapters.\n\n"
+    "Examples:\n  prefrl soup --run_dir runs/a --output_dir averaged\n"
+    "  prefrl soup runs/a/checkpoint-100 runs/a/checkpoint-200 --output_dir averaged",
     positional=("checkpoints",),
 )
 def main(options: SoupArguments) -> int:

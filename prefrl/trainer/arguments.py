@@ -81,6 +81,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         _is_rewards,
         "a reward, a list of them or a mapping to their weights: functions, and reward models or their names",
     ),
+    "eval_reward_funcs": (_is_rewards, "what reward_funcs may be, or None: evaluations have the rewards of training"),
     "processing_class": (
         lambda value: isinstance(value, PreTrainedTokenizerBase | ProcessorMixin),
         "a tokenizer or processor of transformers or None",
@@ -204,10 +205,10 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
             f"one dataset. Choose a split: {name}=ds[{example!r}]"
         )
     elif dataset is not None and not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        several = ", or several by name" if takes_several else ""
         raise DataError(
             f"{name} is a {type(dataset).__name__}: must be a datasets.Dataset or "
-            f"IterableDataset{', or several by name' if takes_several else ''}. To convert a list of rows, use "
-            "datasets.Dataset.from_list(rows)"
+            f"IterableDataset{several}. {_how_to_load(dataset)}"
         )
     elif isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
         raise DataError(
@@ -216,16 +217,34 @@ def check_dataset(name: str, dataset: Any, *, takes_several: bool = False) -> No
         )
 
 
-def check_stream(dataset: Any, *, max_steps: int) -> None:
-    """Reject a stream to train on without a number of optimizer steps.
+def _how_to_load(given: Any) -> str:
+    """How a dataset is made of what was given for one."""
+    if not isinstance(given, str | os.PathLike):
+        return "To convert a list of rows, use datasets.Dataset.from_list(rows)"
+    name, kind = os.fspath(given), Path(given).suffix.lower().lstrip(".")
+    kind = {"jsonl": "json", "txt": "text"}.get(kind, kind)
+    if kind not in ("json", "csv", "parquet", "text"):
+        return f"Load it: datasets.load_dataset({name!r}, split='train')"
+    return f"Load it: datasets.load_dataset({kind!r}, data_files={name!r}, split='train')"
+
+
+def check_stream(dataset: Any, args: BaseConfig) -> None:
+    """Reject a stream to train on without a number of optimizer steps, or with a limit in epochs.
 
     Raises:
-        ConfigError: `max_steps` is not positive.
+        ConfigError: `max_steps` is not positive, or `stop_at_first_limit` is set.
     """
-    if isinstance(dataset, datasets.IterableDataset) and max_steps <= 0:
+    if not isinstance(dataset, datasets.IterableDataset):
+        return
+    if args.max_steps <= 0:
         raise ConfigError(
-            f"max_steps={max_steps} with an IterableDataset, whose length is not known: set the number of optimizer "
-            "steps, max_steps > 0"
+            f"max_steps={args.max_steps} with an IterableDataset, whose length is not known: set the number of "
+            "optimizer steps, max_steps > 0"
+        )
+    if args.stop_at_first_limit:
+        raise ConfigError(
+            "stop_at_first_limit=True with an IterableDataset, whose length is not known: its epochs cannot end the "
+            "run. Leave it False; max_steps ends the run."
         )
 
 

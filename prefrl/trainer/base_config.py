@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -26,11 +26,11 @@ from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
 from prefrl.models.tokenizer_changes import TokenizerChanges
 from prefrl.options.base import BaseOptions
-from prefrl.options.fields import apply, listed_fields, mapping_of, read_json
+from prefrl.options.fields import hints_of, listed_fields, mapping_of, read_json
 from prefrl.options.names import advice, check_known, nearest
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED, check_not_refused, optimizer_of
-from prefrl.options.run import COMPILATION_RULES, check_device
 from prefrl.options.schedule import WsdParams, own_options, schedule_of
+from prefrl.options.types import check_value
 from prefrl.trainer.optimizers import added_keys, check_installed, check_made
 from prefrl.trainer.scheduler import (
     SCHEDULE_NAMES,
@@ -56,6 +56,19 @@ _TRACKERS = {
 _DOCS = "docs/trainers lists the options."
 _NAMES = (*OPTIMIZERS, *(row.value for row in OptimizerNames))
 KNOWN_OPTIMIZERS = (*_NAMES, *REFUSED)  # with those whose refusal says why
+
+
+# What HuggingFace says of options that this machine cannot follow, and what is said instead.
+_HUGGINGFACES = {
+    "Your setup doesn't support bf16": (
+        "bf16=True on a machine without a GPU that computes in bfloat16. Set use_cpu=True to train on the CPU, which "
+        "can, or leave bf16 out; older GPUs have fp16=True."
+    ),
+    "--tf32 requires": (
+        "tf32=True on a machine without a GPU that has TF32: it needs an NVIDIA GPU of compute capability 8.0 "
+        "(Ampere) or higher. Leave tf32 out."
+    ),
+}
 
 
 @dataclass
@@ -95,6 +108,10 @@ class BaseConfig(BaseOptions, TrainingArguments):
 
     def _complete(self) -> None:
         """Let HuggingFace check its options, under the names of optimizers and schedules that it knows."""
+        hints = hints_of(AcceleratorConfig)
+        for key, value in read_json(self, "accelerator_config").items():
+            check_known("accelerator_config", key, hints, "key")
+            check_value(f"accelerator_config.{key}", value, hints[key])
         schedule, optim = schedule_of(self), self.optim
         check_known("lr_scheduler_type", schedule, SCHEDULE_NAMES, "schedule")
         if schedule in SCHEDULES:
@@ -104,15 +121,19 @@ class BaseConfig(BaseOptions, TrainingArguments):
         else:
             check_not_refused(optimizer_of(self))
             check_known("optim", optimizer_of(self), _NAMES, "optimizer")
+        if self.deepspeed is not None:
+            distributed.check_deepspeed_starts(self.deepspeed, os.environ)
         try:
             TrainingArguments.__post_init__(self)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            ours = (text for start, text in _HUGGINGFACES.items() if str(error).startswith(start))
+            raise ConfigError(next(ours, str(error))) from None
         finally:
             if optim in OPTIMIZERS:
                 self.optim = optim
         if schedule in SCHEDULES:
             self.lr_scheduler_type = schedule
+        distributed.check_processes(self, os.environ)
         self._count_evaluations()
 
     def __init_subclass__(cls) -> None:
@@ -137,19 +158,32 @@ class BaseConfig(BaseOptions, TrainingArguments):
         listed = {field.name for field in listed_fields(type(self))}
         return cast("dict[str, Any]", masked({name: value for name, value in values.items() if name in listed}))
 
-    def _check_json(self) -> None:
-        """See `BaseOptions._check_json`."""
-        super()._check_json()
-        for key in read_json(self, "accelerator_config"):
-            check_known("accelerator_config", key, [field.name for field in fields(AcceleratorConfig)], "key")
+    def __post_init__(self) -> None:
+        """Check the options, and then what they ask of this machine."""
+        super().__post_init__()
+        self.check_machine()
 
-    def _check_machine(self) -> None:
-        """See `BaseOptions._check_machine`."""
+    def check_machine(self) -> None:
+        """Refuse what the device, torch or an installed package cannot do, and trackers that do not exist.
+
+        Raises:
+            ConfigError: Names the option, its value and what to do.
+            ImportError: A package is missing.
+        """
         known = [*INTEGRATION_TO_CALLBACK, "none", "all"]
         for name in self.report_to:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise ConfigError(f"report_to={name!r}: unknown tracker. {nearest(str(name), known)}")
-        check_precision(self, fp8=self.fp8)
+        check_precision(self)
+        if self.use_liger_kernel:
+            require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
+            # HuggingFace passes them to Liger, too.
+            self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))
+        self._check_schedule()
+        name = optimizer_of(self)
+        if name not in OPTIMIZERS:
+            _check_ignored(self, name)
+        check_made(name, self)
 
     def check_packages_installed(self) -> None:
         """Refuse trackers and optimizers whose packages are missing.
@@ -215,8 +249,8 @@ class BaseConfig(BaseOptions, TrainingArguments):
         """The scheduler that these options ask for. None means HuggingFace's.
 
         Args:
-            given: The scheduler that there is already, if there is one.
-            optimizer: New, or before its state is read.
+            given: A scheduler that exists already, if any.
+            optimizer: The optimizer, new or before its state is loaded.
             num_training_steps: Steps of the training.
 
         Raises:
@@ -267,31 +301,12 @@ class BaseConfig(BaseOptions, TrainingArguments):
             return None
         return weight_decay_factor(self.weight_decay_params, kind, self.lr_decay_steps or num_training_steps)
 
-    def _check_processes(self) -> None:
-        """See `BaseOptions._check_processes`."""
-        distributed.check_processes(self, os.environ)
-
-    def _set_kernels(self) -> None:
-        """See `BaseOptions._set_kernels`."""
-        if not self.use_liger_kernel:
-            return
-        require("liger_kernel", extra="liger", feature="use_liger_kernel=True")
-        # HuggingFace passes them to Liger, too.
-        self.liger_kernel_config = liger_options(cast("dict[str, bool] | None", self.liger_kernel_config))
-
     def _check_schedule(self) -> None:
-        """See `BaseOptions._check_schedule`."""
-        if schedule_of(self) not in SCHEDULES:
-            self._check_arguments()
-        super()._check_schedule()
-        if self.has_own_schedule:
-            self._check_own()
-
-    def _check_arguments(self) -> None:
-        """Check the arguments of a schedule of transformers."""
+        """Check the arguments of a schedule of transformers, and what only prefrl's scheduler can do."""
         name, arguments = schedule_of(self), mapping_of(self, "lr_scheduler_kwargs")
         try:
-            check_arguments(name, arguments)
+            if name not in SCHEDULES:
+                check_arguments(name, arguments)
         except (TypeError, ValueError) as error:
             remedy = "the arguments of this schedule in transformers.optimization"
             if name == "warmup_stable_decay":
@@ -300,9 +315,8 @@ class BaseConfig(BaseOptions, TrainingArguments):
                 f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={arguments!r}: {error}. Set lr_scheduler_kwargs "
                 f"to {remedy}."
             ) from error
-
-    def _check_own(self) -> None:
-        """Check what only prefrl's scheduler can do."""
+        if not self.has_own_schedule:
+            return
         optim = optimizer_of(self)
         if "layerwise" in optim:
             raise ConfigError(
@@ -310,13 +324,6 @@ class BaseConfig(BaseOptions, TrainingArguments):
                 f"{', '.join(own_options(self)) or 'lr_scheduler_type'} at the default, or choose another optimizer."
             )
         self.learning_rate_factor(self.max_steps if self.max_steps > 0 else _SOME_STEPS)
-
-    def _check_optimizer(self) -> None:
-        """See `BaseOptions._check_optimizer`."""
-        name = optimizer_of(self)
-        if name not in OPTIMIZERS:
-            _check_ignored(self, name)
-        check_made(name, self)
 
 
 def _check_ignored(config: Any, name: str) -> None:
@@ -359,17 +366,12 @@ logger = logging.getLogger(__name__)
 _BF16_SINCE, _FP8_SINCE = (8, 0), (8, 9)  # compute capability
 
 
-def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
-    """Reject precisions that the device does not have, and what torch.compile cannot do here.
-
-    Args:
-        config: HuggingFace's options.
-        fp8: Whether it is on.
+def check_precision(config: Any) -> None:
+    """Reject precisions that the device does not have, and backends of torch.compile that do not exist.
 
     Raises:
         ConfigError: Names the option, its value and what to do.
     """
-    check_device(config)
     if config.mixed_precision == "fp8":
         raise ConfigError(
             "mixed_precision: fp8 in accelerate's config, or ACCELERATE_MIXED_PRECISION=fp8: in prefrl, fp8 is an "
@@ -377,10 +379,15 @@ def check_precision(config: TrainingArguments, *, fp8: bool) -> None:
         )
     if config.bf16 and config.device.type == "cuda":
         _warn_of_emulation(config.device)
-    if fp8:
+    if config.fp8:
         _check_fp8(config)
     if config.torch_compile:
-        _check_compilation(config)
+        known = torch.compiler.list_backends(())
+        if config.torch_compile_backend not in known:
+            raise ConfigError(
+                f"torch_compile_backend={config.torch_compile_backend!r}: unknown. "
+                f"{nearest(str(config.torch_compile_backend), known)}"
+            )
 
 
 def _warn_of_emulation(device: torch.device) -> None:
@@ -407,13 +414,3 @@ def _check_fp8(config: TrainingArguments) -> None:
         )
     if not is_installed("torchao"):
         raise MissingPackageError("fp8=True needs torchao: pip install 'prefrl[fp8]'")
-
-
-def _check_compilation(config: TrainingArguments) -> None:
-    known = torch.compiler.list_backends(())
-    if config.torch_compile_backend not in known:
-        raise ConfigError(
-            f"torch_compile_backend={config.torch_compile_backend!r}: unknown. "
-            f"{nearest(str(config.torch_compile_backend), known)}"
-        )
-    apply(config, COMPILATION_RULES)

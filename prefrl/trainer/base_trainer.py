@@ -28,14 +28,14 @@ from prefrl.options.training import automatic_rate
 from prefrl.run.folder import Identity, check_writable
 from prefrl.trainer import checkpointing
 from prefrl.trainer.arguments import check_dataset, check_names, kept_reference, reader_for
-from prefrl.trainer.evaluation import check_metric_names, check_training_set, first_rows
+from prefrl.trainer.evaluation import check_training_set, first_rows
 from prefrl.trainer.facts import data_fingerprint, decisive_options, facts_of, model_fingerprint
 from prefrl.trainer.features import MovingReference, RouterLoss, count_flops, parts_of_models
 from prefrl.trainer.loop import Loop
 from prefrl.trainer.optimizers import averages_weights, group_parameters, use_averaged_weights
 from prefrl.trainer.parts import Parts
-from prefrl.trainer.progress.history import History
-from prefrl.trainer.progress.views import add_views
+from prefrl.trainer.progress.history import History, next_commands, show_ending
+from prefrl.trainer.progress.views import add_views, are_shown, hide_bars_in_files
 from prefrl.trainer.scorer import Scorer
 from prefrl.trainer.steps import LongBatch, Step, StepAccount, SyncStep, idle_share
 from prefrl.types import IdleBatch, LossOutput, TokenBatch
@@ -86,6 +86,8 @@ class BaseTrainer(Loop, Generic[Ready]):
             ConfigError: There is one.
         """
         check_names(cls, arguments)
+        if "TQDM_DISABLE" not in os.environ:  # with which the command hides them
+            hide_bars_in_files()
         return object.__new__(cls)
 
     def __init__(  # noqa: PLR0913 - TRL's constructor
@@ -104,6 +106,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     ) -> None:
         check_writable(Path(args.output_dir))
         args.check_packages_installed()
+        check_training_set(args, train_dataset, eval_dataset)
         distributed.check_devices(args.n_gpu)
         distributed.tell_deepspeed()
         name = type(self).__name__
@@ -140,7 +143,6 @@ class BaseTrainer(Loop, Generic[Ready]):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        check_training_set(args, self.train_dataset, self.eval_dataset)
         warn_of_shared_rows(self.train_dataset, self.eval_dataset, columns=self._id_columns)
         self.scorer = Scorer(args, self.accelerator, self.account, lambda: self.policy)
         self._check_backend(model)
@@ -163,6 +165,20 @@ class BaseTrainer(Loop, Generic[Ready]):
     def _facts(self) -> Mapping[str, str]:
         of_run = self.policy, self.ref_model, self.state, self.train_dataset
         return facts_of(self.args, *of_run, algorithm=self.algorithm)
+
+    def show_ending(self, *, saved: bool, **given: Any) -> None:
+        """Show on the main process how training went and how to go on.
+
+        Without views, in a search of hyperparameters, and before saving if a command shows it later, nothing is shown.
+
+        Args:
+            saved: Whether the model is in `output_dir`.
+            given: What the commands to go on with can name; see `next_commands`.
+        """
+        is_now = saved or (self.history.shows_ending and not self.state.is_hyper_param_search)
+        if is_now and self.is_world_process_zero() and are_shown(self.callback_handler):
+            commands = partial(next_commands, is_chat=self.processing_class.chat_template is not None, **given)
+            show_ending(self.algorithm, self.state, Path(self.args.output_dir), commands, saved=saved)
 
     def _loaded_processing_class(self, model: PreTrainedModel, given: ProcessingClass | None) -> ProcessingClass:
         kwargs = cast("dict[str, Any] | None", self.args.model_init_kwargs)
@@ -226,7 +242,7 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     @abstractmethod
     def trial(self, num_rows: int) -> AbstractContextManager[LongBatch]:
-        """A context with a micro-batch of rows that are as long as any.
+        """A context with a micro-batch of rows as long as the longest.
 
         At its end, everything that the next update depends on is as it was before. All ranks must enter it.
         """
@@ -287,12 +303,16 @@ class BaseTrainer(Loop, Generic[Ready]):
             callback.take_reference(reference, options)
         if moves:
             every = options.ref_model_sync_steps if options.sync_ref_model else None
-            self.parts.add(MovingReference(reference, alpha=options.ref_model_mixup_alpha, steps=every))
+            resets = options.reset_optimizer_with_reference
+            if resets:
+                distributed.check_state_whole(self.accelerator, "reset_optimizer_with_reference=True")
+            alpha = options.ref_model_mixup_alpha
+            self.parts.add(MovingReference(reference, alpha=alpha, steps=every, resets_optimizer=resets))
             self._reference_moves = True
 
     def _begin_training(self) -> None:
         """Called on all ranks before the first step of a training run."""
-        check_metric_names(self.args, self.eval_dataset)
+        self.evaluation.check_metrics()
         self._averages_weights = averages_weights(self.optimizer)
         if distributed.num_processes() > 1:  # the self-check makes several passes; FSDP2 must run them outside a step
             verdict_of(self.policy)
@@ -409,7 +429,7 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     @property
     def evaluates_averages(self) -> bool:
-        """Whether the weights that are evaluated now are others than those that are trained."""
+        """Whether the weights that are evaluated now differ from those that are trained."""
         return averages_weights(self.optimizer) or any(self.parts.tell("has_replaced_weights", self))
 
     def run_evaluation(self, dataloader: Any, prefix: str) -> EvalLoopOutput:

@@ -340,14 +340,15 @@ class WeaveCallback(LogCompletionsCallback):
 
     Args:
         trainer: The trainer, to which the callback is then added: `trainer.add_callback(callback)`.
-        project_name: The project of Weave, unless the script has called `weave.init`; None: that of the run of
-            Weights & Biases that is active when training begins.
+        project_name: The project of Weave, unless the script has called `weave.init`; the default is the project of
+            the Weights & Biases run that is active when training begins.
         scorers: By name, functions of a prompt and a completion, both texts, that return a number. What they return is
-            logged for each completion, and its mean as `avg_<name>`. None: completions are logged alone.
+            logged for each completion, and its mean as `avg_<name>`. By default, completions are logged without
+            scores.
         generation_config: See `LogCompletionsCallback`.
-        num_prompts: How many prompts, from the start of the dataset; None: all.
+        num_prompts: Number of prompts, from the start of the dataset. The default is all of them.
         dataset_name: What Weave calls the dataset.
-        model_name: What Weave calls the model; None: its name or path.
+        model_name: What Weave calls the model. The default is its name or path.
 
     Raises:
         ConfigError: See `LogCompletionsCallback`; or weave is not installed, or there is no project.

@@ -11,13 +11,15 @@ from prefrl.generation.base import SamplingParams
 from prefrl.losses.truncation import Truncation
 from prefrl.models.plans import PositionLimit
 from prefrl.options.algorithms import (
-    DistillationOptions,
+    PRESETS,
     GRPOOptions,
     OnlineDPOOptions,
     PPOOptions,
     ReinforcePlusPlusOptions,
     RLOOOptions,
+    combined,
 )
+from prefrl.options.distillation import DistillationOptions
 from prefrl.options.fields import flat_names
 from prefrl.options.generation_rules import cuts_of
 from prefrl.options.offline import (
@@ -32,7 +34,6 @@ from prefrl.options.offline import (
 )
 from prefrl.options.online import OnlineOptions
 from prefrl.options.policy_gradient import PolicyGradientOptions
-from prefrl.options.presets import PRESETS, combined
 from prefrl.trainer.base_config import BaseConfig
 
 logger = logging.getLogger(__name__)
@@ -98,13 +99,14 @@ class OnlineConfig(OnlineOptions, BaseConfig):
             f"{self.max_completion_length} tokens{shared}"
         )
 
-    def _check_sampler(self) -> None:
-        """See `OnlineOptions._check_sampler`."""
+    def check_machine(self) -> None:
+        """See `BaseConfig.check_machine`; also whether the device can sample."""
         if not self.use_vllm and self.device.type == "mps":
             raise ConfigError(
                 "use_vllm=False on MPS: tokens are sampled with numbers in float64, which MPS does not have. Set "
                 "use_cpu=True."
             )
+        super().check_machine()
 
 
 @dataclass

@@ -6,8 +6,7 @@ from functools import cached_property
 
 from torch import nn
 
-from prefrl.losses.preference.pairwise import box_cox
-from prefrl.losses.preference.reference_free import CPO_LOSSES
+from prefrl.losses.preference.pairwise import CPO_LOSSES, box_cox
 from prefrl.metrics import Mean
 from prefrl.options.preference import PairParams
 from prefrl.trainer.configs import CPOConfig

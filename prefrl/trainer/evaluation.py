@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from prefrl import distributed
 from prefrl.errors import ConfigError
 from prefrl.metrics import Metric, merge
 from prefrl.models.modes import eval_mode
+from prefrl.options.fields import plain_value
 from prefrl.options.names import current_metric, nearest
 from prefrl.trainer.memory import EVALUATION, explained
 from prefrl.trainer.parts import Run
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
 
+_log = logging.getLogger(__name__)
+
+# What HuggingFace adds to the metrics of an evaluation.
+_OF_EVERY_EVALUATION = ("runtime", "samples_per_second", "steps_per_second")
 NO_TOKEN = -100  # in the place of a token that is not predicted or not learned
 
 
@@ -57,6 +64,12 @@ class Evaluated(Run, Protocol):
 
     def rows_of(self, item: Any) -> int:
         """Dataset rows in an item of the evaluation loader."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """The items of a prepared dataset."""
+
+    def run_evaluation(self, dataloader: Iterable[Any], prefix: str) -> EvalLoopOutput:
+        """See `Evaluation.run`."""
 
 
 class Evaluation:
@@ -109,12 +122,55 @@ class Evaluation:
         finally:
             self._predicts = False
 
-    def run(self, dataloader: DataLoader[Any], prefix: str) -> EvalLoopOutput:
+    def check_metrics(self) -> None:
+        """Look for the metrics that decide something in training before its first step. All ranks must call it.
+
+        A metric that not every evaluation has is looked for in an evaluation of the first rows.
+
+        Raises:
+            ConfigError: There is no such metric. It is a warning where later rows or the user's functions may add it.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        check_metric_names(args, trainer.eval_dataset)
+        wanted = {option: name for option, name in _deciding_metrics(args).items() if name.startswith("eval_")}
+        if not wanted or args.eval_on_start or (trainer.eval_dataset is None and not args.evaluate_training_set):
+            return
+        parts = self.datasets(None)
+        kinds = ["", "_ema"] if args.ema_decay is not None else [""]
+        prefixes = {f"eval{kind}{part}_": part for kind in kinds for part in parts}
+        for option, name in wanted.items():
+            prefix = max((one for one in prefixes if name.startswith(one)), key=len)
+            if name.removeprefix(prefix) != args.best_metric:
+                known = self._metrics_of_first_rows(parts[prefixes[prefix]])
+                self._check_known(option, name, {f"{prefix}{one}" for one in known})
+
+    def _metrics_of_first_rows(self, dataset: Any) -> set[str]:
+        """The names of metrics of an evaluation of one item, without those of `compute_metrics`."""
+        trainer, compute_metrics = self._trainer, self._trainer.compute_metrics
+        trainer.compute_metrics = None  # is for whole datasets
+        try:
+            items = list(islice(trainer.get_eval_dataloader(dataset), 1))
+            found = trainer.run_evaluation(items, "").metrics
+        finally:
+            trainer.compute_metrics = compute_metrics
+        return {name.removeprefix("_") for name in found} | set(_OF_EVERY_EVALUATION)
+
+    def _check_known(self, option: str, name: str, known: Collection[str]) -> None:
+        """Raise if there is no such metric, or warn if it may come later."""
+        if name in known:
+            return
+        text = f"{option}: an evaluation of the first rows has no metric {name!r}. {nearest(name, known)}"
+        if self._trainer.compute_metrics is None and self._trainer.args.best_metric == "loss":
+            raise ConfigError(text)
+        if distributed.is_main():
+            _log.warning("%s The run ends at its first evaluation unless other rows or your functions add it.", text)
+
+    def run(self, dataloader: Iterable[Any], prefix: str) -> EvalLoopOutput:
         """Take the means over all items and all ranks. They do the same number of forward passes.
 
         Args:
-            dataloader: Of a prepared dataset.
-            prefix: What the names of its metrics begin with.
+            dataloader: Items of a prepared dataset.
+            prefix: What the names of its metrics begin with; "" for a trial, of which nothing is shown.
         """
         trainer, args = self._trainer, self._trainer.args
         model = trainer.policy if distributed.is_sharded(trainer.policy) else trainer.policy.to(args.device)
@@ -167,11 +223,17 @@ def check_best_metric(args: TrainingArguments, metrics: Mapping[str, float]) -> 
 
 
 def check_training_set(args: BaseConfig, train_dataset: Any, eval_dataset: Any) -> None:
-    """Reject `evaluate_training_set` where the training set cannot be evaluated.
+    """Reject evaluations of nothing, and `evaluate_training_set` where the training set cannot be evaluated.
 
     Raises:
         ConfigError: There is none, it may have no end, or an evaluation dataset has its name.
     """
+    strategy = plain_value(args.eval_strategy)
+    if strategy != "no" and eval_dataset is None:
+        raise ConfigError(
+            f"eval_strategy={strategy!r} with eval_dataset=None: there is nothing to evaluate on. Pass an "
+            "eval_dataset, or set eval_strategy='no'."
+        )
     if not args.evaluate_training_set:
         return
     if train_dataset is None:

@@ -47,7 +47,7 @@ def decisive_options(config: BaseConfig) -> dict[str, Any]:
     own = {field.name for field in dataclasses.fields(config)} - of_huggingface - config.free_options()
     names = (_OF_HUGGINGFACE & of_huggingface) | own
     if config.depends_on_length:
-        names |= _LENGTH
+        names |= _LENGTH | ({"stop_at_first_limit"} if config.stop_at_first_limit else set())
     options = {
         name: json.loads(json.dumps(getattr(config, name), default=lambda v: str(plain(v)))) for name in sorted(names)
     }

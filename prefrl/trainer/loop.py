@@ -34,7 +34,7 @@ from prefrl.trainer.optimizers import (
 from prefrl.trainer.parts import Events, GoBack, Parts
 from prefrl.trainer.progress.views import closed_at_end, contain_trackers
 from prefrl.trainer.run_folder import RunFolder, StartingPoint
-from prefrl.trainer.steps import Step, StepAccount, StepPlan, SyncStep, drained
+from prefrl.trainer.steps import Step, StepAccount, StepPlan, SyncStep, drained, limits_of
 from prefrl.types import IdleBatch, TokenBatch
 
 if TYPE_CHECKING:
@@ -90,14 +90,13 @@ class Loop(Trainer):
         """Run HuggingFace's training loop.
 
         Args:
-            resume_from_checkpoint: A checkpoint, which may be a URL; True or "auto" for the last complete one in
-                `output_dir`, or else in `upload_to`, or a new training without one; None or "disable": a new one.
+            resume_from_checkpoint: A checkpoint, which may be a URL. True or "auto" takes the last complete one in
+                `output_dir` or else in `upload_to`, if there is one. None or "disable" starts anew.
             args: See HuggingFace's `train`.
             kwargs: See HuggingFace's `train`.
 
         Raises:
-            ConfigError: Another process trains in `output_dir`, the checkpoint is incomplete or belongs to another
-                run, or these processes cannot read it or cannot train a second time.
+            ConfigError: Another process trains in `output_dir`, or these cannot use the checkpoint or train twice.
             CheckpointError: A checkpoint cannot be written.
             NonFiniteError: A loss, a gradient or a weight is NaN or infinite.
         """
@@ -106,7 +105,8 @@ class Loop(Trainer):
             self.start, self.failure = checkpointing.begin(self, resume_from_checkpoint), None
             output = checkpointing.until_stopped(self, partial(self._train, *args, **kwargs))
             self.parts.tell("finished", self)
-            return output
+        self.show_ending(saved=False)
+        return output
 
     def _train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """HuggingFace's loop, from a checkpoint or the start; again from a checkpoint if a part asks for that."""
@@ -164,6 +164,11 @@ class Loop(Trainer):
         """Rows of a step, over all ranks."""
         return int(args.rows_per_micro_batch * args.gradient_accumulation_steps * distributed.world_size())
 
+    def set_initial_training_values(self, args: BaseConfig, dataloader: Any) -> tuple[Any, ...]:
+        """The length of the training, whose steps are the last value: that of the first limit."""
+        length_with = super().set_initial_training_values
+        return min((length_with(limit, dataloader) for limit in limits_of(args)), key=lambda values: values[-1])
+
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
@@ -177,6 +182,7 @@ class Loop(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """The model, in the backend's wrapper, with what the backend saved."""
+        distributed.tell_ddp(self.accelerator, self.model, self.args)
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -284,7 +290,7 @@ class Loop(Trainer):
         return total * (distributed.world_size() / max(float(num_items_in_batch), 1.0))
 
     def floating_point_ops(self, inputs: Step) -> int:
-        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are really run."""
+        """6 * parameters outside embeddings * tokens: HuggingFace's estimate, for the tokens that are processed."""
         return int(self.flops_of_token) * sum(batch.num_forward_tokens for batch in inputs.micro_batches)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -348,9 +354,7 @@ class Loop(Trainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predictions and labels for raw data, as `compute_metrics` gets them, with the metrics of `evaluate`.
-
-        The metrics are returned and not logged.
+        """Predictions and labels for raw data, as `compute_metrics` gets them, and metrics, which are not logged.
 
         Raises:
             ConfigError: There is no dataset, or there are several.

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,6 +19,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from prefrl import __version__
 from prefrl.errors import masked, printable
 from prefrl.options.fields import default_of
+from prefrl.options.policy import POLICY_LOSS_FACTS
+from prefrl.options.preference import CPO_LOSS_FACTS, PAIR_LOSS_FACTS
 
 if TYPE_CHECKING:
     from prefrl.trainer.base_config import BaseConfig
@@ -51,10 +54,30 @@ _CITED = {
     "online_dpo": ("Guo, Shangmin and others", "Direct Language Model Alignment from Online AI Feedback", 2024),
     "distillation": ("Agarwal, Rishabh and others", "On-Policy Distillation of Language Models", 2023),
 }
+# How a title names the algorithms that it does not write in capitals.
+_TITLES = {
+    "reward": "as a reward model",
+    "reinforce_plus_plus": "with REINFORCE++",
+    "online_dpo": "with online DPO",
+}
+# Where the losses that `loss_type` names come from.
+_LOSSES: dict[str, Mapping[Any, Any]] = {
+    **dict.fromkeys(("dpo", "online_dpo"), PAIR_LOSS_FACTS),
+    **dict.fromkeys(("grpo", "rloo", "reinforce_plus_plus"), POLICY_LOSS_FACTS),
+    "cpo": CPO_LOSS_FACTS,
+}
 _NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 # What a run needs besides the options that decide its updates.
 _SIZES = ("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")
+_UNSET: tuple[Any, ...] = (None, False, [], {}, "")  # 0 is False here, and as good as off
+# Metrics of the machine and of the bookkeeping, which say nothing of the model.
+_TECHNICAL = (
+    *("time/", "perf/", "server/", "health/", "guard/", "step", "epoch", "total_flos", "train_"),
+    *("frac_", "clip_ratio/", "completions/m"),
+    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "num_input_tokens_seen"),
+)
+_SHOWN_ANYWAY = ("completions/mean_length",)
 _WORD = re.compile(r"[\w.+-]{1,40}", re.ASCII)  # no path, no URL, no sentence
 
 
@@ -63,6 +86,7 @@ class RunFacts:
     """What the card says about the training itself. It has no paths, no secrets and no text of the data."""
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # those that are not at their defaults
+    all: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # also those at their defaults, unless it is off
     seed: int | None = None
     num_rows: int | None = None  # of the prepared training dataset; None: a stream, or no training
     data_hash: str | None = None
@@ -80,9 +104,11 @@ class RunFacts:
         names = [name for name in fields if name in decisive or name in _SIZES]
         values = {name: getattr(config, name) for name in names}
         changed = {name: _plain(value) for name, value in values.items() if value != default_of(fields[name])}
+        main = {name: _plain(getattr(config, name)) for name in names}
         data = decisive.get("data") or {}
         return cls(
             {name: value for name, value in changed.items() if _is_shown(value) and masked(value, name) == value},
+            {name: value for name, value in main.items() if value not in _UNSET and _is_shown(value)},
             seed=config.seed,
             num_rows=data.get("rows"),
             data_hash=data.get("hash"),
@@ -101,14 +127,14 @@ def write_model_card(
     tags: Sequence[str] = (),
     facts: RunFacts = RunFacts(),
 ) -> None:
-    """Write `README.md`: use, method, data, options and command, last metrics, versions and citation.
+    """Write `README.md`: what the model is, how to load it, what decided its training, metrics, how to reproduce it.
 
     Args:
         folder: The folder in which the model is saved.
         algorithm: The algorithm's name in the registry.
         base_model: The name of the base model. It is left out if it is a local path.
         log_history: HuggingFace's log; the card shows the last value of each metric.
-        model_name: The title; None: a general one.
+        model_name: The title. By default, it names the base model and the method.
         dataset_name: The dataset that was trained on. It is left out if it is a local path.
         tags: More tags.
         facts: What else is known of the training.
@@ -123,25 +149,58 @@ def write_model_card(
         base_model=base,
         datasets=None if dataset is None else [dataset],
     )
-    text = "\n".join(
-        [
-            f"---\n{data.to_yaml()}\n---\n",
-            f"# {_cell(model_name or 'Model trained with prefrl')}\n",
-            f"{_PAPERS[algorithm]}\n",
-            f"## Use\n\n{_use(algorithm, is_adapter=is_adapter)}",
-            f"## Data\n\n{_data(facts, dataset)}",
-            f"## Training\n\n{_training(algorithm, base, dataset, facts, log_history)}",
-            f"## Last logged values\n\n{_metrics(log_history)}",
-            f"## Versions\n\n{_versions()}",
-            f"## Citation\n\n{_citation(algorithm)}",
-        ]
-    )
+    of_base = "Model" if base is None else f"{base.rpartition('/')[2]},"
+    title = model_name or f"{of_base} trained {_title(algorithm)}"
+    parts = {
+        "": _summary(algorithm, base, dataset, facts, log_history),
+        "How to use": _use(algorithm, is_adapter=is_adapter, is_chat=_is_chat(folder)),
+        "What decides the update": _options(facts),
+        "Metrics": _metrics(log_history),
+        "How to reproduce": _reproduction(algorithm, base, dataset, facts, is_adapter=is_adapter),
+        "Citation": _citation(algorithm),
+    }
+    sections = (f"## {name}\n\n{part}" if name else part for name, part in parts.items() if part)
+    text = "\n".join([f"---\n{data.to_yaml()}\n---\n", f"# {_cell(title)}\n", *sections])
     path = folder / "README.md"
     path.unlink(missing_ok=True)  # it could be a link
     ModelCard(text).save(path)
 
 
-def _use(algorithm: str, *, is_adapter: bool) -> str:
+def _title(algorithm: str) -> str:
+    return _TITLES.get(algorithm, f"with {algorithm.upper()}")
+
+
+def _linked(name: str | None, kind: str, *, folder: str = "") -> str:
+    return f"{kind} that is not on the Hub" if name is None else f"[{name}](https://hf.co/{folder}{name})"
+
+
+def _summary(
+    algorithm: str, base: str | None, dataset: str | None, facts: RunFacts, log_history: Sequence[Mapping[str, Any]]
+) -> str:
+    """What the model is, in a table."""
+    steps = max((int(entry.get("step", 0)) for entry in log_history), default=0)
+    rows = {"Base model": _linked(base, "A model"), "Method": _PAPERS[algorithm], "Loss": _source(algorithm, facts)}
+    rows["Data"] = _linked(dataset, "A dataset", folder="datasets/")
+    if facts.num_rows is not None:
+        rows["Data"] += f", {facts.num_rows:,} rows after preparation (hash of a sample: `{facts.data_hash}`)"
+    rows["Reward functions"] = ", ".join(f"`{_cell(name)}`" for name in facts.rewards)
+    rows["Optimizer steps"] = f"{steps:,}" if steps else ""
+    rows["Versions"] = _versions()
+    return _table(("Property", "Value"), [(name, text) for name, text in rows.items() if text])
+
+
+def _source(algorithm: str, facts: RunFacts) -> str:
+    """The losses by name, with the papers that they come from."""
+    names, table = facts.all.get("loss_type", []), _LOSSES.get(algorithm, {})
+    found = [name for name in ([names] if isinstance(names, str) else names) if name in table]
+    return "; ".join(f"`{name}` ({_with_link(table[name].source)})" for name in found)
+
+
+def _with_link(source: str) -> str:
+    return re.sub(r"arXiv (\d+\.\d+)", r"[arXiv \1](https://arxiv.org/abs/\1)", source)
+
+
+def _use(algorithm: str, *, is_adapter: bool, is_chat: bool) -> str:
     """Code that loads the model, and its limits."""
     kind = "SequenceClassification" if algorithm == "reward" else "CausalLM"
     package, name = ("peft", f"AutoPeftModelFor{kind}") if is_adapter else ("transformers", f"AutoModelFor{kind}")
@@ -149,14 +208,21 @@ def _use(algorithm: str, *, is_adapter: bool) -> str:
     imports = f"from {package} import {name}" + (f"\n{both}" if both else ", AutoTokenizer")
     if algorithm == "reward":
         end = 'score = model(**tokenizer("A prompt and its response", return_tensors="pt")).logits[0, 0]'
+        command = ""
     else:
-        end = (
-            'inputs = tokenizer("...", return_tensors="pt")  # a conversation: tokenizer.apply_chat_template\n'
-            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=200)[0], skip_special_tokens=True))"
+        asked = (
+            'messages = [{"role": "user", "content": "..."}]\n'
+            "inputs = tokenizer.apply_chat_template(\n"
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n)'
+            if is_chat
+            else 'inputs = tokenizer("...", return_tensors="pt")'
         )
-    command = (
-        "" if algorithm == "reward" else "In a terminal: `prefrl chat MODEL`, where MODEL is this repository.\n\n"
-    )
+        end = (
+            f"{asked}\noutput = model.generate(**inputs, max_new_tokens=200)\n"
+            "print(tokenizer.decode(output[0], skip_special_tokens=True))"
+        )
+        own = "prefrl chat MODEL" if is_chat else "prefrl generate MODEL '...' --raw"
+        command = f"In a terminal: `{own}`, where MODEL is this repository.\n\n"
     return f"""```python
 {imports}
 
@@ -170,51 +236,68 @@ model = {name}.from_pretrained(name)
 """
 
 
-def _data(facts: RunFacts, dataset: str | None) -> str:
-    named = "a dataset that is not on the Hub" if dataset is None else f"[{dataset}](https://hf.co/datasets/{dataset})"
-    lines = [f"- training data: {named}"]
-    if facts.num_rows is not None:
-        lines.append(f"- rows after preparation: {facts.num_rows:,} (hash of a sample: `{facts.data_hash}`)")
-    if facts.rewards:
-        lines.append(f"- rewards: {', '.join(map(_cell, facts.rewards))}")
-    return "\n".join(lines) + "\n"
+def _is_chat(folder: Path) -> bool:
+    """Whether the tokenizer that is saved in the folder has a chat template."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
 
 
-def _training(
-    algorithm: str,
-    base: str | None,
-    dataset: str | None,
-    facts: RunFacts,
-    log_history: Sequence[Mapping[str, Any]],
-) -> str:
+def _options(facts: RunFacts) -> str:
+    """The best known of the options that decided the update."""
+    if not facts.all:
+        return ""
+    rows = [(f"`{name}`", _cell(_written(value))) for name, value in facts.all.items()]
+    return _table(("Option", "Value"), rows)
+
+
+def _written(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _reproduction(algorithm: str, base: str | None, dataset: str | None, facts: RunFacts, *, is_adapter: bool) -> str:
+    """The file of options, and what it lacks."""
     names = {"model_name_or_path": base or "...", "dataset_name": dataset or "..."}
     seed = {} if facts.seed is None else {"seed": facts.seed}
     rewards = {"reward_funcs": list(facts.rewards)} if facts.rewards else {}
-    options = yaml.safe_dump({**names, **rewards, **facts.options, **seed}, sort_keys=False, allow_unicode=True)
-    step = max((int(entry.get("step", 0)) for entry in log_history), default=0)
-    start = "a model that is not on the Hub" if base is None else f"[{base}](https://hf.co/{base})"
-    return f"""{step:,} optimizer steps, from {start}. These are the options that differ from their defaults, as a file
-for the command `prefrl {algorithm} --config run.yaml`:
-
-```yaml
-{options.rstrip()}
-```
-
-Paths, and options whose values are texts, are left out.
-"""
+    adapter = {"use_peft": True} if is_adapter else {}
+    values = {**names, **adapter, **rewards, **facts.options, **seed}
+    missing = [f"`{name}`" for name, value in names.items() if value == "..."]
+    fill = f" Fill in {' and '.join(missing)}: what was trained on is not on the Hub." if missing else ""
+    fill += " Write a reward that prefrl does not have as `file.py:function`." if facts.rewards else ""
+    lora = " Add the options of the adapter, which are in `adapter_config.json`." if is_adapter else ""
+    text = (
+        f"Save these options, which are the ones that differ from their defaults, as `run.yaml`, and run `prefrl "
+        f"{algorithm} run.yaml` with prefrl {__version__}.{fill}{lora} Paths, and options whose values are texts, are "
+        "left out."
+    )
+    options = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()
+    return f"{textwrap.fill(text, 118)}\n\n```yaml\n{options}\n```\n"
 
 
 def _metrics(log_history: Sequence[Mapping[str, Any]]) -> str:
-    last: dict[str, Any] = {}
+    """The first and the last logged value of each metric that describes the model, unless it was always 0."""
+    values: dict[str, list[float]] = {}
     for entry in log_history:
-        last |= entry
-    floats = {_cell(name): value for name, value in sorted(last.items()) if isinstance(value, float)}
-    rows = "".join(f"| {name} | {value:.6g} |\n" for name, value in floats.items())
-    return f"| metric | value |\n|---|---|\n{rows}"
+        for name, value in entry.items():
+            if isinstance(value, float) and (name in _SHOWN_ANYWAY or not name.startswith(_TECHNICAL)):
+                values.setdefault(name, []).append(value)
+    rows = [
+        (_cell(name), f"{logged[0]:.6g}", f"{logged[-1]:.6g}")
+        for name, logged in sorted(values.items())
+        if any(logged)
+    ]
+    return _table(("Metric", "First logged", "Last logged"), rows) if rows else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _versions() -> str:
-    return "".join(f"- {name} {number}\n" for name, number in [("prefrl", __version__), *_installed()])
+    return ", ".join(f"{name} {number}" for name, number in [("prefrl", __version__), *_installed()])
 
 
 def _installed() -> list[tuple[str, str]]:
@@ -229,9 +312,12 @@ def _citation(algorithm: str) -> str:
         assert found is not None  # every paper in the table is on arXiv
         entries.append(
             f"@misc{{{algorithm},\n  title = {{{title}}},\n  author = {{{authors}}},\n  year = {{{year}}},\n"
-            f"  eprint = {{{found[1]}}},\n  archivePrefix = {{arXiv}},\n}}"
+            f"  eprint = {{{found[1]}}},\n  archivePrefix = {{arXiv}},\n  url = {{https://arxiv.org/abs/{found[1]}}},\n}}"
         )
-    entries.append(f"@software{{prefrl,\n  title = {{prefrl}},\n  version = {{{__version__}}},\n}}")
+    entries.append(
+        "@software{prefrl,\n  title = {prefrl: post-training of language models},\n"
+        f"  version = {{{__version__}}},\n}}"
+    )
     return "```bibtex\n" + "\n\n".join(entries) + "\n```\n"
 
 

@@ -169,7 +169,7 @@ class OnlineDPOTrainer(OnlineTrainer[ReferencedBatch]):
     Args:
         model: Name, path or instance. An instance is trained in place.
         ref_model: The reference: name, path or instance. None means the model's weights at construction.
-        reward_funcs: See `OnlineTrainer`.
+        reward_funcs: See `OnlineTrainer`. None means the model that `args.reward_model_path` names.
         args: Options. The default options write to `<model name>-ONLINE_DPO`.
         data: Further arguments in TRL's order: `data_collator`, which must be None, `train_dataset`, `eval_dataset`,
             `processing_class`, `reward_processing_classes`, `peft_config`, `compute_metrics`, `callbacks`,
@@ -201,6 +201,8 @@ class OnlineDPOTrainer(OnlineTrainer[ReferencedBatch]):
         check_arguments(type(self), {"model": model, "ref_model": ref_model, **given})
         given.pop("data_collator", None)
         self._ref_model = ref_model
+        if reward_funcs is None and args is not None:
+            reward_funcs = args.reward_model_path
         super().__init__(model, reward_funcs, args, **given)
 
     def cut(self, batch: ReferencedBatch, rows_per_micro_batch: int) -> list[ReferencedBatch]:

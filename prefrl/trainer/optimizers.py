@@ -327,6 +327,13 @@ def _rates(rates: Mapping[str, float], model: nn.Module) -> dict[int, float]:
     return {named[name]: rates[pattern] for name, pattern in first.items() if pattern is not None}
 
 
+def discard_state(optimizer: Any) -> None:
+    """Let an optimizer go on as a new one would, with its parameter groups and learning rates as they are."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group.pop("step", None)  # where some of pytorch-optimizer count
+
+
 def averages_weights(optimizer: Any) -> bool:
     """Whether an optimizer, or the one that accelerate wrapped, has two sets of weights."""
     inner = getattr(optimizer, "optimizer", optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from prefrl.losses.preference.reference_free import odds_ratio
+from prefrl.losses.preference.pairwise import odds_ratio
 from prefrl.metrics import Mean
 from prefrl.trainer.configs import ORPOConfig
 from prefrl.trainer.offline.preference import RowScores, pairs_per_chosen_token, preference_metrics

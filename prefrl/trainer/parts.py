@@ -105,7 +105,7 @@ class Run(Protocol):
         """The metrics of the policy with the weights that it has. All processes must call it."""
 
     def trial(self, num_rows: int) -> AbstractContextManager[LongBatch]:
-        """A context with a micro-batch of rows that are as long as any. All processes must enter it."""
+        """A context with a micro-batch of rows as long as the longest. All processes must enter it."""
 
     def micro_step(
         self, model: nn.Module, batch: TokenBatch, num_items: Tensor | float | None, *, is_last: bool

@@ -68,15 +68,20 @@ def make_critic(run: Run, args: PPOConfig, given: str | PreTrainedModel | None) 
     return ModelCritic(model, plan=args.forward_plan)
 
 
-def refuse_reward_model(given: object, reward_funcs: object) -> None:
+def refuse_reward_model(given: object, **rewards: object) -> None:
     """Reject a critic that is also a reward.
+
+    Args:
+        given: The critic.
+        rewards: The trainer's arguments that are rewards, by name.
 
     Raises:
         ConfigError: The critic is one of the rewards.
     """
-    sources = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    if isinstance(given, torch.nn.Module) and any(source is given for source in sources):
-        raise ConfigError("value_model is also in reward_funcs: training it would change the reward. Pass a copy.")
+    for name, value in rewards.items():
+        sources = value if isinstance(value, list) else [value]
+        if isinstance(given, torch.nn.Module) and any(source is given for source in sources):
+            raise ConfigError(f"value_model is also in {name}: training it would change the reward. Pass a copy.")
 
 
 def critic_loss(args: PPOConfig, batch: CriticBatch, values: Tensor) -> LossOutput:

@@ -84,10 +84,11 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         ref_model: str | Path | PreTrainedModel | None = None,
         reward_model: RewardSource | None = None,
         compute_metrics: ComputeMetrics | None = None,
+        eval_reward_funcs: RewardSources | None = None,
     ) -> None:
         check_arguments(type(self), {"model": model, "ref_model": ref_model})
         self._ref_model, reward_funcs = ref_model, _one_of(reward_funcs, reward_model)
-        refuse_reward_model(value_model, reward_funcs)
+        refuse_reward_model(value_model, reward_funcs=reward_funcs, eval_reward_funcs=eval_reward_funcs)
         if optimizers != (None, None):
             raise ConfigError("optimizers: PPO's optimizer also trains the critic. Leave it to the trainer.")
         super().__init__(
@@ -105,6 +106,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
             compute_metrics=compute_metrics,
+            eval_reward_funcs=eval_reward_funcs,
         )
         self.critic: Critic = make_critic(self, self.args, value_model)
         self.scorer.critic = self.critic

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from prefrl.data.collate import reward_batch
 from prefrl.data.images import ProcessingClass
 from prefrl.data.preference import prepare_reward_dataset
-from prefrl.losses.preference.reference_free import bradley_terry, centering
+from prefrl.losses.preference.pairwise import bradley_terry, centering
 from prefrl.metrics import Max, Mean, Metric, Min
 from prefrl.models.classifier import sequence_scores
 from prefrl.models.load import load_reward_model

@@ -73,8 +73,8 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
             dataset = dataset.map(
                 lambda row: {field: format_row(row)}, remove_columns=get_dataset_column_names(dataset)
             )
-        dataset = tokenized_texts(dataset, processing_class, self.args)
         is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
+        dataset = tokenized_texts(dataset, processing_class, self.args, is_packed=is_packed)
         if is_packed:
             assert self.args.max_length is not None  # see SFTConfig.validate
             return pack_prepared(dataset, max_length=self.args.max_length, strategy=self.args.packing_strategy)
@@ -98,17 +98,18 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         return LossOutput(total=total, metrics=metrics, predictions=scores.wanted.get("predicted"))
 
 
-def tokenized_texts(dataset: Any, processing_class: ProcessingClass, args: SFTConfig) -> Any:
-    """Rows before they are packed; see `data.tokenize.prepare_sft_dataset`."""
+def tokenized_texts(dataset: Any, processing_class: ProcessingClass, args: SFTConfig, *, is_packed: bool) -> Any:
+    """Rows before they are packed, whole where packing cuts them; see `data.tokenize.prepare_sft_dataset`."""
     if args.skips_preparation and not has_columns(dataset, ("input_ids",)):
         raise DataError(
             'dataset_kwargs={"skip_prepare_dataset": True}: rows must be token ids, but the dataset has no column '
             f"'input_ids', only {get_dataset_column_names(dataset)}. Leave the option out, and text is tokenized."
         )
+    is_cut_later = is_packed and args.packing_strategy != "bfd"
     return prepare_sft_dataset(
         dataset,
         processing_class,
-        max_length=None if args.skips_preparation else args.max_length,
+        max_length=None if args.skips_preparation or is_cut_later else args.max_length,
         truncation=TRUNCATION_SIDES[args.truncation_mode],
         completion_only_loss=args.completion_only_loss,
         assistant_only_loss=args.assistant_only_loss,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prefrl.models.flops import ModelCost
+    from prefrl.trainer.base_config import BaseConfig
 
 
 class MicroStep(Protocol):
@@ -72,6 +74,15 @@ class LongBatch:
 
     batch: TokenBatch
     tokens: int
+
+
+def limits_of(args: BaseConfig) -> list[BaseConfig]:
+    """The options with each limit of a training, of which HuggingFace's loop knows one: steps, or else epochs."""
+    if not args.stop_at_first_limit or args.max_steps <= 0:
+        return [args]
+    by_epochs = copy(args)
+    by_epochs.max_steps = -1
+    return [by_epochs, args]
 
 
 class StepPlan:

@@ -34,6 +34,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def stopping_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model for code that samples with default lengths: every fifth token ends a completion."""
+    folder = tmp_path_factory.mktemp("stopping-model")
+    tiny_model("qwen2", eos_token_id=[1, *range(10, 128, 5)]).save_pretrained(folder)
+    tiny_tokenizer(chat_template=TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-reward-model")
     tiny_reward_model().save_pretrained(folder)

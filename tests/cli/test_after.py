@@ -6,7 +6,10 @@ import importlib
 import io
 import json
 import shlex
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +17,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, GenerationError
 from prefrl.models import export
 from prefrl.models.export import load_merged
 from prefrl.rollout.collect import Collected
@@ -66,6 +69,28 @@ def test_prompts_of_a_file_get_responses_that_eval_can_score(
     assert of_file["reward"]["value"] == pytest.approx(mean)
     assert eval.main([*argv, *scoring]) == 0  # the same seed samples the same responses
     assert json.loads(Path("scores/metrics.json").read_text(encoding="utf-8"))["all"] == of_file
+
+
+def test_a_completion_ends_with_a_stop_string_here_and_on_a_server(workspace: Path, model_folder: Path) -> None:
+    argv = [str(model_folder), "--dataset_name", "prompts.jsonl", *SHORT, "--output_file", "answered.jsonl"]
+    texts = {}
+    for stop in ([], ["--stop", "#", "</a>"]):
+        assert sampling.generate([*argv, *stop]) == 0
+        rows = map(json.loads, Path("answered.jsonl").read_text(encoding="utf-8").splitlines())
+        texts[bool(stop)] = [row["responses"][0] for row in rows]
+    cut = [text[: text.index("#") + 1] if "#" in text else text for text in texts[False]]
+    assert texts[True] == cut != texts[False]
+    server: Any = SimpleNamespace(_options=SimpleNamespace(stop=["</a>", "#"]), _url="http://h/v1")
+    sample_of = partial(sampling._Server._sample_of, server)
+    ended = sample_of({"text": "<a>4", "finish_reason": "stop", "stop_reason": "</a>"})
+    assert (ended.text, ended.finish_reason) == ("<a>4</a>", "stop_string")
+    at_end = sample_of({"message": {"content": "4"}, "finish_reason": "stop", "stop_reason": None})
+    assert (at_end.text, at_end.finish_reason) == ("4", "stop")
+    assert sample_of({"text": "4", "finish_reason": "length"}).text == "4"
+    with pytest.raises(GenerationError, match=r"does not say which string of stop=\['</a>', '#'\]"):
+        sample_of({"text": "4", "finish_reason": "stop"})
+    with pytest.raises(ConfigError, match="must be one or more strings that are not empty"):
+        sampling.generate([*argv, "--stop", ""])
 
 
 def test_a_file_is_scored_without_the_name_of_its_option(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

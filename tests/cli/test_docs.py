@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from prefrl.losses.preference.pairwise import PAIR_LOSSES, PairLoss
-from prefrl.losses.preference.reference_free import CPO_LOSSES
+from prefrl.losses.preference.pairwise import CPO_LOSSES, PAIR_LOSSES, PairLoss
 from prefrl.options.fields import listed_fields
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options
@@ -120,13 +119,13 @@ def _blocks() -> list[object]:
 
 
 @pytest.mark.parametrize("code", _blocks())
-def test_python_blocks_run(code: str, workspace: Path, model_folder: Path, reward_folder: Path) -> None:
+def test_python_blocks_run(code: str, workspace: Path, stopping_folder: Path, reward_folder: Path) -> None:
     prompts = workspace / "prompts.jsonl"
     prompts.write_text(prompts.read_text(encoding="utf-8") * 4, encoding="utf-8")  # a step has 8 rows
     shutil.copy(prompts, workspace / "questions.jsonl")
     if "RewardTrainer(" not in code:  # it writes this model
         shutil.copytree(reward_folder, workspace / "runs/reward")
-    exec(compile(code.replace(MODEL, str(model_folder)), "<docs>", "exec"), {"__name__": "__main__"})
+    exec(compile(code.replace(MODEL, str(stopping_folder)), "<docs>", "exec"), {"__name__": "__main__"})
 
 
 def _command_lines(command: str | None = None) -> list[object]:
@@ -185,8 +184,9 @@ def test_example_configs_train(path: Path, workspace: Path, model_folder: Path) 
     write_jsonl(workspace / "questions.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     write_jsonl(workspace / "chats.jsonl", [{"messages": chat}] * 8)
+    (workspace / "examples").symlink_to(ROOT / "examples")
     options = ["--model_name_or_path", str(model_folder), "--use_cpu", "--max_steps", "1", "--output_dir", "out"]
-    assert main([path.stem, "--config", str(path), *options]) == 0
+    assert main([path.stem.partition("_")[0], "--config", str(path), *options]) == 0
 
 
 @pytest.mark.parametrize(

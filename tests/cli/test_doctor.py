@@ -18,10 +18,11 @@ from prefrl.registry import REGISTRY
 from prefrl.scripts import commands
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.checkup import resources
-from prefrl.scripts.checkup.checkup import checkup_of
+from prefrl.scripts.checkup.checkup import check_run
+from prefrl.scripts.checkup.findings import Checkup, Section, check_data
 from prefrl.scripts.checkup.parallel import footprint_of_process
 from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
-from prefrl.scripts.checkup.subject import Section, Subject, plan_of
+from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
 from tests.cli.conftest import write_jsonl
@@ -33,7 +34,8 @@ def checked(name: str, model: Path, *options: str) -> tuple[dict[str, list[tuple
     """The entries of each section, and the rows that are shown."""
     argv = ["--model_name_or_path", str(model), "--use_cpu", "--output_dir", "out", *options]
     given = read(REGISTRY[name], argv)
-    checkup = checkup_of(REGISTRY[name], given, launch_options(given, {}))
+    checkup = Checkup()
+    check_run(checkup, REGISTRY[name], given, check_data(checkup, REGISTRY[name], given), launch_options(given, {}))
     texts = [str(shown) for section in checkup.sections for shown in section.shown]
     return {section.title: list(section.entries) for section in checkup.sections}, texts
 

@@ -60,7 +60,7 @@ def test_when_a_process_fails_the_others_end_and_its_error_is_told(workspace: Pa
     (workspace / "run.yaml").write_text(
         f"model_name_or_path: {model_folder}\ndataset_name: prompts.jsonl\noutput_dir: out\nuse_cpu: true\n"
         "reward_funcs: [failing_reward:length]\nmax_completion_length: 5\nnum_generations: 2\n"
-        "max_steps: 4\nper_device_train_batch_size: 2\nnum_processes: 2\n",
+        "max_steps: 4\nper_device_train_batch_size: 2\nnum_processes: 2\nsave_steps: 1\n",
         encoding="utf-8",
     )
     mark = uuid.uuid4().hex
@@ -75,6 +75,8 @@ def test_when_a_process_fails_the_others_end_and_its_error_is_told(workspace: Pa
     assert done.returncode == 1, done.stderr[-4000:]
     # One training of two processes, which share the data, and not two trainings.
     assert [(workspace / f"world_of_{rank}").read_text(encoding="utf-8") for rank in (0, 1)] == ["2", "2"]
+    saved = {path.name for path in (workspace / "out/checkpoint-1").glob("rollouts_*")}
+    assert saved == {"rollouts_0_of_2.safetensors", "rollouts_1_of_2.safetensors"}
     assert ended - float((workspace / "failed_at").read_text(encoding="utf-8")) < END_SECONDS
     assert with_variable("MARK_OF_TEST", mark) == []
     assert "%|" not in done.stderr + done.stdout  # a bar of a library
@@ -229,7 +231,7 @@ def test_four_nodes_train_and_the_fifth_serves(tmp_path: Path) -> None:
         assert launch is not None
         launch.check_machines()
         launches.append(launch)
-        runs.append(SchemaParser("grpo").values(call["argv"][2:]))
+        runs.append(SchemaParser("grpo").read(call["argv"][2:])[0])
     assert [launch.machine_rank for launch in launches] == [0, 1, 2, 3]
     assert {(launch.num_machines, launch.num_processes) for launch in launches} == {(4, 32)}
     assert {launch.main_process_ip for launch in launches} == {"127.0.0.1"}

@@ -85,7 +85,7 @@ RUNS = {
     },
     "kto": {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "desirable_weight": 1.5},
 }
-OURS = {"warmup_ratio": "warmup_steps", "max_seq_length": "max_length", "bfd_split": "wrapped", "chunked_nll": "nll"}
+OURS = {"warmup_ratio": "warmup_steps", "max_seq_length": "max_length", "chunked_nll": "nll"}
 
 
 def yaml_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def yaml_options(command: str, given: dict[str, Any], folder: Path) -> dict[str,
     result = migrate_trl_yaml(yaml.safe_dump(given), command)
     assert not result.open
     (folder / "run.yaml").write_text(result.text)
-    return SchemaParser(command).values(["--config", str(folder / "run.yaml")])
+    return SchemaParser(command).read(["--config", str(folder / "run.yaml")])[0]
 
 
 def shell_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def shell_options(command: str, given: dict[str, Any], folder: Path) -> dict[str
     words = [f"--{name} {json.dumps(value).strip('[]')}" for name, value in given.items()]
     result = migrate_commands(f"trl {command} {' '.join(words)}")
     assert not result.open
-    return SchemaParser(command).values(shlex.split(result.text)[2:])
+    return SchemaParser(command).read(shlex.split(result.text)[2:])[0]
 
 
 def script_options(command: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_options_in_yaml() -> None:
     )
     result = migrate_trl_yaml(text, "sft")
     assert result.text.startswith(
-        "# a run\nmax_length: 512  # tokens\npacking_strategy: wrapped\nlog_completions_hub_repo: x\n"
+        "# a run\nmax_length: 512  # tokens\npacking_strategy: bfd_split\nlog_completions_hub_repo: x\n"
         "warmup_steps: 0.1\nunheard: 2\neval_strategy: 'no'\n# TRL's defaults"
     )
     assert [line for line, _ in result.open] == [7, 9]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.scripts.arguments.command import CommandArguments, ModelConfig, RewardArguments, lora_options
+from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
 from prefrl.scripts.arguments.datasets import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.arguments.model_config import ModelConfig, lora_options
 from prefrl.scripts.parsing.argument_parser import ArgumentParser, TrlParser
 from prefrl.trainer.configs import GRPOConfig, SFTConfig
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from prefrl import GRPOConfig
 from prefrl.errors import NonFiniteError
 from prefrl.scripts.main import main
-from prefrl.scripts.replay import config_of_run
+from prefrl.scripts.replay import Replay, _Pair, config_of_run
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of, stopping_model
 
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "grpo",
         {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1, "ema_decay": 0.5},
     ),
-    "critic": ("ppo", {"critic_learning_rate": 1e-2}),
+    "critic and stop strings": ("ppo", {"critic_learning_rate": 1e-2, "stop": ["a", "e", "1"]}),
     "episodes": ("grpo", {"talks": "forgetful", "turn_credit": "return", "beta": 0.0}),
 }
 
@@ -68,12 +69,39 @@ def test_a_step_of_an_online_run_is_the_same_bit_by_bit(
     assert files_of(tmp_path) == before
     shown = capsys.readouterr().out
     (entry,) = [entry for entry in trainer.state.log_history if entry["step"] == 5 and "loss" in entry]
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
-    pairs = [cells[1:] for cells in rows if len(cells) == 3 and cells[1]]
-    assert [repr(entry["loss"])] * 2 in pairs
-    # Only how many steps were skipped is not logged by a run that stops at the first.
-    assert [again for again, then in pairs if again != then] == ["0.0"]
-    assert "before step 5" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["loss", *[f"{entry['loss']:.6g}"] * 2] in rows
+    (verdict,) = re.findall(r"Verdict: All (\d+) numbers that the run logged of this step are the same", shown)
+    assert int(verdict) == sum(len(row) == 3 and row[2] == f"{entry.get(row[0], math.nan):.6g}" for row in rows) > 20
+    assert "Completions and rewards were read from" in shown
+    assert f"prefrl look {tmp_path} --step 5" in shown
+
+
+SAME = [_Pair("loss", 0.5, 0.5), _Pair("grad_norm", math.nan, math.nan), _Pair("new", 1.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "first", "verdict"),
+    [
+        (SAME, 4, "All 2 numbers that the run logged of this step are the same to the last digit."),
+        (
+            [*SAME, _Pair("kl", 1.0, 1.25), _Pair("entropy", 1.0, 1.01)],
+            4,
+            "2 of 4 .* kl most, by 2.0e-01 .*more",
+        ),
+        (
+            [*SAME, _Pair("kl", 1.0, 1.000001)],
+            4,
+            "1 of 3 .* kl most, by 1.0e-06 of its value. This is rounding",
+        ),
+        ([*SAME, _Pair("kl", math.nan, 1.0)], 4, "1 of 3 numbers .* kl most, by inf .* more than rounding"),
+        (SAME, 2, "The run logged only the mean of steps 2 to 4, so there is nothing to compare."),
+        (SAME, None, "The run logged nothing at this step"),
+    ],
+)
+def test_the_verdict_says_what_differs_and_by_how_much(pairs: list[_Pair], first: int | None, verdict: str) -> None:
+    replay: Any = SimpleNamespace(step=4)
+    assert re.match(verdict, Replay._verdict(replay, pairs, first))
 
 
 def test_from_a_checkpoint_without_the_optimizer_one_step_can_be_computed(
@@ -86,8 +114,8 @@ def test_from_a_checkpoint_without_the_optimizer_one_step_can_be_computed(
     capsys.readouterr()
     assert main(["replay", str(tmp_path / "run"), "--step", "4"]) == 0
     (entry,) = [entry for entry in trainer.state.log_history if entry["step"] == 4 and "loss" in entry]
-    shown = capsys.readouterr().out
-    assert [shown.count(repr(entry[name])) for name in ("grad_norm", "learning_rate")] == [2, 2]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert all([name, *[f"{entry[name]:.6g}"] * 2] in rows for name in ("grad_norm", "learning_rate"))
     assert main(["replay", str(tmp_path / "run"), "--step", "5"]) == 2
     assert "only step 4 can be recomputed" in capsys.readouterr().err
 
@@ -103,8 +131,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "0"], "step=0: must be the number of a step, 1 or more"),
-        ([], "step=None: must be the number of a step"),
+        (["--step", "0"], "step=0: must be a number >= 1"),
+        ([], "step: not given. Write prefrl replay RUN --step N"),
         (["--step", "3"], "step=3: .* has no complete checkpoint of an earlier step"),
         (["--step", "7"], "step=7: the run has 6 steps"),
         (["--step", "4"], "generation batch 3, which step 4 learns from first, is not in the journal"),
@@ -212,5 +240,6 @@ def test_the_first_row_that_is_not_finite_is_found(tmp_path: Path, capsys: pytes
     shown = " ".join(capsys.readouterr().out.split())
     assert "Process 0, micro-batch 0: the loss of rows [" in shown
     assert "alone is nan: prompt 'What is 23 + 4?" in shown
+    assert "Next step: Look at these rows" in shown
     assert main(["replay", str(kept), "--step", "1"]) == 2
     assert "step=1 has no effect" in capsys.readouterr().err

@@ -13,10 +13,10 @@ import pytest
 from transformers import HfArgumentParser
 
 from prefrl.errors import ConfigError
-from prefrl.options.presets import PRESETS
+from prefrl.options.algorithms import PRESETS
 from prefrl.registry import REGISTRY
 from prefrl.run.checkpoints import WRITER, seal
-from prefrl.scripts.arguments.command import CommandArguments, Given, reward_entries
+from prefrl.scripts.arguments.command import Given, reward_entries
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.main import OTHERS
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
@@ -83,11 +83,12 @@ def test_help_is_written_in_sentences() -> None:
         assert text.endswith((".", ")")), (name, text)
 
 
-def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path) -> None:
-    given = parse(tmp_path, "top_k: 5\nfreeze: [a]\n", "--top_k", "null", "--freeze", "null")
-    assert (given.values["top_k"], given.values["freeze"]) == (None, None)
-    with pytest.raises(ConfigError, match="seed='null': must be a whole number"):
-        parse(tmp_path, "", "--seed", "null")
+@pytest.mark.parametrize("null", ["null", "None"])
+def test_null_on_the_command_line_unsets_an_option_of_the_file(tmp_path: Path, null: str) -> None:
+    given = parse(tmp_path, f"top_k: 5\nfreeze: [a]\nmax_prompt_length: {null}\n", "--top_k", null, "--freeze", null)
+    assert [given.values[name] for name in ("top_k", "freeze", "max_prompt_length")] == [None, None, None]
+    with pytest.raises(ConfigError, match=f"seed='{null}': must be a whole number"):
+        parse(tmp_path, "", "--seed", null)
 
 
 def test_a_feature_that_is_switched_off_takes_its_options_of_the_file_along(
@@ -169,7 +170,7 @@ def test_a_preset_is_an_option_of_the_command(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_the_config(tmp_path: Path) -> None:
-    values = SchemaParser("grpo").values(["--model_name_or_path", "m"])
+    values = SchemaParser("grpo").read(["--model_name_or_path", "m"])[0]
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
     for name in ("num_generations", "temperature", "use_vllm", "vllm_server_port", "seed"):
         assert values[name] == getattr(config, name)
@@ -253,6 +254,16 @@ def test_a_missing_file_of_rewards_is_told_with_its_line(tmp_path: Path) -> None
     check_files(read(REGISTRY["grpo"], [str(path)]))
 
 
+def test_rewards_of_evaluations_have_weights_and_files_of_their_own(tmp_path: Path) -> None:
+    given = parse(tmp_path, "", "--eval_reward_funcs", "numeric_reward=2", "b.py:f")
+    assert given.values["eval_reward_funcs"] == ["numeric_reward", "b.py:f"]
+    assert given.values["eval_reward_weights"] == [2.0, 1.0]
+    with pytest.raises(ConfigError, match=r"^eval_reward_funcs\[1\]='b.py:f': there is no file 'b.py'"):
+        check_files(given)
+    with pytest.raises(ConfigError, match=r"^eval_reward_weights=\[1.0\]: eval_reward_funcs already gives weights"):
+        parse(tmp_path, "eval_reward_funcs: {numeric_reward: 2}\neval_reward_weights: [1.0]\n")
+
+
 SERVER = {"use_vllm": True}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"upload_to": "~/runs/${trainer.experiment_name}"}),
@@ -281,7 +292,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 def check(name: str, options: dict[str, Any]) -> Any:
-    return SchemaParser(name).check(Given(options, places={}, script=CommandArguments))
+    return SchemaParser(name).check(Given(options, places={}))
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=lambda value: json.dumps(value).replace('"', ""))

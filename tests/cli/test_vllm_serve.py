@@ -25,7 +25,7 @@ CONTRACT = [
     ["--logprobs-mode", "processed_logprobs"],
     ["--max-logprobs", "-1"],
     ["--weight-transfer-config", '{"backend":"prefrl"}'],
-    ["--middleware", "prefrl.generation.vllm.guard.Guard"],
+    ["--middleware", "prefrl.generation.server.Guard"],
     ["--disable-fastapi-docs"],
 ]
 

@@ -113,6 +113,7 @@ ARGUMENTS = (
     "embedding_tokenizer",
     "value_model",
     "compute_metrics",
+    "eval_reward_funcs",
 )
 
 # A step of 8 rows on one process, as SGD: the weights' change is the gradient.

@@ -28,7 +28,15 @@ from prefrl.trainer.sft_trainer import SFTTrainer
 from prefrl.types import LossOutput
 from tests import pretend
 from tests.assets import tiny_reward_model, tiny_tokenizer
-from tests.contract.cases import ONLINE, REPRESENTATIVES, dataset_of, make_trainer, relative_difference, train_inside
+from tests.contract.cases import (
+    ONLINE,
+    REPRESENTATIVES,
+    dataset_of,
+    make_trainer,
+    model_of,
+    relative_difference,
+    train_inside,
+)
 from tests.process import leave_modules_uncollected
 
 STEPS = 2
@@ -151,8 +159,11 @@ def _train(
 
     def new() -> BaseTrainer:
         torch.manual_seed(0)  # of adapters
-        rows = {"per_device_train_batch_size": ROWS[algorithm]}
-        return make_trainer(algorithm, folder, max_steps=STEPS, **{**rows, **options}, **device)
+        size: dict[str, Any] = {"per_device_train_batch_size": ROWS[algorithm]}
+        if algorithm in ONLINE and "talks" not in options:
+            size["max_completion_length"] = 6
+        model = model_of(algorithm, num_hidden_layers=1)  # each operation is dispatched by Python
+        return make_trainer(algorithm, folder, model=model, max_steps=STEPS, **{**size, **options}, **device)
 
     trainer = new()
     verdict_of(trainer.policy)

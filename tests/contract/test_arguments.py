@@ -167,10 +167,22 @@ def test_options_that_a_conversion_would_lose_are_refused(model: PreTrainedModel
         SFTTrainer(model, arguments, train_dataset=dataset_of("sft"))
 
 
-def test_a_list_of_rows_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    rows: Any = [{"prompt": "a", "completion": "b"}]
-    with pytest.raises(DataError, match=r"train_dataset is a list: .*Dataset\.from_list"):
-        SFTTrainer("no/such-model", config_of("sft", tmp_path), train_dataset=rows)
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ([{"prompt": "a", "completion": "b"}], {}, r"train_dataset is a list: .*Dataset\.from_list"),
+        ("a.jsonl", {}, r"train_dataset is a str: .*load_dataset\('json', data_files='a.jsonl', split='train'\)"),
+        ("org/data", {}, r"train_dataset is a str: .*load_dataset\('org/data', split='train'\)"),
+        (dataset_of("sft"), {"eval_strategy": "epoch"}, "eval_strategy='epoch' with eval_dataset=None: "),
+    ],
+    ids=["list", "file", "name", "nothing to evaluate on"],
+)
+def test_datasets_are_looked_at_before_the_model_is_loaded(
+    dataset: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    with pytest.raises(PrefrlError, match=message):
+        SFTTrainer("no/such-model", config, train_dataset=dataset)
 
 
 # What follows processing_class in the constructors of TRL 1.16, up to callbacks, and how many follow optimizers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.contract.cases import (
     ONLINE,
     Job,
     assert_same_weights,
+    dataset_of,
     make_trainer,
     model_of,
     relative_difference,
@@ -279,7 +281,33 @@ def test_what_was_found_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert printed.count(" tokens/s, ") == len(trainer.parts[AutomaticSizes].trials)
 
 
+def test_evaluations_find_their_size_once_for_rows_that_are_no_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = dataset_of("sft", 6)
+    options: dict[str, Any] = {"eval_dataset": rows, "per_device_eval_batch_size": "auto"}
+    trainer = make_trainer("sft", tmp_path, **options, auto_size_kwargs={"max_batch_size": 4})
+    before = state_of_generators()
+    trainer.evaluate()
+    metrics = trainer.evaluate()
+    trainer.evaluate(rows.select(range(3)))
+    assert capsys.readouterr().err.count("per_device_eval_batch_size=") == 1
+    trainer.evaluate(rows.map(lambda row: {"completion": 2 * row["completion"]}))
+    assert capsys.readouterr().err.count("per_device_eval_batch_size=") == 1
+    assert trainer.args.per_device_eval_batch_size in (1, 2, 4)
+    assert state_of_generators() == before
+    expected = make_trainer("sft", tmp_path, **{**options, "per_device_eval_batch_size": 3}).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+def state_of_generators() -> tuple[Any, ...]:
+    return random.getstate(), torch.get_rng_state().tolist()
+
+
 def test_a_stream_has_no_longest_rows(tmp_path: Path) -> None:
+    stream, automatic = dataset_of("sft", 2).to_iterable_dataset(), {"per_device_eval_batch_size": "auto"}
+    with pytest.raises(ConfigError, match="eval_dataset is an IterableDataset, whose longest rows are not known"):
+        make_trainer("sft", tmp_path, eval_dataset=stream, **automatic).evaluate()
     with pytest.raises(ConfigError, match="train_dataset is an IterableDataset, whose longest rows are not known"):
         make_trainer("sft", tmp_path, streams=True, **TOKENS).train()
     make_trainer("grpo", tmp_path, streams=True, **TOKENS).train()

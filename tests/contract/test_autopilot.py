@@ -260,10 +260,25 @@ def test_only_the_first_evaluation_after_a_step_counts(tmp_path: Path) -> None:
     assert trainer.state.global_step == 3
 
 
-def test_a_metric_that_evaluations_lack_is_an_error_that_names_those_there_are(tmp_path: Path) -> None:
+def test_a_metric_that_evaluations_lack_is_an_error_that_names_those_there_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = {**STOPS, "metric_for_best_model": "rewards", "eval_dataset": dataset_of("grpo", 2)}
-    with pytest.raises(ConfigError, match=r"metric_for_best_model='rewards'.*'eval_rewards'.*'eval_reward'"):
-        make_trainer("grpo", tmp_path, **options).train()
+    trainer = make_trainer("grpo", tmp_path, **options)
+    message = r"metric_for_best_model='rewards'.*'eval_rewards'.*'eval_reward'"
+    with pytest.raises(ConfigError, match=message), caplog.at_level("WARNING"):
+        trainer.train()
+    assert "first rows has no metric 'eval_rewards'. Did you mean 'eval_reward'?" in caplog.text
+    assert trainer.state.global_step == 1  # a reward may have logged such a metric
+
+
+@pytest.mark.parametrize("metric", ["eval_entrop", "ema_runtim", "train_lss"])
+def test_a_metric_that_no_evaluation_has_is_an_error_before_the_first_step(metric: str, tmp_path: Path) -> None:
+    options = {**STOPS, "eval_dataset": dataset_of("sft", 2), "ema_decay": 0.5, "evaluate_training_set": True}
+    trainer = make_trainer("sft", tmp_path, **options, max_eval_samples=2, metric_for_best_model=metric)
+    with pytest.raises(ConfigError, match=rf"metric_for_best_model='{metric}': .* first rows .* Did you mean"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize(
@@ -433,6 +448,10 @@ REFUSED = [
     ),
     ({"model_soup_kwargs": {"top_k": 2}}, "model_soup_kwargs"),
     ({"early_stopping_kwargs": {"threshold": 0.1}}, "early_stopping_patience=None: training does not stop early"),
+    (
+        {**EVALUATES, "early_stopping_patience": 2, "early_stopping_kwargs": {"patience": 1}},
+        "patience=1 is not known with early_stopping_patience=2",
+    ),
 ]
 
 

@@ -264,7 +264,11 @@ def test_without_a_terminal_a_run_prints_its_facts_and_a_line_for_each_log(
     assert rows[-1]["step"] == 4
     assert "train_runtime" in rows[-1]
     assert trainer.history.best.reward >= trainer.history.worst.reward
+    assert "grpo: done" in printed
+    assert f"trainer.save_model()\n  prefrl chat {tmp_path}\n" in printed
     trainer.remove_callback(PrinterCallback)  # as without prefrl
+    trainer.show_ending(saved=True)
+    assert not capsys.readouterr().out
     assert not any(isinstance(c, PrinterCallback) for c in trainer.callback_handler.callbacks)
 
 

@@ -19,7 +19,6 @@ from prefrl.rollout.journal import read_entry
 from prefrl.trainer.online.learner import state_of
 from prefrl.types import Rollout
 from tests.contract.cases import (
-    ONLINE,
     assert_same_weights,
     dataset_of,
     make_trainer,
@@ -56,7 +55,7 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path: Path
     assert few["eval_loss"] == pytest.approx(all_rows["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ONLINE)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "online_dpo"])
 def test_the_best_model_of_an_online_training_is_found_by_its_reward(algorithm: str, tmp_path: Path) -> None:
     saved = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options = {**saved, "load_best_model_at_end": True, "max_steps": 2, "learning_rate": 0.5}
@@ -95,6 +94,72 @@ def watched(trainer: Any) -> list[Rollout]:
 
     trainer._evaluation.take = watch
     return seen
+
+
+def length(completions: list[str], key: list[str], **_: Any) -> list[float]:
+    assert set(key) == {"k"}  # a column of the evaluation's rows alone
+    return [float(len(text)) for text in completions]
+
+
+def constant(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+# Evaluations have two rewards where the training has one.
+OWN: dict[str, Any] = {"eval_reward_funcs": [length, constant], "eval_reward_weights": [0.5, -2.0]}
+
+
+def rows_with_a_key(algorithm: str) -> Dataset:
+    return dataset_of(algorithm, 5).map(lambda row: {**row, "key": "k"})
+
+
+def test_rewards_of_evaluations_leave_training_alone_and_are_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 3, "learning_rate": 0.05, "save_strategy": "steps", "save_steps": 1}
+    plain = make_trainer("grpo", tmp_path / "plain", **options)
+    plain.train()
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "rewards/length/mean", **OWN}
+    folder, rows = tmp_path / "own", rows_with_a_key("grpo")
+    trainer = make_trainer("grpo", folder, eval_dataset=rows, **options)
+    trainer.train()
+    assert_same_weights(trainer.model, plain.model)
+    evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    for entry in evaluated:
+        assert entry["eval_reward"] == pytest.approx(0.5 * entry["eval_rewards/length/mean"] - 2.0)
+        assert "eval_loss" not in entry
+    assert not any("ragged_reward" in name for entry in evaluated for name in entry)
+    assert not any("/length/" in name for entry in trainer.state.log_history if "loss" in entry for name in entry)
+    options["eval_reward_funcs"] = {length: 1.0}  # belongs to no update, so another run may have others
+    resumed = make_trainer("grpo", folder, eval_dataset=rows, **{**options, "eval_reward_weights": None})
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    assert_same_weights(resumed.model, plain.model)
+    later = [entry for entry in resumed.state.log_history if "eval_reward" in entry][1:]
+    means = [entry["eval_rewards/length/mean"] for entry in evaluated[1:]]
+    assert [entry["eval_reward"] for entry in later] == [entry["eval_rewards/length/mean"] for entry in later] == means
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "online_dpo"])
+def test_every_online_trainer_has_rewards_of_evaluations(algorithm: str, tmp_path: Path) -> None:
+    options = {"pass_at_k_kwargs": {"k": [2], "reward": "constant"}, "num_generations_eval": 2, **OWN}
+    metrics = make_trainer(algorithm, tmp_path, eval_dataset=rows_with_a_key(algorithm), **options).evaluate()
+    assert metrics["eval_pass@2"] == metrics["eval_rewards/constant/mean"] == 1.0
+    assert metrics["eval_reward"] == pytest.approx(0.5 * metrics["eval_rewards/length/mean"] - 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (OWN, "reward 'length' needs 'key', which is not a column"),
+        ({**OWN, "eval_reward_weights": [1.0]}, r"^eval_reward_weights=\[1.0\]: 1 weights for 2 rewards"),
+        ({"eval_reward_weights": [1.0]}, "eval_reward_weights=.* has no effect .* Give eval_reward_funcs"),
+        ({"eval_reward_funcs": "string_check"}, "^eval_reward_funcs='string_check': the grader string_check needs"),
+        ({"eval_reward_funcs": 3}, "eval_reward_funcs=int: must be what reward_funcs may be, or None"),
+    ],
+)
+def test_rewards_of_evaluations_that_cannot_work_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer("grpo", tmp_path, eval_dataset=dataset_of("grpo", 2), **options)
 
 
 def test_an_evaluation_that_failed_leaves_nothing_to_the_next(tmp_path: Path) -> None:

@@ -25,6 +25,12 @@ SEED = 1
 LEAST_COSINE = 0.2
 PLAIN = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.02}
 
+# Cases that differ from others here in the loss alone, whose gradient is that of other libraries: see tests/golden.
+LOSSES = {"loss dppo"} | {
+    f"preset {name}"
+    for name in ("dr_grpo", "gspo_token", "cispo", "sapo", "gmpo", "vespo", "luspo", "clip_cov", "kl_cov")
+}
+
 Weights = dict[str, torch.Tensor]
 
 
@@ -43,7 +49,7 @@ def gradient(weights: Weights) -> Weights:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("name", learning.CASES)
+@pytest.mark.parametrize("name", [name for name in learning.CASES if name not in LOSSES])
 def test_updates_point_towards_the_reward(name: str, weights: Weights, gradient: Weights, tmp_path: Path) -> None:
     trainer = learning.make_trainer(name, SEED, weights, tmp_path, **PLAIN)
     trainer.train()

@@ -14,7 +14,7 @@ from prefrl import OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, PPOTrainer
 from prefrl.errors import ConfigError
 from tests.assets import tiny_tokenizer
 from tests.contract import episodes
-from tests.contract.cases import ONLINE, dataset_of, make_trainer, ragged_reward, stopping_model, update_of
+from tests.contract.cases import dataset_of, make_trainer, ragged_reward, stopping_model, update_of
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "ppo"])
@@ -79,7 +79,7 @@ def test_the_reward_model_of_ppo_is_a_reward_by_another_name(tmp_path: Path) -> 
         PPOTrainer(model=stopping_model(), reward_model=ragged_reward, reward_funcs=ragged_reward, **arguments)
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", ["grpo", "ppo", "online_dpo"])
 def test_a_stream_of_prompts_gives_the_update_of_the_dataset(name: str, tmp_path: Path) -> None:
     options = {"shuffle_dataset": False, "max_steps": 2, "steps_per_generation": 1}
     plain = update_of(make_trainer(name, tmp_path, **options))
@@ -131,6 +131,7 @@ def test_environments_fill_the_empty_prompts_of_a_stream(tmp_path: Path) -> None
         ({"curriculum": "variance"}, "curriculum='variance' with an IterableDataset: it chooses among all prompts"),
         ({"dynamic_sampling": True}, "dynamic_sampling=True with an IterableDataset"),
         ({"max_steps": -1}, "max_steps=-1 with an IterableDataset"),
+        ({"stop_at_first_limit": True}, "stop_at_first_limit=True with an IterableDataset"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

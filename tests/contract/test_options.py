@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from transformers import TrainerCallback
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import default_of, listed_fields
@@ -99,6 +100,10 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "sync_ref_model": (True, {"ref_model_sync_steps": 1}),
     "ref_model_mixup_alpha": (0.1, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "ref_model_sync_steps": (1, {"sync_ref_model": True}),
+    "reset_optimizer_with_reference": (
+        True,
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "optim": "adamw_torch"},
+    ),
     # Advantages.
     "advantage_estimator": ("rloo", {}),
     "scale_rewards": ("none", {}),
@@ -205,6 +210,7 @@ NEUTRAL = {
     "tool_parser",  # test_play, test_tool_calls
     "reward_timeout",  # test_runner
     "reward_num_workers",  # test_pool
+    "eval_reward_weights",  # test_evaluation
     "on_reward_error",  # test_runner
     "stop_without_signal",  # test_arguments
     "chat_template_kwargs",  # test_tokenize
@@ -279,8 +285,32 @@ CASES = [(algorithm, name) for algorithm in ONLINE for name in shown_here(algori
 
 TIMES = ("time/", "step_time", "train_", "total", "eval_time/", "eval_runtime")
 
-Trace = tuple[list[torch.Tensor], list[Any]]
+Trace = list[str]
 _plain: dict[str, Trace] = {}
+
+
+class Traced(TrainerCallback):
+    """Notes the weights after each step, and all that is logged but times; ends a training that is not as expected."""
+
+    def __init__(self, expected: Trace | None) -> None:
+        self.expected = expected
+        self.trace: Trace = []
+
+    def _note(self, text: str, control: Any) -> None:
+        self.trace.append(text)
+        if self.expected is not None and self.trace != self.expected[: len(self.trace)]:
+            control.should_training_stop = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """HuggingFace's hook."""
+        weights = {name: (*w.shape, sha256(w.numpy().tobytes()).hexdigest()) for name, w in weights_of(model).items()}
+        self._note(str(weights), control)
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """HuggingFace's hook."""
+        logs = state.log_history[-1].items()
+        text = {key: value for key, value in logs if not key.startswith(TIMES) and not key.endswith("_per_second")}
+        self._note(str(text), control)
 
 
 def plain(algorithm: str, folder: Path, options: dict[str, Any]) -> Trace:
@@ -291,15 +321,11 @@ def plain(algorithm: str, folder: Path, options: dict[str, Any]) -> Trace:
     return _plain[key]
 
 
-def trace(algorithm: str, folder: Path, options: dict[str, Any]) -> Trace:
-    """The weights at the end, and everything that was logged but times."""
-    trainer = make_trainer(algorithm, folder, **{**BASE, **options})
-    trainer.train()
-    logs = [
-        {key: value for key, value in entry.items() if not key.startswith(TIMES) and not key.endswith("_per_second")}
-        for entry in trainer.state.log_history
-    ]
-    return list(weights_of(trainer.model).values()), [str(entry) for entry in logs]
+def trace(algorithm: str, folder: Path, options: dict[str, Any], *, expected: Trace | None = None) -> Trace:
+    """What `Traced` notes of a training."""
+    traced = Traced(expected)
+    make_trainer(algorithm, folder, **{**BASE, **options}, callbacks=[traced]).train()
+    return traced.trace
 
 
 @pytest.mark.parametrize("algorithm", ONLINE)
@@ -332,10 +358,8 @@ def test_a_key_acts(place: tuple[str, str, str], tmp_path: Path) -> None:
 
 
 def check_difference(algorithm: str, folder: Path, options: dict[str, Any], others: dict[str, Any]) -> None:
-    weights, logs = trace(algorithm, folder / "with", options)
-    plain_weights, plain_logs = plain(algorithm, folder / "without", others)
-    same = all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=False))
-    assert not (same and len(weights) == len(plain_weights) and logs == plain_logs)
+    expected = plain(algorithm, folder / "without", others)
+    assert trace(algorithm, folder / "with", options, expected=expected) != expected
 
 
 # What other options belong to.

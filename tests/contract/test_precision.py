@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefrl.registry import REGISTRY
-from tests.contract.cases import make_trainer, relative_difference, update_of
+from tests.contract.cases import REPRESENTATIVES, make_trainer, relative_difference, update_of
 
 # What transformers sets for the whole process.
 _VARIABLES = (
@@ -30,7 +29,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("algorithm", REGISTRY)
+@pytest.mark.parametrize("algorithm", REPRESENTATIVES)
 def test_two_deterministic_runs_are_bit_equal(algorithm: str, tmp_path: Path) -> None:
     first, second = (
         update_of(make_trainer(algorithm, tmp_path / run, full_determinism=True, max_steps=2)) for run in ("a", "b")

@@ -101,6 +101,19 @@ def test_a_schedule_that_may_change_goes_on_at_the_same_step(tmp_path: Path) -> 
     assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.2}
 
 
+@pytest.mark.parametrize(("max_steps", "first", "steps"), [(6, False, 6), (6, True, 4), (3, True, 3)])
+def test_max_steps_overrides_epochs_unless_the_first_limit_ends_the_run(
+    max_steps: int, first: bool, steps: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"rows": 16, "per_device_train_batch_size": 8, "num_train_epochs": 2}
+    options |= {"max_steps": max_steps, "stop_at_first_limit": first, "lr_scheduler_type": "linear"}
+    trainer = make_trainer("sft", tmp_path, **options)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([0.1 * (1 - step / steps) for step in range(steps)])
+    assert trainer.state.max_steps == trainer.state.global_step == steps
+
+
 def test_training_with_a_schedule_that_does_not_know_its_length_is_extended_bit_exactly(tmp_path: Path) -> None:
     schedule = {"lr_scheduler_type": "linear", "lr_decay_steps": 4, "warmup_steps": 0.5, "warmup_start_factor": 0.5}
     options = {**schedule, "save_strategy": "steps", "save_steps": 2, "rows": 40}

@@ -16,7 +16,15 @@ from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_trainer import BaseTrainer
 from tests.assets import tiny_model
-from tests.contract.cases import ONLINE, Job, dataset_of, make_trainer, run_on_two_processes, update_of
+from tests.contract.cases import (
+    ONLINE,
+    REPRESENTATIVES,
+    Job,
+    dataset_of,
+    make_trainer,
+    run_on_two_processes,
+    update_of,
+)
 
 PHASES = {name: {"forward", "backward", "optimizer", "other"} for name in REGISTRY}
 for _name in ("dpo", "kto", "bco", *ONLINE):
@@ -51,7 +59,7 @@ def test_times_of_the_phases_sum_to_the_step_and_are_always_the_same(name: str, 
         assert not [key for key in entry if key.startswith("perf/")]
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_counting_changes_no_update(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     trainer = make_trainer(name, tmp_path, log_flops=True, **options)

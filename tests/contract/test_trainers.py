@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -17,10 +18,11 @@ from prefrl.errors import CheckpointError, NonFiniteError
 from prefrl.models.modes import dropout_rates
 from prefrl.registry import REGISTRY
 from prefrl.types import TokenBatch
-from tests.assets import tiny_model
+from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import (
     ONLINE,
     OPTIONS,
+    REPRESENTATIVES,
     dataset_of,
     make_trainer,
     model_of,
@@ -55,9 +57,12 @@ def test_evaluation_has_no_dropout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_model_gives_equal_outputs(name: str, tmp_path: Path) -> None:
-    trainer = make_trainer(name, tmp_path)
+def test_users_model_is_trained_in_place_and_gives_equal_outputs_when_saved(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    trainer = make_trainer(name, tmp_path, model=model)
     trainer.train()
+    assert trainer.model is model
+    assert trainer.args.gradient_accumulation_steps == 1  # the config is left alone
     trainer.save_model(str(tmp_path / "saved"))
     auto_class = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
     reloaded = auto_class.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -77,15 +82,6 @@ def test_lora_moves_the_adapter_alone(name: str, tmp_path: Path) -> None:
     assert changed == {key for key in before if any(part in key for part in trained)}
     trainer.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_users_model_is_trained_in_place_and_config_is_left_alone(name: str, tmp_path: Path) -> None:
-    model = model_of(name)
-    trainer = make_trainer(name, tmp_path, model=model)
-    trainer.train()
-    assert trainer.model is model
-    assert trainer.args.gradient_accumulation_steps == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -144,7 +140,7 @@ def test_rows_left_over_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> Non
     assert trainer.state.global_step == (2 * (11 // prompts) if name in ONLINE else 4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_nan_loss_is_logged_as_nan(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, max_steps=1)
     compute_loss = trainer.compute_loss
@@ -191,6 +187,32 @@ def test_dropout_of_online_trainers_can_be_switched_off(tmp_path: Path) -> None:
 
     assert rates()
     assert not rates(disable_dropout=True)
+
+
+def test_online_dpo_scores_with_the_reward_model_of_its_config(tmp_path: Path) -> None:
+    tiny_reward_model().save_pretrained(tmp_path / "rm")
+    tiny_tokenizer().save_pretrained(tmp_path / "rm")
+    named = {"reward_model_path": str(tmp_path / "rm")}
+    trainer = make_trainer("online_dpo", tmp_path / "named", reward=None, **named)
+    trainer.train()
+    assert "rewards/rm/mean" in trainer.state.log_history[0]
+    given = make_trainer("online_dpo", tmp_path / "given", **named)
+    given.train()
+    assert "rewards/ragged_reward/mean" in given.state.log_history[0]
+    assert "rewards/rm/mean" not in given.state.log_history[0]
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_packing_that_cuts_rows_keeps_what_is_behind_max_length(strategy: str, tmp_path: Path) -> None:
+    def num_tokens(**options: Any) -> int:
+        texts = Dataset.from_dict({"text": ["one two three four five six seven"] * 6})
+        trainer = make_trainer("sft", tmp_path, train_dataset=texts, **options)
+        return sum(len(ids) for ids in trainer.train_dataset["input_ids"])
+
+    whole = num_tokens(max_length=None)
+    packed = num_tokens(packing=True, packing_strategy=strategy, max_length=4)
+    assert num_tokens(packing=True, max_length=4) == 6 * 4
+    assert whole - 6 <= packed <= whole  # a token that is a piece of its own has no loss
 
 
 def test_rows_are_shuffled_before_they_are_packed(tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def _allow_fsdp_on_cpu() -> None:
     from accelerate.utils import DistributedType
 
     original = state.AcceleratorState.__init__
+    if original.__module__ == __name__:  # it has been allowed
+        return
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         shared = state.PartialState._shared_state

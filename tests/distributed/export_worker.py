@@ -1,6 +1,6 @@
-"""Reads partitioned weights as rank 0 would to send them: `export_worker BACKEND FOLDER`, on two processes.
+"""Reads partitioned weights as rank 0 would to send them: `export_worker RESULT BACKEND...`, on two processes.
 
-Rank 0 writes `FOLDER/export_BACKEND.pt`: the differences found, for each case and each way of reading it.
+Rank 0 writes the file `RESULT`: for each backend the differences found, for each case and each way of reading it.
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ def after_a_pass(of: Run) -> list[str]:
     return of.led(of.all_weights)
 
 
-def main(backend: str, folder: Path) -> None:
+def read(backend: str, folder: Path) -> dict[str, dict[str, list[str]]]:
     """All cases, one after another."""
+    folder.mkdir(exist_ok=True)
     options = enter(backend, folder)
     accelerator = make_trainer("sft", folder / "run", **options).accelerator
     results = {}
@@ -161,7 +162,7 @@ def main(backend: str, folder: Path) -> None:
         if name in IMPOSSIBLE.get(backend, ()):
             continue
         faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)
-        print(f"case {name}", file=sys.stderr, flush=True)
+        print(f"{backend}: case {name}", file=sys.stderr, flush=True)
         if accelerator.is_fsdp2:  # set for the trainer's model
             accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
         results[name] = run(
@@ -171,9 +172,15 @@ def main(backend: str, folder: Path) -> None:
             is_thorough=number % THOROUGH == 0,
         )
     faulthandler.cancel_dump_traceback_later()
+    return results
+
+
+def main(result: Path, backends: list[str]) -> None:
+    """One backend after another."""
+    results = {backend: read(backend, result.parent / backend) for backend in backends}
     if distributed.is_main():
-        torch.save(results, folder / f"export_{backend}.pt")
+        torch.save(results, result)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -38,10 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
     """Of two processes, by case."""
-    result: dict[str, Any] = launch(
-        "tests.distributed.worker", BACKEND, folder, *NAMES, result=folder / f"{BACKEND}.pt"
-    )
-    return result
+    result, jobs = folder / "results.pt", [f"{BACKEND}:{name}" for name in NAMES]
+    found: dict[str, Any] = launch("tests.distributed.worker", result, *jobs, result=result)[BACKEND]
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
-"""Trains cases with one backend and stores the results: `worker BACKEND FOLDER CASE...`, with any number of processes.
+"""Trains cases and stores the results: `worker RESULT BACKEND:CASE...`, with any number of processes.
 
-Rank 0 writes `FOLDER/BACKEND.pt`: for each case its update, its metrics and how its parameters were partitioned.
+One launch runs several backends, because imports take longer than a case. Rank 0 writes the file `RESULT`: for each
+backend and case its update, its metrics and how its parameters were partitioned.
 """
 
 from __future__ import annotations
@@ -178,21 +179,22 @@ def _is_eval_metric(name: str) -> bool:
     return name.startswith("eval_") and not name.endswith(("_second", "runtime")) and "time/" not in name
 
 
-def main(backend: str, folder: Path, names: list[str]) -> None:
-    """Train the cases one after another."""
-    options = enter(backend, folder)
-    # Where precomputed scores are kept: a backend must not find those of another.
-    datasets.config.HF_DATASETS_CACHE = str(folder / "datasets" / backend)
-    results = {}
-    for name in names:
+def main(result: Path, jobs: list[str]) -> None:
+    """Run the jobs one after another."""
+    folder = result.parent
+    results: dict[str, dict[str, Any]] = {}
+    for job in jobs:
         faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)
-        print(f"case {name}", file=sys.stderr, flush=True)
+        print(f"job {job}", file=sys.stderr, flush=True)
         leave_modules_uncollected()
-        results[name] = run(name, CASES[name], folder, options)
+        backend, name = job.split(":")
+        # Where precomputed scores are kept: a backend must not find those of another.
+        datasets.config.HF_DATASETS_CACHE = str(folder / "datasets" / backend)
+        results.setdefault(backend, {})[name] = run(name, CASES[name], folder, enter(backend, folder))
     faulthandler.cancel_dump_traceback_later()
     if distributed.is_main():
-        torch.save(results, folder / f"{backend}.pt")
+        torch.save(results, result)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or list(CASES))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -66,6 +66,7 @@ chosen = st.sampled_from(sorted(REGISTRY)).flatmap(
 @example(("sft", "eval_epochs"), 10**5000)
 @example(("sft", "accelerator_config"), "x")
 @example(("sft", "accelerator_config"), '{"a": 1}')
+@example(("sft", "accelerator_config"), {"gradient_accumulation_kwargs": "x"})
 @example(("sft", "deepspeed"), "[1]")
 @example(("sft", "upload_to"), "\0")
 @example(("grpo", "vllm_importance_sampling_correction"), [])

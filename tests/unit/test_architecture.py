@@ -18,8 +18,7 @@ from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.advantage.balance import REWARD_BALANCES
 from prefrl.losses.kl import KL_ESTIMATORS
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.preference.pairwise import PAIR_LOSSES
-from prefrl.losses.preference.reference_free import CPO_LOSSES
+from prefrl.losses.preference.pairwise import CPO_LOSSES, PAIR_LOSSES
 from prefrl.losses.supervised import SUPERVISED_LOSSES
 from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.policy import KL_PARAMS, POLICY_LOSS_FACTS

@@ -30,14 +30,14 @@ from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import commands, sampling
-from prefrl.scripts.arguments.command import get_kbit_device_map
+from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
-from prefrl.trainer.base_config import check_precision
+from prefrl.trainer.base_config import BaseConfig, check_precision
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import read_later
 from prefrl.trainer.features.profile import StepProfiler
-from prefrl.trainer.features.sizes import AutomaticSizes
+from prefrl.trainer.features.sizes import AutomaticSizes, EvaluationSize
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.online.sampling import sync_method
@@ -95,8 +95,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 
 def options(**values: Any) -> Any:
     """A config with these values."""
-    defaults = {"device": OWN, "bf16": False, "fp16": False, "mixed_precision": "no", "torch_compile": False}
-    return SimpleNamespace(**defaults | {"sought": frozenset(), "activation_offloading": False} | values)
+    defaults: dict[str, Any] = {
+        "device": OWN,
+        "bf16": False,
+        "fp16": False,
+        "mixed_precision": "no",
+        "torch_compile": False,
+        "fp8": False,
+    }
+    defaults |= {"sought": frozenset(), "automatic": frozenset(), "activation_offloading": False}
+    return SimpleNamespace(**defaults | values)
 
 
 # Attention.
@@ -217,7 +225,7 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     assert resources._available(subject) == (76 * GIB, place + others)
 
 
-@reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:AutomaticSizes._wait")
+@reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:_wait")
 def test_trials_time_the_gpu_and_give_its_memory_back(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +248,26 @@ def test_trials_time_the_gpu_and_give_its_memory_back(
     assert args.per_device_train_batch_size == 4
     assert gpus.calls == [("empty_cache", 3)]
     assert "4 rows" in capsys.readouterr().err
+
+
+@reaches("trainer.features.sizes:EvaluationSize.settle")
+def test_trials_of_evaluations_know_the_memory_of_the_gpu_and_give_it_back(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = gpus[3]
+
+    def evaluate(dataset: Any, rows: int) -> int:
+        own.work(1.0, rows * 10 * GIB)
+        return 30 * rows
+
+    args = SFTConfig(output_dir="x", report_to="none", use_cpu=True, per_device_eval_batch_size="auto")
+    monkeypatch.setattr(SFTConfig, "device", OWN)
+    size = EvaluationSize(args, evaluate, lambda: 0)
+    size.clock = lambda: own.done
+    size.settle(range(200))  # more than a CPU would try
+    assert [trial.rows for trial in size.trials] == [1, 2, 4]  # 8 rows need 80 GiB
+    assert args.per_device_eval_batch_size == 4
+    assert gpus.calls == [("empty_cache", 3)]
 
 
 @reaches("scripts.checkup.resources:products_per_second.multiply")
@@ -316,18 +344,18 @@ def test_numbers_are_read_when_their_own_gpu_has_them_and_not_later(gpus: Gpus) 
 )
 def test_precision_is_asked_of_the_own_gpu(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     gpus.capability[3] = (8, 0)
-    check_precision(options(bf16=True), fp8=False)
+    check_precision(options(bf16=True))
     assert caplog.records == []
     with pytest.raises(ConfigError, match=r"fp8=True on Pretend H300: .* compute capability 8\.9"):
-        check_precision(options(bf16=True), fp8=True)
+        check_precision(options(bf16=True, fp8=True))
     gpus.capability |= {0: (7, 5), 3: (8, 9)}
     with pytest.raises(ConfigError, match="fp8=True with bf16=False"):
-        check_precision(options(), fp8=True)
-    check_precision(options(bf16=True), fp8=False)
+        check_precision(options(fp8=True))
+    check_precision(options(bf16=True))
     assert caplog.records == []
     gpus.capability |= {0: (9, 0), 3: (7, 5)}
     with caplog.at_level(logging.WARNING):
-        check_precision(options(bf16=True), fp8=False)
+        check_precision(options(bf16=True))
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("bf16=True on Pretend H300: it has no arithmetic in bfloat16")
 
@@ -347,17 +375,22 @@ def test_products_are_as_coarse_as_the_gpu_makes_them(gpus: Gpus) -> None:
 @reaches(
     "options.run:check_device",
     "options.run:_lacks_gpu",
-    "trainer.configs:OnlineConfig._check_sampler",
+    "trainer.configs:OnlineConfig.check_machine",
 )
-def test_what_a_mac_cannot_do_is_refused() -> None:
+def test_what_a_mac_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mac = options(device=torch.device("mps"), sought=frozenset(["max_tokens_per_micro_batch"]), use_liger_kernel=True)
     with pytest.raises(ConfigError, match=r"max_tokens_per_micro_batch='auto' on MPS: .* Set a number"):
         check_device(mac)
     with pytest.raises(ConfigError, match="this run is on the MPS"):
         apply(mac, LIGER_RULES)
-    OnlineConfig._check_sampler(options(device=mac.device, use_vllm=True))
+    monkeypatch.setattr(BaseConfig, "check_machine", lambda config: None)
+    sampling = {
+        use_vllm: type("Config", (OnlineConfig,), {"device": mac.device, "use_vllm": use_vllm})
+        for use_vllm in (True, False)
+    }
+    object.__new__(sampling[True]).check_machine()
     with pytest.raises(ConfigError, match=r"use_vllm=False on MPS: .* float64.* Set use_cpu=True"):
-        OnlineConfig._check_sampler(options(device=mac.device, use_vllm=False))
+        object.__new__(sampling[False]).check_machine()
 
 
 def test_one_process_that_sees_several_gpus_is_refused(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +538,9 @@ def test_loftq_quantizes_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -
 
 
 @reaches(
-    "scripts.commands:_devices", "scripts.arguments.command:get_kbit_device_map", "scripts.launch.command:visible_gpus"
+    "scripts.commands:_devices",
+    "scripts.arguments.model_config:get_kbit_device_map",
+    "scripts.launch.command:visible_gpus",
 )
 def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

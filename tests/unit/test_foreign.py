@@ -144,7 +144,7 @@ ADVICE = [
     (SFTConfig, "clipvalue", "'clipvalue' is max_grad_value here."),
     (SFTConfig, "percentile_clipping", "'percentile_clipping' works differently here: use max_grad_norm"),
     (GRPOConfig, "warmup_ratio", "'warmup_ratio', an option of transformers, is warmup_steps here."),
-    (DPOConfig, "group_by_length", "'group_by_length', an option of transformers, is not needed here: nothing"),
+    (DPOConfig, "use_mps_device", "'use_mps_device', an option of transformers, is not needed here: the device"),
     (
         SFTConfig,
         "modality_dropout",

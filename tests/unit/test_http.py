@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from prefrl.http import Http, Overdue, Refused, Unreachable
+from prefrl.http import Http, Overdue, Refused, Unreachable, unreachable_hub
+from prefrl.models.modes import hub_or_cache
 from tests.patience import PATIENCE
 
 Handle = Callable[[BaseHTTPRequestHandler], None]
@@ -279,3 +283,48 @@ def test_closing_breaks_off_what_is_under_way(serve: Callable[[Handle], str]) ->
     assert time.monotonic() - started < PATIENCE
     assert work.cancelled()
     http.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_without_the_hub_a_name_is_looked_up_in_the_cache_alone(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("prefrl.http.unreachable_hub", lambda url: None if answers else f"{url} does not answer")
+    (tmp_path / "tinychat").mkdir()
+    seen = []
+
+    def load() -> None:
+        seen.append(constants.HF_HUB_OFFLINE)
+        raise OSError("of the library")
+
+    with pytest.raises(OSError, match=r"library|does not answer") as error, hub_or_cache("tinychatt"):
+        load()
+    assert seen == [not answers]
+    assert not constants.HF_HUB_OFFLINE
+    if answers:
+        assert str(error.value) == "of the library"
+    else:
+        remedy = "does not answer. Did you mean 'tinychat'. Give the path .* HF_HOME .* HF_ENDPOINT"
+        assert re.search(remedy, str(error.value))
+
+
+def test_a_path_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prefrl.http.unreachable_hub", lambda _: pytest.fail("asked"))
+    (tmp_path / "tinychat").mkdir()
+    with hub_or_cache("tinychat"):
+        assert constants.is_offline_mode() == constants.HF_HUB_OFFLINE
+    for name, remedy in (("./tinychatt", "Did you mean 'tinychat'?"), ("runs/a/model", "Check the path.")):
+        with pytest.raises(FileNotFoundError, match=re.escape(remedy)), hub_or_cache(name):
+            pytest.fail("loaded")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        assert "does not answer (ConnectError" in str(unreachable_hub(url))
+        assert unreachable_hub(url) is unreachable_hub(url)

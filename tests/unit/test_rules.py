@@ -21,7 +21,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import Rule, apply, example, unset, warn_of_hint, when
 from prefrl.options.params import Params
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.command import CommandArguments, Given
+from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.schema import SchemaParser
 
 
@@ -79,7 +79,7 @@ def test_the_example_of_a_row_breaks_this_row_first_in_config_and_command(
         assert found is row, (row.example, said)
         monkeypatch.setenv("WORLD_SIZE", str(row.example.processes))
         check = parser(row.example.algorithm).check
-        assert broken(partial(check, Given(options, places={}, script=CommandArguments))) == (row, said), row.example
+        assert broken(partial(check, Given(options, places={}))) == (row, said), row.example
         monkeypatch.delenv("WORLD_SIZE")
 
 
@@ -90,7 +90,7 @@ def test_hints_are_warnings_of_the_config_alone(name: str, tmp_path: Path, monke
         monkeypatch.setattr("prefrl.options.fields._warn_once", said.append)
         options = {"output_dir": str(tmp_path), **row.example.options, "use_cpu": True}
         monkeypatch.setenv("WORLD_SIZE", str(row.example.processes))
-        parser(row.example.algorithm).check(Given(options, places={}, script=CommandArguments))
+        parser(row.example.algorithm).check(Given(options, places={}))
         monkeypatch.delenv("WORLD_SIZE")
         assert said == []
         made: Any = config(row.example.algorithm, row.example.processes)(**options)
@@ -116,7 +116,7 @@ def test_the_first_process_warns_once(
 @pytest.mark.parametrize("algorithm", REGISTRY)
 def test_the_defaults_break_no_row(algorithm: str, tmp_path: Path) -> None:
     REGISTRY[algorithm].load_config()(output_dir=str(tmp_path), use_cpu=True)
-    parser(algorithm).check(Given({}, places={}, script=CommandArguments))
+    parser(algorithm).check(Given({}, places={}))
 
 
 def test_all_tables_are_found() -> None:

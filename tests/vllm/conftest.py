@@ -65,10 +65,18 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def second_server(start_server: StartServer, tied_model: Path) -> Generator[Server, None, None]:
-    """Another one with the same model, which takes no adapters. Leave it serving."""
+def second(start_server: StartServer, tied_model: Path) -> Generator[Server, None, None]:
+    """See `second_server`."""
     with start_server(tied_model) as running:
         yield running
+
+
+@pytest.fixture
+def second_server(second: Server) -> Server:
+    """Another one with the same model, which takes no adapters. Tests may kill it, and start it again."""
+    if second.process.poll() is not None:  # a test failed
+        second.start()
+    return second
 
 
 @pytest.fixture

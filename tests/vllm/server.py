@@ -43,7 +43,7 @@ _IMPORTED = (
     "vllm.model_executor.models.qwen2",
     "vllm.lora.worker_manager",
     "prefrl.generation.vllm.plugin",
-    "prefrl.generation.vllm.guard",
+    "prefrl.generation.server",
 )
 
 

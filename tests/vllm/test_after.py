@@ -86,7 +86,7 @@ def test_a_server_refuses_a_grader_without_its_key(server: Server) -> None:
 
 
 def test_overlap_makes_the_update_of_sync_and_scores_agree(tmp_path: Path, server: Server) -> None:
-    options: dict[str, Any] = {"talks": "forgetful", "turn_credit": "return", "max_steps": 2, "learning_rate": 0.1}
+    options: dict[str, Any] = {"talks": "forgetful", "turn_credit": "return", "max_steps": 1, "learning_rate": 0.1}
     options |= {"per_device_train_batch_size": 16, "max_turns": 6}
     trainer = online(tmp_path / "sync", server, **options)
     expected = update_of(trainer)

@@ -137,22 +137,24 @@ def test_stop_strings_end_completions_where_they_do_in_local_generation(
 
 
 @pytest.mark.parametrize(
-    ("guided", "pattern"),
+    ("guided", "stop", "pattern"),
     [
-        (Guided(regex="[ab]{3}-[0-9]{2}"), "[ab]{3}-[0-9]{2}"),
-        (Guided(json={"enum": ["yes", "no"]}), '"(yes|no)"'),
-        (Guided(json=json.dumps({"type": "boolean"})), "true|false"),
-        (Guided(grammar='root ::= "x" | "y" root'), "y*x?"),
+        (Guided(regex="[ab]{3}-[0-9]{2}"), (), "[ab]{3}-[0-9]{2}"),
+        (Guided(regex="[ab]{3}-[0-9]{2}"), ("-", "#"), "[ab]{3}-"),
+        (Guided(json={"enum": ["yes", "no"]}), (), '"(yes|no)"'),
+        (Guided(json=json.dumps({"type": "boolean"})), (), "true|false"),
+        (Guided(grammar='root ::= "x" | "y" root'), (), "y*x?"),
     ],
-    ids=["regex", "schema", "schema as text", "grammar"],
+    ids=["regex", "regex and stop string", "schema", "schema as text", "grammar"],
 )
 def test_guided_completions_match(
-    guided: Guided, pattern: str, server: Server, model: PreTrainedModel, make: MakeGenerator
+    guided: Guided, stop: tuple[str, ...], pattern: str, server: Server, model: PreTrainedModel, make: MakeGenerator
 ) -> None:
     tokenizer = tiny_tokenizer()
     generator = make([server.url], guided=guided, stop_ids=[tokenizer.eos_token_id])
     generator.sync(PolicyWeights(model), version=1)
-    groups = generator.generate(PROMPTS[:2], sampling(max_tokens=16), seeds=SEEDS[:2])
+    groups = generator.generate(PROMPTS[:2], sampling(max_tokens=16, stop=stop), seeds=SEEDS[:2])
+    assert {c.finish_reason == "stop_string" for group in groups for c in group} == {bool(stop)}
     texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for group in groups for c in group]
     assert [text for text in texts if not re.fullmatch(pattern, text)] == []
 

@@ -417,15 +417,15 @@ def freeze_after_an_answer(server: Server, generator: Any) -> None:
 
 
 def test_a_killed_server_that_is_started_again_goes_on_with_the_right_weights(
-    start_server: Any, tied_model: Path, tmp_path: Path
+    second_server: Server, tmp_path: Path
 ) -> None:
-    """Killed while it generates; and once more, for good."""
-    model = policy(tied_model)
+    """Killed while it generates."""
+    server, model = second_server, policy(second_server.model_dir)
     local = LocalGenerator(model, tokenizer=tiny_tokenizer())
     local.sync(PolicyWeights(model), version=3)
     how = SamplingParams(num_samples=1, max_tokens=100, temperature=0)
     prompts, seeds = [[number] for number in range(8, 40)], list(range(32))
-    with start_server(tied_model) as server, generators(model, tmp_path, key=server.key) as make:
+    with generators(model, tmp_path, key=server.key) as make:
         generator = make([server.url], stop_ids=[1], max_concurrency=4, server_timeout=START_SECONDS)
         model.generation_config.eos_token_id = [1]
         generator.sync(PolicyWeights(model), version=3)
@@ -440,13 +440,6 @@ def test_a_killed_server_that_is_started_again_goes_on_with_the_right_weights(
         stats = generator.stats()
         assert stats.restarts == 1
         assert stats.requests > len(prompts), "the kill came too late"
-
-        generator.fleet.server_timeout = 2.0
-        server.freeze()
-        arriving = generator.start(prompts, how, seeds=seeds).as_completed()
-        server.kill()
-        with within(2), pytest.raises(GenerationError, match=f"{server.url} did not answer within 2 s.*vllm-serve"):
-            dict(arriving)
 
 
 def test_processes_recover_and_fail_together(server: Server, proxy: Proxy, tmp_path: Path) -> None:

@@ -173,6 +173,12 @@ def test_greedy_completions_are_those_of_local_generation_and_have_no_placeholde
     local.sync(PolicyWeights(model), version=3)
     found = generate(generator, prompts, how)
     assert found == generate(local, prompts, how)
+    stopping = sampling(temperature=0, num_samples=1, stop=(processor.tokenizer.decode(found[0][0].token_ids[2:4]),))
+    cut = generate(generator, prompts, stopping)
+    assert cut == generate(local, prompts, stopping)
+    one, whole = cut[0][0], found[0][0].token_ids
+    assert (one.finish_reason, one.token_ids) == ("stop_string", whole[: len(one.token_ids)])
+    assert len(one.token_ids) < len(whole)
     assert found[0][0].token_ids[0] == likely
 
 

@@ -17,6 +17,7 @@ from prefrl.errors import GenerationError
 from prefrl.models.export import PolicyWeights
 from tests.launch import run_module
 from tests.patience import PATIENCE
+from tests.vllm.faults import proxy_of
 from tests.vllm.server import START_SECONDS, Server
 from tests.vllm.test_training import check_agreement_after_sync, logged, online
 
@@ -66,42 +67,51 @@ class InSync(PolicyWeights):
 
 
 def test_a_server_that_is_killed_and_started_again_costs_no_step(
-    tmp_path: Path, tied_model: Path, start_server: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, second_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between steps and in a sync; and once more, for good. Kills in a generation are in test_faults.py."""
-    with start_server(tied_model) as server:
-        monkeypatch.setenv("VLLM_API_KEY", server.key)
-        killer = Killer(server)
-        options: dict[str, Any] = {"max_steps": 4, "vllm_server_timeout": START_SECONDS, "weight_sync": "gloo"}
-        options |= {"vllm_kwargs": {"sync_timeout": 60}, "callbacks": [BetweenSteps(killer)]}
-        trainer = online(tmp_path, server, **options)
-        trainer.weights = weights = InSync(trainer.policy, killer)
-        trainer.train()
-        assert killer.struck == ["between steps", "in a sync"]
-        assert trainer.state.global_step == 4
-        assert sum(logged(trainer, "server/restarts")) == 2
-        # One for each step, and one more for the server that died with it.
-        assert weights.num_transfers == 4 + 1
-        assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
-        check_agreement_after_sync(trainer)
-        trainer.generator.close()
+    """Killed between steps and in a sync. Kills in a generation are in test_faults.py."""
+    monkeypatch.setenv("VLLM_API_KEY", second_server.key)
+    killer = Killer(second_server)
+    options: dict[str, Any] = {"max_steps": 4, "vllm_server_timeout": START_SECONDS, "weight_sync": "gloo"}
+    options |= {"vllm_kwargs": {"sync_timeout": 60}, "callbacks": [BetweenSteps(killer)]}
+    trainer = online(tmp_path, second_server, **options)
+    trainer.weights = weights = InSync(trainer.policy, killer)
+    trainer.train()
+    assert killer.struck == ["between steps", "in a sync"]
+    assert trainer.state.global_step == 4
+    assert sum(logged(trainer, "server/restarts")) == 2
+    # One for each step, and one more for the server that died with it.
+    assert weights.num_transfers == 4 + 1
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+    check_agreement_after_sync(trainer)
+    trainer.generator.close()
 
-        last = online(tmp_path / "last", server, max_steps=1, vllm_server_timeout=600)
-        last.train()
-        last.generator.fleet.server_timeout = 3.0
-        server.kill()
-        started = time.monotonic()
-        with pytest.raises(GenerationError, match=f"{server.url} did not answer within 3 s.*prefrl vllm-serve"):
-            last.train()
-        assert time.monotonic() - started < PATIENCE
-        last.generator.close()
+
+def test_a_server_that_is_gone_for_good_ends_the_training(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    with proxy_of(server.url) as proxy:
+        options: dict[str, Any] = {"max_steps": 1, "vllm_server_base_url": proxy.url, "vllm_server_timeout": 600}
+        trainer = online(tmp_path, server, **options)
+        trainer.train()
+        trainer.generator.fleet.server_timeout = 3.0
+        proxy.stop()
+        try:
+            started = time.monotonic()
+            with pytest.raises(GenerationError, match=f"{proxy.url} did not answer within 3 s.*prefrl vllm-serve"):
+                trainer.train()
+            assert time.monotonic() - started < PATIENCE
+        finally:
+            proxy.restart()
+        trainer.generator.close()
 
 
 def test_a_killed_trainer_goes_on_exactly_with_a_server(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", server.key)
-    job = {"url": server.url, "model_dir": str(server.model_dir), "folder": str(tmp_path), "kills": 3}
+    job = {"url": server.url, "model_dir": str(server.model_dir), "folder": str(tmp_path), "kills": 2}
     output = run_module("tests.vllm.survival_worker", json.dumps(job))
     whole, killed, asked_again = json.loads(output.splitlines()[-1])
     assert set(killed) == {whole}

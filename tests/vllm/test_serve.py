@@ -22,7 +22,6 @@ from prefrl import __version__
 from prefrl.generation.server import INFO_PATH, PROTOCOL, ServerInfo, vocabulary_fingerprint
 from prefrl.http import Http
 from prefrl.scripts.launch.processes import with_variable
-from prefrl.scripts.launch.vllm_serve import CONTRACT, CPU_FLAGS, FLAGS, REFUSED, REFUSED_SHORT
 from tests.assets import tiny_tokenizer
 from tests.launch import run
 from tests.vllm.server import (
@@ -32,9 +31,7 @@ from tests.vllm.server import (
     PYTHON,
     SIZES,
     START_SECONDS,
-    Server,
     environment,
-    forks,
     free_port,
     living,
     processes,
@@ -235,6 +232,12 @@ def test_the_key_is_on_no_command_line(launched: Launched) -> None:
     assert KEY not in launched.output + launched.errors
 
 
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, launched: Launched, tied_model: Path) -> None:
+    with launch(tmp_path, *small(tied_model), "--port", str(launched.port), key=None) as second:
+        assert second.process.wait(timeout=START_SECONDS) == 2
+    assert second.errors.endswith("cannot listen there: Address already in use. Set another.\n")
+
+
 def test_the_death_of_the_engine_ends_everything_with_a_message(launched: Launched) -> None:
     session = launched.session
     everyone, segments = living(session), shared_memory_of(session)
@@ -267,24 +270,6 @@ def test_a_model_that_cannot_be_loaded_is_named_in_the_message(tmp_path: Path) -
     assert message.startswith("GenerationError: vLLM ended by itself, with exit code 1.\n  Errors in its log")
     assert "no-such-type" in message.partition("The end of its log:")[0]
     assert launched.output == ""
-
-
-def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, server: Server) -> None:
-    with launch(tmp_path, *small(server.model_dir), "--port", str(server.port), key=None) as launched:
-        assert launched.process.wait(timeout=START_SECONDS) == 2
-    assert launched.errors.endswith("cannot listen there: Address already in use. Set another.\n")
-
-
-def test_vllm_knows_every_flag_that_is_refused_or_given(tmp_path: Path) -> None:
-    path, log, variables = tmp_path / "flags", tmp_path / "log", environment(key=None)
-    # What modules write when they end would stand below the flags.
-    with path.open("wb") as output, log.open("wb") as errors:
-        asked = forks().start("tests.vllm.forked", ["flags"], environment=variables, output=output, errors=errors)
-        assert asked.wait(START_SECONDS) == 0, log.read_text(encoding="utf-8")
-    known = set(json.loads(path.read_text(encoding="utf-8").splitlines()[-1]))
-    ours = {f"--{flag}" for flag in (*REFUSED, *FLAGS.values())} | set(CPU_FLAGS)
-    ours |= {word for word in CONTRACT if word.startswith("--")}
-    assert ours | REFUSED_SHORT | {"--enable-lora"} <= known
 
 
 def test_the_trainers_environment_has_no_vllm() -> None:

@@ -36,7 +36,7 @@ class Environment:
 
     Public methods that a subclass adds are tools: they need types and a docstring, from which the model learns what
     they do. The methods of this class are not tools, and need not be overridden. An instance serves many episodes, one
-    after another; calls of one instance that are not async are made on one thread of their own.
+    after another; its methods that are not async all run on one thread, which no other instance shares.
 
     A class that does not derive from this one can be an environment, too: with `reset`, perhaps `get_reward`, and
     tools.

@@ -107,7 +107,9 @@ class HarborEnv:
 
     @property
     def reward(self) -> float:
-        """What the task's verifier says about the sandbox as it is, asked once in an episode; 0 before `reset`."""
+        """The verdict of the task's verifier on the current sandbox, asked for once in an episode; 0 before
+        `reset`.
+        """
         if self._sandbox.environment is None:
             return 0.0
         if self._reward is None:
@@ -201,15 +203,15 @@ AGENTS: dict[str, type[HarborEnv]] = {"bash": HarborBashEnv}
 
 
 class HarborSpec:
-    """A suite of Harbor's tasks: `train_dataset`, `environment_factory` and `reward_funcs` are what a trainer takes.
+    """A suite of Harbor's tasks; pass its `train_dataset`, `environment_factory` and `reward_funcs` to a trainer.
 
     Args:
-        dataset: A folder with the tasks, or with the folder `tasks`; or the name of such a dataset on the Hub. A task
-            is a folder with `task.toml`, `instruction.md`, `environment` and `tests`.
+        dataset: A folder that holds the tasks, directly or in a subfolder `tasks`, or the name of such a dataset on
+            the Hub. A task is a folder with `task.toml`, `instruction.md`, `environment` and `tests`.
         agent: What the model can do in a sandbox: "bash", or a subclass of `HarborEnv`.
         environment_type: See `HarborEnv`.
-        num_tasks: How many tasks, in the order of their names; None: all.
-        indices: Which tasks, by their places in that order; None: all.
+        num_tasks: Number of tasks, in the order of their names. The default is all tasks.
+        indices: Which tasks, by their positions in that order. The default is all tasks.
         include_metadata: Whether rows have columns with what `task.toml` says about the task.
 
     Raises:
@@ -248,7 +250,7 @@ class HarborSpec:
 
     @property
     def reward_funcs(self) -> Callable[..., list[float]]:
-        """For `reward_funcs` of a trainer: what the verifiers say."""
+        """For `reward_funcs` of a trainer: the verifiers' rewards."""
         return harbor_reward
 
     @cached_property

@@ -79,19 +79,19 @@ class OpenRewardEnv:
 
 
 class OpenRewardSpec:
-    """An environment of OpenReward, with what a trainer takes: `train_dataset`, `environment_factory`, `reward_funcs`.
+    """An environment of OpenReward; pass its `train_dataset`, `environment_factory` and `reward_funcs` to a trainer.
 
     Args:
         target: The name of an environment in the catalog, such as "Eigent/SETA", or the URL of a server.
-        num_tasks: How many tasks, from the first one; None: all.
-        split: The split that the tasks are of.
-        indices: The numbers of the tasks; None: all.
-        api_key: The key for the catalog; None: the variable OPENREWARD_API_KEY.
-        secrets: What each session on the server is given; None: the key, for environments of the catalog.
-        env_name: The name of the environment on a server; None: the only one there.
+        num_tasks: Number of tasks, from the first one on. The default is all tasks.
+        split: The split that has the tasks.
+        indices: The numbers of the tasks. The default is all tasks.
+        api_key: The key for the catalog. The default is the environment variable OPENREWARD_API_KEY.
+        secrets: What each session on the server gets. For environments of the catalog, the default is the key.
+        env_name: The name of the environment on a server. It may be left out if there is only one.
         include_metadata: Whether rows have columns with what the server says about a task.
-        discover_task_tools: Whether a session is opened to find tools that single tasks have.
-        task_tools_discovery_index: The task of that session; None: each one of `indices`, or the first task.
+        discover_task_tools: Whether to open a session in order to find tools that only some tasks have.
+        task_tools_discovery_index: The task of that session. The default is each of `indices`, or the first task.
 
     Raises:
         ConfigError: `num_tasks` and `indices` are both given.

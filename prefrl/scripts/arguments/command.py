@@ -1,229 +1,27 @@
-"""Options of commands that are not part of a config: model, data and rewards."""
+"""Options of commands that are not part of a config: data, rewards, and what the model acts with.
+
+An environment, several of them, or tools are code of the user: their names are read before anything is imported.
+"""
 
 from __future__ import annotations
 
-import os
+import ast
+import functools
+import inspect
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
-
-from annotated_types import Ge, Gt, Le
+from typing import Any, Self, TypeVar
 
 from prefrl.errors import ConfigError, PrefrlError
-from prefrl.options.fields import check_fields, check_unset, opt, parse_json
-from prefrl.options.names import check_references
+from prefrl.options.fields import check_unset, opt
+from prefrl.options.names import CodeName, Definition, check_references
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, DatasetMixtureConfig, ScriptArguments, parts_of
-from prefrl.scripts.arguments.episodes import EpisodeArguments
-from prefrl.scripts.arguments.lora import checked_init, init_arguments
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-    from transformers import BitsAndBytesConfig
-
-DType = Literal["auto", "bfloat16", "float16", "float32"]
-
-# The names of our options in peft.LoraConfig.
-_PEFT_NAMES = {
-    "lora_r": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "lora_target_parameters": "target_parameters",
-    "lora_modules_to_save": "modules_to_save",
-    "lora_task_type": "task_type",
-    "lora_rank_pattern": "rank_pattern",
-    "lora_alpha_pattern": "alpha_pattern",
-    "lora_init": "init_lora_weights",
-    "loftq_config": "loftq_config",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-}
-
-
-# What Python takes besides, and a command line does not.
-_HINTS: dict[str, Any] = {
-    "model_name_or_path": str | os.PathLike[str] | None,
-    "lora_target_modules": str | list[str] | None,
-    "lora_init": str | bool | None,
-}
-
-
-@dataclass
-class ModelConfig:
-    """Options of the model. An option that would have no effect is refused.
-
-    Raises:
-        ConfigError: A value is not allowed, or an option of adapters or quantization has no effect.
-    """
-
-    model_name_or_path: str | None = opt(None, "Name of a model on the Hub, or a folder.")
-    model_revision: str = opt("main", "Branch, tag or commit of the model on the Hub.")
-    dtype: DType = opt("float32", "Data type of the weights. 'auto' takes that of the files.")
-    attn_implementation: str | None = opt(
-        None,
-        "Attention implementation of transformers, such as sdpa or flash_attention_2. By default, transformers "
-        "chooses.",
-    )
-    use_peft: bool = opt(False, "Train LoRA adapters instead of the model's own weights.")
-    lora_r: Annotated[int, Ge(1)] = opt(16, "Rank of the LoRA adapters.", needs=["use_peft"])
-    lora_alpha: Annotated[int, Gt(0)] = opt(
-        32, "Numerator of the scale lora_alpha / lora_r of a LoRA adapter's update.", needs=["use_peft"]
-    )
-    lora_dropout: Annotated[float, Ge(0), Le(1)] = opt(
-        0.05, "Dropout rate on the input of LoRA adapters.", needs=["use_peft"]
-    )
-    lora_target_modules: list[str] | None = opt(
-        None,
-        "Names of the layers that get LoRA adapters, or all-linear. The default is peft's for the architecture.",
-        needs=["use_peft"],
-    )
-    lora_target_parameters: list[str] | None = opt(
-        None,
-        "Names of parameters that get LoRA adapters, for experts that are stored as parameters instead of layers. "
-        "Needs lora_dropout=0.",
-        needs=["use_peft"],
-    )
-    lora_modules_to_save: list[str] | None = opt(
-        None, "Names of layers that are trained in full beside the LoRA adapters.", needs=["use_peft"]
-    )
-    lora_task_type: Literal["CAUSAL_LM", "SEQ_CLS"] = opt(
-        "CAUSAL_LM",
-        "Task type of the LoRA adapters. Reward models need SEQ_CLS, which prefrl reward sets automatically.",
-        needs=["use_peft"],
-    )
-    use_rslora: bool = opt(
-        False,
-        "Scale the update of LoRA adapters by lora_alpha / sqrt(lora_r) instead (rank-stabilized LoRA).",
-        needs=["use_peft"],
-    )
-    use_dora: bool = opt(False, "Also train the magnitude of each weight vector (DoRA).", needs=["use_peft"])
-    load_in_8bit: bool = opt(
-        False, "Quantize the model to 8 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
-    )
-    load_in_4bit: bool = opt(
-        False, "Quantize the model to 4 bits when it is loaded. Needs use_peft.", needs=["use_peft"]
-    )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = opt(
-        "nf4", "Data type of the weights with load_in_4bit.", needs=["load_in_4bit"]
-    )
-    use_bnb_nested_quant: bool = opt(
-        False, "With load_in_4bit, also quantize the scales of the weights.", needs=["load_in_4bit"]
-    )
-    bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] | None = opt(
-        None,
-        "Data type of the tensors that store the weights with load_in_4bit. The default is the type of the matrix "
-        "products, which FSDP2 needs.",
-        needs=["load_in_4bit"],
-    )
-    lora_rank_pattern: dict[str, int] | str | None = opt(
-        None,
-        "LoRA ranks of some layers, by regular expressions for their names. On the command line, give it as JSON.",
-        needs=["use_peft"],
-    )
-    lora_alpha_pattern: dict[str, int] | str | None = opt(
-        None,
-        "Values of lora_alpha for some layers, by regular expressions for their names. On the command line, give it "
-        "as JSON.",
-        needs=["use_peft"],
-    )
-    lora_init: str | None = opt(
-        None,
-        "Initialization of the LoRA adapters: gaussian, pissa, olora, orthogonal, loftq, or false, with which both "
-        "factors are random; see init_lora_weights of peft.LoraConfig. The default, true, is that of the LoRA paper.",
-        needs=["use_peft"],
-    )
-    loftq_config: dict[str, int] | str | None = opt(
-        None,
-        "Keys of lora_init=loftq: loftq_bits, 4 or 8, and loftq_iter, the number of iterations. The default is "
-        "{loftq_bits: 4, loftq_iter: 1}; JSON on the command line.",
-        needs=["use_peft"],
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self, _HINTS, of=ModelConfig)
-        parse_json(self, "lora_rank_pattern", "lora_alpha_pattern", "loftq_config")
-        self.lora_init = checked_init(self.lora_init, self.loftq_config)
-        if not self.use_peft:
-            check_unset(self, *_PEFT_NAMES, because="use_peft=False", remedy="Set use_peft=True.")
-        if self.lora_target_parameters and self.lora_dropout > 0:
-            raise ConfigError(
-                f"lora_dropout={self.lora_dropout}: must be 0 with lora_target_parameters, whose adapters have no "
-                "dropout. Set lora_dropout=0."
-            )
-        if self.load_in_4bit and self.load_in_8bit:
-            raise ConfigError("load_in_4bit=True and load_in_8bit=True: set one of them")
-        if not self.load_in_4bit:
-            names = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
-            check_unset(self, *names, because="load_in_4bit=False", remedy="Set load_in_4bit=True.")
-
-
-def get_peft_config(model_args: ModelConfig) -> PeftConfig | None:
-    """The `peft.LoraConfig` that the options describe, for `peft_config` of a trainer; None without `use_peft`.
-
-    Raises:
-        ConfigError: peft refuses the options.
-        ImportError: peft is not installed.
-    """
-    if not model_args.use_peft:
-        return None
-    from prefrl.models.adapters import lora_config  # needs torch, which --help does not
-
-    return lora_config(**lora_options(model_args))
-
-
-def lora_options(model_args: ModelConfig) -> dict[str, Any]:
-    """Arguments for `peft.LoraConfig`. Options that are None are left to peft."""
-    values = {theirs: getattr(model_args, ours) for ours, theirs in _PEFT_NAMES.items()}
-    values |= init_arguments(model_args.lora_init, values.pop("loftq_config"))
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """The bitsandbytes config that the options describe, for `quantization_config` of a trainer; None without any.
-
-    Weights of 4 bits become `dtype` for each matrix product.
-
-    Raises:
-        ConfigError: dtype="auto" with `load_in_4bit`.
-        ImportError: bitsandbytes is not installed.
-    """
-    return quantization_config(model_args, model_args.dtype)
-
-
-def get_kbit_device_map() -> dict[str, int] | None:
-    """A `device_map` for `from_pretrained` that loads a model on the accelerator of its process; None on a CPU."""
-    import torch  # --help does not need it
-
-    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.accelerator.is_available() else None
-
-
-def quantization_config(model_args: ModelConfig, compute_dtype: DType) -> BitsAndBytesConfig | None:
-    """`get_quantization_config` with another type for the matrix products of weights of 4 bits.
-
-    Raises:
-        ConfigError: `compute_dtype` is "auto" with `load_in_4bit`.
-        ImportError: bitsandbytes is not installed.
-    """
-    if not (model_args.load_in_4bit or model_args.load_in_8bit):
-        return None
-    if model_args.load_in_4bit and compute_dtype == "auto":
-        raise ConfigError(
-            "dtype='auto' with load_in_4bit=True: the type of matrix products must be known. Set dtype to bfloat16, "
-            "float16 or float32."
-        )
-    from prefrl.models.adapters import bitsandbytes_config  # needs torch, which --help does not
-
-    return bitsandbytes_config(
-        bits=4 if model_args.load_in_4bit else 8,
-        quant_type=model_args.bnb_4bit_quant_type,
-        nested=model_args.use_bnb_nested_quant,
-        compute_dtype=compute_dtype,
-        storage_dtype=model_args.bnb_4bit_quant_storage,
-    )
-
+from prefrl.scripts.arguments.model_config import ModelConfig
 
 _E = TypeVar("_E", bound=PrefrlError)
 
@@ -235,12 +33,12 @@ class Given:
     Args:
         values: The options that the command line or the file sets.
         places: Where those of the file stand, as file:line; also their entries, such as datasets[1].path.
-        script: Class of the options that are not the trainer's.
+        script: Those of them that are not the trainer's, checked: model, data and rewards.
     """
 
     values: Mapping[str, Any]
     places: Mapping[str, str]
-    script: type[CommandArguments]
+    script: Any = None  # `CommandArguments`, once they are checked
 
     def located(self, error: _E) -> _E:
         """The error with the line of the option that its message begins with, if the file sets it."""
@@ -294,7 +92,10 @@ _WEIGHTED = re.compile(r"(.*[\w)])=([-+]?\d[\d_.]*(?:[eE][-+]?\d+)?)", re.DOTALL
 
 
 def weighted_rewards(
-    rewards: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] | None, weights: Sequence[float] | None
+    rewards: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] | None,
+    weights: Sequence[float] | None,
+    *,
+    prefix: str = "",
 ) -> tuple[list[Any] | None, Sequence[float] | None]:
     """The entries of `reward_funcs` without their weights, and the weights.
 
@@ -302,6 +103,7 @@ def weighted_rewards(
         rewards: Entries; `entry=weight` on the command line, and a mapping from entries to weights in a file, say what
             `reward_weights` would say.
         weights: The option `reward_weights`.
+        prefix: What the names of both options begin with: "eval_" for those of evaluations.
 
     Raises:
         ConfigError: A weight is no number, or `reward_weights` is given too.
@@ -317,30 +119,35 @@ def weighted_rewards(
     for entry, weight in pairs:
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise ConfigError(
-                f"reward_funcs: the weight of {entry!r} is {weight!r}; it must be a number. Give parameters in an "
-                "entry of a list, as in [{name: string_check, reference: '{answer}'}], or in parentheses"
+                f"{prefix}reward_funcs: the weight of {entry!r} is {weight!r}; it must be a number. Give parameters "
+                "in an entry of a list, as in [{name: string_check, reference: '{answer}'}], or in parentheses"
             )
     if weights is not None:
-        raise ConfigError(f"reward_weights={weights}: reward_funcs already gives weights. Remove one of them")
+        raise ConfigError(
+            f"{prefix}reward_weights={weights}: {prefix}reward_funcs already gives weights. Remove one of them"
+        )
     return [entry for entry, _ in pairs], [float(weight) for _, weight in pairs]
 
 
-def reward_entries(entries: Sequence[str | Mapping[str, Any]] | None) -> list[RewardEntry] | None:
-    """The entries of the option `reward_funcs`.
+def reward_entries(
+    entries: Sequence[str | Mapping[str, Any]] | None, option: str = "reward_funcs"
+) -> list[RewardEntry] | None:
+    """The entries of an option that names rewards.
 
     Raises:
         ConfigError: One is neither a name nor a mapping with a name.
     """
     if entries is None:
         return None
-    return [RewardEntry(entry, f"reward_funcs[{i}]") for i, entry in enumerate(entries)]
+    return [RewardEntry(entry, f"{option}[{i}]") for i, entry in enumerate(entries)]
 
 
-def check_reward_files(entries: Sequence[str]) -> None:
+def check_reward_files(entries: Sequence[str], option: str) -> None:
     """Refuse rewards in files that are not there; files are not run.
 
     Args:
-        entries: Of the option `reward_funcs`.
+        entries: What the option says.
+        option: Its name.
 
     Raises:
         ConfigError: A file is missing.
@@ -348,7 +155,7 @@ def check_reward_files(entries: Sequence[str]) -> None:
     for number, entry in enumerate(entries):
         place = entry.partition("(")[0].rpartition(":")[0]
         if place.endswith(".py") and not Path(place).is_file():
-            raise ConfigError(f"reward_funcs[{number}]={str(entry)!r}: there is no file {place!r}")
+            raise ConfigError(f"{option}[{number}]={str(entry)!r}: there is no file {place!r}")
 
 
 @dataclass
@@ -443,6 +250,189 @@ def _shaping(options: Any) -> dict[str, Any]:
     return {name: getattr(options, name) for name in SHAPING}
 
 
+# Methods that may be no tools: those of `prefrl.Environment`.
+_OF_ENVIRONMENTS = ("reset", "respond", "edit", "get_reward", "close")
+
+
+@dataclass
+class EpisodeArguments:
+    """Environments and tools, for the online algorithms. See docs/environments.md."""
+
+    environment: dict[str, Any] | str | None = opt(
+        None,
+        "Environment for multi-turn episodes, such as my_env.py:Game or module.Game. It is a class, or a function "
+        "that returns an instance. Parameters follow in parentheses: my_env.py:Game(size=3). For several "
+        "environments, give a mapping from the values of the dataset's column environment to such names, on the "
+        "command line as JSON.",
+    )
+    tools: list[str] | None = opt(
+        None,
+        "Tools that the model may call, such as my_tools.py:search or module.search. Each is a function with type "
+        "hints and a docstring, or a class, whose public methods are tools. A class is instantiated once for each "
+        "process.",
+    )
+
+    def check_names(self) -> None:
+        """Read the names of code.
+
+        Raises:
+            ConfigError: One cannot be read.
+        """
+        if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
+            try:
+                self.environment = json.loads(self.environment)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f'environment={self.environment!r}: is no JSON such as {{"game": "my_env.py:Game"}}: {error}'
+                ) from error
+        if self.environment == {}:
+            raise ConfigError("environment={}: needs at least one environment")
+        self._environments()
+        for name in self._tools():
+            if name.parameters:
+                raise ConfigError(
+                    f"{name.where}: the arguments of a tool come from the model. Write {name.place}:{name.name}, and "
+                    "set other parameters in a function or a class of your own"
+                )
+
+    def _environments(self) -> dict[str | None, CodeName]:
+        given = self.environment
+        if isinstance(given, Mapping):
+            return {str(key): CodeName.read(name, f"environment.{key}") for key, name in given.items()}
+        return {} if given is None else {None: CodeName.read(given, "environment")}
+
+    def _tools(self) -> list[CodeName]:
+        return [CodeName.read(name, f"tools[{i}]") for i, name in enumerate(self.tools or ())]
+
+    def check_code(self) -> None:
+        """Look at the files without running them, as far as they say what the model can call.
+
+        Raises:
+            ConfigError: A file or what it should contain is missing, or a tool lacks types or descriptions.
+        """
+        for name in self._environments().values():
+            tree, node = name.look_up()
+            if isinstance(node, ast.ClassDef):
+                _check_environment(name, node, tree)
+            elif node is not None and not node.decorator_list:
+                _check_call(name, _parameters(node.args), ast.unparse(node.args))
+        for name in self._tools():
+            tree, node = name.look_up()
+            methods = _methods(node, tree)[0].values() if isinstance(node, ast.ClassDef) else (node,)
+            for method in methods:
+                _check_tool(name, method)
+
+    def loaded(self) -> dict[str, Any]:
+        """The trainer's arguments `tools` and `environment_factory`.
+
+        Raises:
+            ConfigError: Code cannot be imported, or is nothing that can be called.
+        """
+        factories = {key: _factory(name) for key, name in self._environments().items()}
+        tools = [tool for name in self._tools() for tool in _loaded_tools(name)]
+        return {"tools": tools, "environment_factory": factories.get(None, factories or None)}
+
+
+def _check_environment(name: CodeName, node: ast.ClassDef, tree: ast.Module) -> None:
+    methods, is_whole = _methods(node, tree)
+    if is_whole and "reset" not in methods:
+        raise ConfigError(
+            f"{name.where}: {name.file}:{node.lineno}: {node.name} has no method reset, which begins an episode. Add "
+            "reset(self, **row)"
+        )
+    for key, method in methods.items():
+        if key not in _OF_ENVIRONMENTS:
+            _check_tool(name, method)
+    makers = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+    if makers and not node.decorator_list and not node.keywords:
+        _check_call(name, _parameters(makers[0].args)[1:], ast.unparse(makers[0].args).partition(", ")[2])
+
+
+def _methods(node: ast.ClassDef, tree: ast.Module) -> tuple[dict[str, Definition], bool]:
+    """The public methods of a class, and whether these are all: its bases may be in other files."""
+    classes = {other.name: other for other in tree.body if isinstance(other, ast.ClassDef)}
+    found: dict[str, Definition] = {}
+    is_whole = not node.keywords
+    for base in node.bases:
+        known = classes.get(base.id) if isinstance(base, ast.Name) else None
+        inherited, is_known = ({}, False) if known is None or known is node else _methods(known, tree)
+        found |= inherited
+        is_whole = is_whole and is_known
+    functions = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found |= {one.name: one for one in functions if not one.name.startswith("_")}
+    return found, is_whole
+
+
+def _check_tool(name: CodeName, node: Definition | None) -> None:
+    """Check a function, unless decorators or classes decide what is called."""
+    if node is None or isinstance(node, ast.ClassDef) or node.decorator_list:
+        return
+    from prefrl.data.tools import check_signature  # --help does not wait for it
+
+    try:
+        check_signature(node.name, _parameters(node.args), ast.get_docstring(node))
+    except ConfigError as error:
+        raise ConfigError(f"{name.where}: {name.file}:{node.lineno}: {error}") from None
+
+
+def _parameters(arguments: ast.arguments) -> list[Parameter]:
+    """Of a function; types and defaults are nodes."""
+    by_place = [*arguments.posonlyargs, *arguments.args]
+    values: list[Any] = [None] * (len(by_place) - len(arguments.defaults)) + arguments.defaults
+    values += [None, *arguments.kw_defaults, None]
+    kinds: list[Any] = [Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs)
+    kinds += [Parameter.POSITIONAL_OR_KEYWORD] * len(arguments.args)
+    kinds += [Parameter.VAR_POSITIONAL, *([Parameter.KEYWORD_ONLY] * len(arguments.kwonlyargs)), Parameter.VAR_KEYWORD]
+    found = [*by_place, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
+    return [
+        Parameter(one.arg, kind, annotation=one.annotation or Parameter.empty, default=value or Parameter.empty)
+        for one, kind, value in zip(found, kinds, values, strict=True)
+        if one is not None
+    ]
+
+
+def _check_call(name: CodeName, parameters: Sequence[Parameter], text: str) -> None:
+    """Refuse parameters that are not those of a class or a function, which `text` shows."""
+    try:
+        inspect.Signature(parameters).bind(**name.parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name.where}: {name.name} cannot be called like this: {error}. Its parameters are ({text}); write them "
+            f"as {name.place}:{name.name}(parameter=value)"
+        ) from error
+
+
+def _factory(name: CodeName) -> Callable[[], Any]:
+    make = name.load()
+    if not callable(make):
+        raise ConfigError(
+            f"{name.where}: is a {type(make).__name__}; an environment is a class, or a function that returns an "
+            "instance"
+        )
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # it has none that can be read
+        signature = inspect.Signature([Parameter("parameters", Parameter.VAR_KEYWORD)])
+    _check_call(name, [*signature.parameters.values()], str(signature).strip("()"))
+    return functools.partial(make, **name.parameters) if name.parameters else make
+
+
+def _loaded_tools(name: CodeName) -> list[Callable[..., Any]]:
+    """The tool, or those that an instance of a class has."""
+    tool = name.load()
+    if not inspect.isclass(tool):
+        return [tool]
+    try:
+        instance = tool()
+    except Exception as error:  # user code
+        raise ConfigError(f"{name.where}: {name.name}() raised {type(error).__name__}: {error}") from error
+    methods = inspect.getmembers(instance, inspect.ismethod)
+    found: list[Callable[..., Any]] = [method for key, method in methods if not key.startswith("_")]
+    if not found:
+        raise ConfigError(f"{name.where}: {name.name} has no public method, so there is nothing to call. Add one")
+    return found
+
+
 @dataclass
 class RewardArguments(CommandArguments, EpisodeArguments):
     """Rewards, for the online algorithms."""
@@ -456,7 +446,12 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         "{numeric_reward: 1.0, format_reward: 0.2}.",
     )
     reward_model_name_or_path: str | None = opt(
-        None, "Sequence-classification model that gives one more reward, after those of reward_funcs."
+        None, "Sequence-classification model for one more reward, after those of reward_funcs."
+    )
+    eval_reward_funcs: list[RewardEntry] | None = opt(
+        None,
+        "Rewards of evaluations instead of those of training, written as in reward_funcs. Evaluations then have no "
+        "loss, which belongs to the rewards of training.",
     )
 
     def __post_init__(self) -> None:
@@ -465,6 +460,7 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         super().__post_init__()
         check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
+        self.eval_reward_funcs = reward_entries(self.eval_reward_funcs, "eval_reward_funcs")
         if not self.reward_funcs and self.reward_model_name_or_path is None and self.needs_reward:
             raise ConfigError(
                 "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "

@@ -7,17 +7,17 @@ import json
 import logging
 import string
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError, DataError, cause_of
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import nearest
-from prefrl.scripts.arguments.data_files import bad_line, delimiter, not_utf8
-from prefrl.scripts.arguments.own_datasets import check_code, code_of, dataset_of_code
+from prefrl.scripts.arguments.own_datasets import bad_line, check_code, code_of, dataset_of_code, delimiter, not_utf8
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -38,6 +38,8 @@ class ColumnArguments:
         ConfigError: An option cannot be read.
     """
 
+    GROUP: ClassVar[str] = "Columns of the dataset"
+
     columns: dict[str, str] | str | None = opt(
         None,
         "Columns to rename. {prompt: question} makes the dataset's question the prompt. The other columns are kept, "
@@ -45,8 +47,8 @@ class ColumnArguments:
     )
     prompt_template: str | None = opt(
         None,
-        "Text of the prompt, with the dataset's columns in braces, such as 'Question: {question} Answer:'. Literal "
-        "braces are doubled. In conversations, this is the user's message.",
+        "Text of the prompt, with columns of the dataset in braces. An example is 'Question: {question} Answer:'. "
+        "Literal braces are doubled. In conversations, this is the user's message.",
     )
     system_prompt: str | None = opt(
         None,
@@ -164,7 +166,9 @@ class ScriptArguments(ColumnArguments):
         ConfigError: `ignore_bias_buffers` is set, or an option of columns cannot be read.
     """
 
-    dataset_name: str | None = opt(None, f"Dataset: a name on the Hub, a folder, or {FILES}. Set this or datasets.")
+    dataset_name: str | None = opt(
+        None, f"Dataset: a name on the Hub, a folder or a file. Files: {FILES}. Set this or datasets."
+    )
     dataset_config: str | None = opt(None, "Name of the dataset's configuration, if it has several.")
     dataset_revision: str | None = opt(None, "Branch, tag or commit of a dataset on the Hub.")
     dataset_train_split: str = opt("train", "Split to train on. Slices such as train[:90%] work.")
@@ -193,7 +197,8 @@ class DatasetConfig:
         data_files: As in `datasets.load_dataset`.
         split: The split. Slices such as train[:90%] work.
         columns: New names of columns, and the dataset's own names: {"prompt": "question"}. A list of names, and of
-            such mappings, also says which columns to keep: ["answer", {"prompt": "question"}]. None: all, as they are.
+            such mappings, also says which columns to keep: ["answer", {"prompt": "question"}]. The default is all
+            columns, unchanged.
         fraction: Its share of the mixture's rows, relative to the others. Each part contributes its first rows, as
             many as its share allows, and no row occurs twice.
         weight: How often a row is drawn from it, relative to the others. Rows are drawn at random until a part ends.
@@ -352,9 +357,10 @@ def load_part(
 
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says what they would
     try:
-        dataset = datasets.load_dataset(
-            path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
-        )
+        with _from_hub(path) if path == part.path and "://" not in path else nullcontext():
+            dataset = datasets.load_dataset(
+                path, part.name, split=part.split, revision=part.revision, streaming=streaming, **arguments
+            )
     except StopIteration as error:  # datasets' reader of JSON lets it out for a file without rows
         raise DataError(f"{where}: has no rows") from error
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
@@ -363,8 +369,14 @@ def load_part(
         reason = bad_line(Path(part.path)) or not_utf8(Path(part.path)) or cause
         named = f" Name held-out rows, such as {split_option}='train[90%:]'." if "Unknown split" in str(error) else ""
         what = f"{where} with {split_option}={part.split!r}"
-        raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from error
+        raise DataError(f"{what} cannot be loaded: {reason or error}{named}") from cause_of(error)
     return dataset if shape is None else shape.apply(dataset, within=within)
+
+
+def _from_hub(name: str) -> AbstractContextManager[None]:
+    from prefrl.models.modes import hub_or_cache  # imports torch, which files do not need
+
+    return hub_or_cache(name)
 
 
 def _format_of(path: str) -> tuple[str, dict[str, Any]] | None:

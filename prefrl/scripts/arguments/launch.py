@@ -35,14 +35,14 @@ class ProcessArguments:
 
     num_processes: Annotated[int, Ge(1), Le(1_000_000)] | None = opt(
         None,
-        "Start this many training processes, on all machines together, through accelerate. By default, the command "
+        "Start this many training processes, on all machines together. By default, the command "
         "trains in its own process; with other launch options, it starts one process per training GPU, or a single "
         "one on a CPU.",
     )
     accelerate_config: str | None = opt(
         None,
-        "One of single, ddp, zero1, zero2, zero3, zero3_offload and fsdp2, or your own accelerate config file. The "
-        "default is single for one process, and ddp for several.",
+        "Backend: single, ddp, zero1, zero2, zero3, zero3_offload, fsdp2 or a config file. The file is accelerate's. "
+        "The default is single for one process, and ddp for several.",
     )
     num_machines: Annotated[int, Ge(1)] | None = opt(
         None, "Number of machines to train on. Run the command on each of them. The default is 1."
@@ -68,8 +68,8 @@ class LaunchArguments(ProcessArguments):
     )
     vllm_python: str | None = opt(
         None,
-        "Python of the environment with vLLM. The default is the variable PREFRL_VLLM_PYTHON, or else the current "
-        "Python.",
+        "Python interpreter of the environment in which vLLM is installed. The default is the environment variable "
+        "PREFRL_VLLM_PYTHON, or else the current interpreter.",
         needs=["use_vllm", "vllm"],
     )
     vllm_args: str | None = opt(
@@ -176,13 +176,11 @@ def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArgume
             f"{name}={value!r}: would start processes, but torchrun or accelerate has already started this one. "
             "Remove it, or start the command directly."
         )
-    try:
+    with given.locating():
         options = LaunchArguments(**asked)
         if options.vllm is not None:
             _check_address(options.vllm, given)
             options.server_python(environment)
-    except ConfigError as error:
-        raise given.located(error) from None
     return options
 
 

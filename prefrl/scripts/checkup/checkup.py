@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from prefrl.data.formats import get_dataset_column_names
 from prefrl.data.tools import signature_of
 from prefrl.distributed import partitions_weights
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
+from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
@@ -27,16 +27,15 @@ from prefrl.scripts.arguments.launch import LaunchArguments
 from prefrl.scripts.checkup.dataset import (
     UNLIMITED,
     Batches,
-    check_dataset_columns,
     check_rows,
-    rows_in_memory,
     show_rows,
     try_rewards,
 )
+from prefrl.scripts.checkup.findings import Checkup, Section, logged_into, rows_in_memory
 from prefrl.scripts.checkup.parallel import check_parallelism
 from prefrl.scripts.checkup.resources import check_memory, check_resources
-from prefrl.scripts.checkup.subject import Checkup, Section, Subject, logged_into, plan_of
-from prefrl.scripts.inputs import datasets_of, lora_of, options_of
+from prefrl.scripts.checkup.subject import Subject, plan_of
+from prefrl.scripts.inputs import lora_of, options_of
 from prefrl.trainer.online.prompts import prompts_per_generation
 from prefrl.trainer.online.sampling import Episodes
 
@@ -102,10 +101,13 @@ def check_before(
             episodes.readers(subject.processing_class)
             dataset = episodes.training_prompts(dataset, num_rows=_FEW_ROWS)
             eval_dataset = episodes.with_prompts(eval_dataset)
-    if functions := [reward for reward in given.get("reward_funcs", ()) if callable(reward)]:
-        with subject.naming_dataset(ConfigError):
-            environments = None if subject.episodes is None else subject.episodes.rewards
-            RewardRunner(functions, environments=environments).check_columns(get_dataset_column_names(dataset))
+    of_training = given.get("reward_funcs", ())
+    for rewards, part in ((of_training, dataset), (given.get("eval_reward_funcs", of_training), eval_dataset)):
+        functions, rows = [reward for reward in rewards if callable(reward)], rows_in_memory(part, 1)
+        if functions and rows is not None:
+            with subject.naming_dataset(ConfigError) if part is dataset else nullcontext():
+                environments = None if subject.episodes is None else subject.episodes.rewards
+                RewardRunner(functions, environments=environments).check_columns(rows.column_names)
     for number, part in enumerate((dataset, eval_dataset)):
         rows = rows_in_memory(part, _FEW_ROWS)
         if rows is None or not len(rows):
@@ -119,14 +121,22 @@ def check_before(
         check_servers(Section("Server"), subject)
 
 
-def checkup_of(
-    algorithm: Algorithm, given: Given, launch: LaunchArguments | None = None, *, device_memory: float | None = None
-) -> Checkup:
-    """Check everything. What cannot be checked after a problem is left out.
+def check_run(
+    checkup: Checkup,
+    algorithm: Algorithm,
+    given: Given,
+    data: tuple[Any, Any],
+    launch: LaunchArguments | None = None,
+    *,
+    device_memory: float | None = None,
+) -> None:
+    """Check everything but the data itself. What cannot be checked after a problem is left out.
 
     Args:
+        checkup: Gets the findings.
         algorithm: The algorithm.
         given: Its options.
+        data: From `check_data`.
         launch: How the run is started; None: in one process, without a server of its own.
         device_memory: GiB of each device; None: the devices of this machine are looked at.
 
@@ -136,14 +146,9 @@ def checkup_of(
     with given.locating():
         script, config = options_of(algorithm, given, num_processes=None if launch is None else launch.num_processes)
         plan = plan_of(config, launch, device_memory=device_memory)
-    checkup = Checkup(located=given.located)
     is_partitioned = launch is not None and launch.accelerate_config not in (None, "single", "ddp")
     subject = Subject(algorithm, script, config, is_partitioned or partitions_weights(config, os.environ), plan)
-    raw = rows = None
-    with checkup.section("Data"):
-        raw, evaluated = datasets_of(script, config)
-        if raw is not None:
-            check_dataset_columns(checkup.sections[-1], raw)
+    (raw, evaluated), rows = data, None
     with checkup.section("Model and tokenizer") as section:
         count = sum(parameter.numel() for parameter in subject.model.parameters())
         section.ok(f"{type(subject.model).__name__} with {count:,} weights")
@@ -157,13 +162,15 @@ def checkup_of(
             evaluated = played.with_prompts(evaluated)
             check_episodes(section, subject, played)
     if raw is None or checkup.count("problem"):
-        return checkup
+        return
     with checkup.section("Rows") as section:
         rows = check_rows(section, subject, raw, evaluated)
         show_rows(section, subject, rows)
     if subject.is_online:
         with checkup.section("Rewards") as section:
             try_rewards(section, subject, raw)
+            with about_evaluations():
+                try_rewards(section, subject, evaluated, option="eval_reward_funcs")
         if config.use_vllm:
             with checkup.section("Server") as section:
                 if launch is not None and launch.vllm is not None:
@@ -171,7 +178,6 @@ def checkup_of(
                 else:
                     check_servers(section, subject)
     _check_sizes(checkup, subject, launch, raw, rows, evaluated)
-    return checkup
 
 
 def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> None:

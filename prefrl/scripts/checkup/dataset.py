@@ -1,4 +1,4 @@
-"""Checks of the rows that a run trains on: columns, lengths, ends, duplicates, rewards of them, and steps of batches.
+"""Checks of the rows that a run trains on: lengths, ends, duplicates, rewards of them, and steps of batches.
 
 Rewards are tried with the row's own answer as the completion, and with an empty one.
 """
@@ -26,7 +26,6 @@ from prefrl.data.checks import (
     warn_of_shared_rows,
     warn_of_unknown_end,
 )
-from prefrl.data.formats import get_dataset_column_names
 from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError, printable
 from prefrl.generation.local.generator import end_token_ids
@@ -34,36 +33,13 @@ from prefrl.models.plans import position_limit
 from prefrl.options.training import num_ranks
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import RewardRunner, RewardScores
-from prefrl.scripts.checkup.subject import Section, Subject, logged_into
+from prefrl.scripts.checkup.findings import Section, logged_into, rows_in_memory
+from prefrl.scripts.checkup.subject import Subject
 from prefrl.trainer.online.prompts import prompts_per_generation
 
-ROWS_READ = 1000
 _MOST_CHARACTERS = 600  # of a part of a row that is shown
 # What no limit holds for.
 UNLIMITED = {"max_length": None, "max_prompt_length": None, "filter_overlong_prompts": False}
-
-
-def rows_in_memory(dataset: Any, count: int = ROWS_READ) -> datasets.Dataset | None:
-    """The first rows of a dataset or stream, in memory; of several datasets, those of the first."""
-    if isinstance(dataset, Mapping):
-        dataset = next(iter(dataset.values()), None)
-    if dataset is None:
-        return None
-    if isinstance(dataset, datasets.IterableDataset):
-        return datasets.Dataset.from_list(list(dataset.take(count)))
-    return dataset.select(range(min(count, len(dataset))))
-
-
-def check_dataset_columns(section: Section, dataset: Any) -> None:
-    """Say what the dataset consists of, and which pairs have equal sides."""
-    size = "a stream" if isinstance(dataset, datasets.IterableDataset) else f"{len(dataset):,} rows"
-    section.ok(f"{size} with the columns {', '.join(get_dataset_column_names(dataset))}")
-    rows = rows_in_memory(dataset)
-    if rows is None or not {"chosen", "rejected"} <= set(rows.column_names):
-        return
-    equal = [i for i, row in enumerate(rows) if row["chosen"] == row["rejected"]]
-    if equal:
-        section.warn(f"{len(equal)} of {len(rows)} pairs have chosen = rejected; the first is row {equal[0]}")
 
 
 def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: Any) -> datasets.Dataset | None:
@@ -127,10 +103,9 @@ def _table_of_lengths(section: Section, subject: Subject, rows: datasets.Dataset
     counts = list(lengths.values())[-1]
     num_long = 0 if limit is None else int((counts > limit).sum())
     if num_long:
-        section.warn(
-            f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are truncated, or dropped "
-            "if the options say so"
-        )
+        is_cut = getattr(config, "packing", False) and config.packing_strategy != "bfd"
+        what = "packed in pieces" if is_cut else "truncated, or dropped if the options say so"
+        section.warn(f"{num_long} of {len(counts)} rows have more than {option}={limit} tokens and are {what}")
     elif limit is not None:
         section.ok(f"no row has more than {option}={limit} tokens")
     return table
@@ -202,20 +177,28 @@ _ANSWERS = ("completion", "response", "solution", "answer", "ground_truth", "cho
 _ROWS = 3
 
 
-def try_rewards(section: Section, subject: Subject, dataset: Any) -> None:
+def try_rewards(section: Section, subject: Subject, dataset: Any, *, option: str = "reward_funcs") -> None:
     """Call the reward functions on the first rows, and show what they return.
+
+    Args:
+        section: Says what is found.
+        subject: The run.
+        dataset: Whose rows the rewards get; None: there is none, so none is called.
+        option: Which rewards: "reward_funcs" or "eval_reward_funcs".
 
     Raises:
         ConfigError: There is no such reward, or a column is missing.
         RewardError: A reward raised an error, or returned something else than finite numbers.
     """
-    config, script = subject.config, subject.script
-    if (model := getattr(script, "reward_model_name_or_path", None)) is not None:
+    config, script, is_training = subject.config, subject.script, option == "reward_funcs"
+    model = getattr(script, "reward_model_name_or_path", None) if is_training else None
+    if model is not None:
         section.note(f"the reward model {model} was not loaded")
-    if not subject.reward_names:
+    rewards: list[Any] = [reward_by_name(name) for name in getattr(script, option, None) or ()]
+    if not rewards or dataset is None:
         return
-    weights = config.reward_weights if model is None else None
-    rewards: list[Any] = [reward_by_name(name) for name in subject.reward_names]
+    weights = config.reward_weights if is_training else config.eval_reward_weights
+    weights = weights if model is None else None
     environments = None if subject.episodes is None else subject.episodes.rewards
     runner = RewardRunner(rewards, weights=weights, timeout=config.reward_timeout, environments=environments)
     if "environments" in runner.required:
@@ -321,6 +304,9 @@ class Batches:
 
 
 def _num_steps(config: Any, steps_per_epoch: int | None) -> int | None:
-    if config.max_steps > 0:
-        return int(config.max_steps)
-    return None if steps_per_epoch is None else int(steps_per_epoch * config.num_train_epochs)
+    by_epochs = None if steps_per_epoch is None else int(steps_per_epoch * config.num_train_epochs)
+    if config.max_steps <= 0:
+        return by_epochs
+    if config.stop_at_first_limit and by_epochs is not None:
+        return min(int(config.max_steps), by_epochs)
+    return int(config.max_steps)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from prefrl.models.footprint import Footprint
     from prefrl.scripts.checkup.dataset import Batches
-    from prefrl.scripts.checkup.subject import LaunchPlan, Section, Subject
+    from prefrl.scripts.checkup.findings import Section
+    from prefrl.scripts.checkup.subject import LaunchPlan, Subject
 
 _UNEVEN = 1.05  # times an equal part, which is not worth a word
 _SMALL_FILES = 20  # of process 0: options, tokenizer, states of callbacks, ...

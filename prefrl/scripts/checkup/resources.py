@@ -24,8 +24,9 @@ from prefrl.models.footprint import (
 )
 from prefrl.options.preference import ReferenceOptions
 from prefrl.scripts.checkup.dataset import Batches, row_lengths
+from prefrl.scripts.checkup.findings import Section
 from prefrl.scripts.checkup.parallel import footprint_of_process
-from prefrl.scripts.checkup.subject import Section, Subject
+from prefrl.scripts.checkup.subject import Subject
 from prefrl.scripts.inputs import lora_of
 
 _MIB, _GIB = 2**20, 2**30

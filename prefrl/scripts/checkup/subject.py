@@ -1,34 +1,30 @@
 """What a run consists of before its model is loaded: options, outline of the model, tokenizer, data, rewards, plan.
 
 How it would be started is only found out as far as the state of its processes depends on it. Nothing is started.
-Findings are what a check says about it, and how they are printed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import datasets
 import torch
-from rich.console import Console, RenderableType
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
 from prefrl.distributed import Partition, partition_of
-from prefrl.errors import ConfigError, PrefrlError, printable
+from prefrl.errors import ConfigError, PrefrlError
 from prefrl.models.adapters import add_adapter
 from prefrl.models.footprint import outline_of
 from prefrl.models.load import load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
 from prefrl.registry import Algorithm
-from prefrl.scripts.arguments.command import CommandArguments, RewardArguments
+from prefrl.scripts.arguments.command import CommandArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
@@ -38,128 +34,6 @@ from prefrl.trainer.online.prompts import tokenized_prompts
 from prefrl.trainer.online.sampling import Episodes
 from prefrl.trainer.reward_trainer import tokenized_pairs
 from prefrl.trainer.sft_trainer import tokenized_texts
-
-Severity = Literal["ok", "note", "warning", "problem"]
-_SIGNS: dict[Severity, str] = {
-    "ok": "[green]ok[/]",
-    "note": "[dim]note[/]",
-    "warning": "[yellow]warning[/]",
-    "problem": "[bold red]problem[/]",
-}
-
-
-@dataclass
-class Section:
-    """The findings about one thing, such as the data."""
-
-    title: str
-    entries: list[tuple[Severity, str]] = field(default_factory=list)
-    shown: list[RenderableType] = field(default_factory=list)  # below the entries
-
-    def ok(self, text: str) -> None:
-        """Something is as it should be."""
-        self._add("ok", text)
-
-    def note(self, text: str) -> None:
-        """Something that could not be checked, or is good to know."""
-        self._add("note", text)
-
-    def warn(self, text: str) -> None:
-        """The run would go on, but perhaps not as intended."""
-        self._add("warning", text)
-
-    def problem(self, text: str) -> None:
-        """The run would fail."""
-        self._add("problem", text)
-
-    def _add(self, level: Severity, text: str) -> None:
-        """Once, without the control characters that names of columns and models may have."""
-        entry = (level, printable(text))
-        if entry not in self.entries:
-            self.entries.append(entry)
-
-
-@dataclass
-class Checkup:
-    """All sections.
-
-    Args:
-        sections: In the order of the checks.
-        located: Adds file and line to an error, if the file of options sets what is wrong.
-    """
-
-    sections: list[Section] = field(default_factory=list)
-    located: Callable[[PrefrlError], PrefrlError] = lambda error: error
-
-    @contextmanager
-    def section(self, title: str) -> Iterator[Section]:
-        """A section to fill. An error that prefrl raises inside is a problem of it, and what it logs a warning."""
-        section = Section(title)
-        self.sections.append(section)
-        try:
-            with logged_into(section):
-                yield section
-        except PrefrlError as error:
-            section.problem(str(self.located(error)))
-        except ImportError as error:
-            section.problem(str(error))
-
-    def count(self, level: Severity) -> int:
-        """Number of findings of a level."""
-        return sum(entry[0] == level for section in self.sections for entry in section.entries)
-
-    def print(self, console: Console) -> None:
-        """Print all sections, and the number of problems and warnings."""
-        from rich.markup import escape
-        from rich.padding import Padding
-
-        for section in self.sections:
-            console.print(f"\n[bold]{section.title}[/]")
-            for level, text in section.entries:
-                console.print(f"  {_SIGNS[level]}  {escape(text)}", highlight=False, soft_wrap=not console.is_terminal)
-            for shown in section.shown:
-                console.print(Padding(shown, (0, 0, 0, 2)))
-        problems, warnings = self.count("problem"), self.count("warning")
-        console.print(f"\n{_counted(problems, 'problem')}, {_counted(warnings, 'warning')}")
-
-
-@contextmanager
-def logged_into(section: Section) -> Iterator[None]:
-    """Turns what prefrl logs into warnings of the innermost section, and shows no progress bars of datasets."""
-    handler, logger = _IntoSection(section), logging.getLogger("prefrl")
-    outer = [each for each in logger.handlers if isinstance(each, _IntoSection)]
-    propagates, logger.propagate = logger.propagate, False
-    shows_bars = not datasets.are_progress_bars_disabled()
-    for each in outer:
-        logger.removeHandler(each)
-    logger.addHandler(handler)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        for each in outer:
-            logger.addHandler(each)
-        logger.propagate = propagates
-        if shows_bars:
-            datasets.enable_progress_bars()
-
-
-class _IntoSection(logging.Handler):
-    """Turns what is logged into warnings of a section."""
-
-    def __init__(self, section: Section) -> None:
-        super().__init__(logging.WARNING)
-        self._section = section
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Add a record."""
-        self._section.warn(record.getMessage())
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
 
 _GIB = 2**30
 
@@ -308,11 +182,6 @@ class Subject:
         """Token ids that the model has embeddings for."""
         return num_embeddings(self.model)
 
-    @property
-    def reward_names(self) -> list[str]:
-        """Rewards as the options name them."""
-        return list(self.script.reward_funcs or []) if isinstance(self.script, RewardArguments) else []
-
     def tokenized(self, dataset: Any, **changes: Any) -> Any:
         """The dataset with token ids, as the trainer prepares it before it packs rows, with some other options.
 
@@ -326,7 +195,7 @@ class Subject:
             schemas = None if self.episodes is None else self.episodes.schemas
             return tokenized_prompts(dataset, processing_class, config, tools=schemas)
         if isinstance(config, SFTConfig):
-            return tokenized_texts(dataset, processing_class, config)
+            return tokenized_texts(dataset, processing_class, config, is_packed=config.packing)
         if isinstance(config, RewardConfig):
             return tokenized_pairs(dataset, processing_class, config)
         if isinstance(config, KTOConfig | BCOConfig):

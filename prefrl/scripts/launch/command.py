@@ -6,7 +6,6 @@ refused before it starts, stands here, too.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -45,9 +44,9 @@ from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
 from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
-from prefrl.scripts.parsing.option_parser import OptionParser, boolean
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser
 from prefrl.scripts.parsing.yaml_file import load_yaml
-from prefrl.scripts.schema import option_list, options_of
+from prefrl.scripts.schema import options_of
 
 __all__ = [
     "ServerProgram",
@@ -319,19 +318,32 @@ _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip"
 _OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an output_dir
 
 
+class _Parser(OptionParser):
+    """Its help also shows the options that it leaves to the algorithm."""
+
+    def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
+        """Print it."""
+        for option in options_of("grpo"):
+            if option["name"] in _NAMES:
+                self.add_option(option, group="Options")
+        self.print_help()
+
+
 def main(argv: Sequence[str]) -> int:
     """`prefrl launch ALGORITHM ...`: the same as `prefrl ALGORITHM ...`, but always through accelerate."""
-    parser = OptionParser(
+    parser = _Parser(
         takes_config=False,
+        groups=("Options",),
         prog="prefrl launch",
         usage=f"prefrl launch {{{','.join(REGISTRY)}}} [FILE.yaml] [--option value ...]",
-        description="Start an algorithm on several GPUs or nodes, through accelerate: one process per GPU,\nunless "
-        "the options below say otherwise. They are also options of prefrl ALGORITHM.",
-        epilog=option_list(option for option in options_of("grpo") if option["name"] in _NAMES),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Start an algorithm on several GPUs or nodes, through accelerate: one process for each GPU, "
+        "unless the options below say otherwise. They are also options of prefrl ALGORITHM.\n\nExample:\n"
+        "  prefrl launch grpo run.yaml --num_processes 8 --accelerate_config zero2",
     )
     about = "Print the commands and their environment variables without running them."
-    parser.add_argument("--dry_run", "--dry-run", type=boolean, nargs="?", const=True, default=False, help=about)
+    parser.add_option(
+        {"name": "dry_run", "kind": "bool", "help": about, "is_flag": True, "default": False}, group="Options"
+    )
     is_algorithm = bool(argv) and not argv[0].startswith("-")
     own, _, words = parser.read(argv[1:] if is_algorithm else argv, keeps_words=True)
     if not is_algorithm:
@@ -356,14 +368,12 @@ def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_r
     """
     defaults = {option["name"]: option.get("default") for option in options_of(words[0])}
     run = {**defaults, **given.values}
-    try:
+    with given.locating():
         if options.vllm is not None and not dry_run:
             port = choose_port(run[_PORT], is_given=_PORT in given.values)
             if port != run[_PORT]:
                 words, run = [*words, f"--{_PORT}", str(port)], {**run, _PORT: port}
         training, server = _plan(words, run, options, is_real=not dry_run)
-    except ConfigError as error:
-        raise given.located(error) from None
     if dry_run:
         print(*filter(None, (server, training)), sep="\n")
         return 0

@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
     """Migrate files, and print what was changed and what is left to do. Files and options come in any order."""
     description = (
         "Rewrite Python and shell scripts, YAML and TOML of TRL, verl, cosmos-rl and Ludwig for prefrl. "
-        "Exit code: 0 if all is done, 3 if something is left to do, 2 for an error."
+        "The exit code is 0 if all is done, 3 if something is left to do, and 2 for an error.\n\nExamples:\n"
+        "  prefrl migrate train.py --diff\n  prefrl migrate job.sh recipe.yaml --in_place"
     )
     parser = CommandParser("migrate FILE ...", (MigrateArguments,), description, takes_config=False)
     names, words = _files_and_options(argv)

@@ -23,7 +23,6 @@ from prefrl.scripts.migrate.rows import (
     layers,
     loggers,
     not_needed,
-    not_there,
     renamed,
     sampled_top_k,
     server,
@@ -115,7 +114,7 @@ _POLICY: dict[str, Counterpart] = {
     "reference_reset_interval": together(
         "sync_ref_model=True, ref_model_mixup_alpha=1.0 and ref_model_sync_steps", "sync_ref_model"
     ),
-    "reset_optimizer_with_reference": not_there("the optimizer keeps its state when the reference moves"),
+    "reset_optimizer_with_reference": together("the option of that name"),
     "use_decoupled_loss": renamed("vllm_importance_sampling_correction"),
     "behav_imp_weight_cap": instead(
         "use vllm_importance_sampling_mode='token_mask' and vllm_importance_sampling_kwargs={'clip_max': ...}"
@@ -149,7 +148,7 @@ _TRAIN: dict[str, Counterpart] = {
     ),
     "optm_decay_ratio": together("decay_fraction in lr_scheduler_kwargs, if there is a decay", "lr_scheduler_kwargs"),
     "optm_min_lr_factor": together("min_lr_ratio in lr_scheduler_kwargs, if there is a decay", "lr_scheduler_kwargs"),
-    "max_num_steps": if_true("max_steps", "max_steps, which num_train_epochs does not end earlier"),
+    "max_num_steps": if_true("max_steps", "max_steps with stop_at_first_limit=True"),
     **dict.fromkeys(("compile", "enable_torch_compile"), renamed("torch_compile")),
     "param_dtype": becomes("bf16=True", lambda value: {"bfloat16": {"bf16": True}, "float32": {}}[value], "bf16"),
     "master_dtype": becomes("float32 weights", lambda value: {"float32": {}}[value]),
@@ -207,10 +206,8 @@ _LORA: dict[str, Counterpart] = {
 _ROLLOUT: dict[str, Counterpart] = {
     "max_response_length": renamed("max_completion_length"),
     "n_generation": renamed("num_generations"),
-    "sampling_config.temperature": renamed("temperature"),
-    "sampling_config.top_p": renamed("top_p"),
+    **{f"sampling_config.{name}": renamed(name) for name in ("temperature", "top_p", "repetition_penalty")},
     "sampling_config.top_k": becomes("top_k, where 0 means all tokens", lambda value: {"top_k": max(value, 0)}),
-    "sampling_config.repetition_penalty": renamed("repetition_penalty"),
     "sampling_config": not_needed("it is an environment variable of vLLM"),
     "backend": becomes(
         "use_vllm=True; TensorRT-LLM is not supported", lambda value: {"vllm": {"use_vllm": True}}[value], "use_vllm"
@@ -252,13 +249,10 @@ COSMOS_RL: dict[str, Counterpart] = {
     "logging.experiment_name": if_set("run_name"),
     "profiler.enable_profiler": flag("profile", True),
     "profiler.enable_nsys": instead("start the run under nsys profile, where phases are ranges of record_function"),
-    "profiler.active_steps": renamed("profile_kwargs", "active"),
-    "profiler.warmup_steps": renamed("profile_kwargs", "warmup"),
-    "profiler.wait_steps": renamed("profile_kwargs", "wait"),
+    **{f"profiler.{name}_steps": renamed("profile_kwargs", name) for name in ("active", "warmup", "wait")},
     "profiler.rank_filter": renamed("profile_kwargs", "ranks"),
     "profiler.record_shape": renamed("profile_kwargs", "record_shapes"),
-    "profiler.profile_memory": renamed("profile_kwargs", "profile_memory"),
-    "profiler.with_stack": renamed("profile_kwargs", "with_stack"),
+    **{f"profiler.{name}": renamed("profile_kwargs", name) for name in ("profile_memory", "with_stack")},
     "profiler.with_modules": not_needed("the phases of a step are ranges of the trace; with_stack has the modules"),
     "profiler": instead("use profile=True and profile_kwargs; see docs/profiling.md"),
     "validation.enable": flag("eval_strategy", "steps"),
@@ -272,10 +266,10 @@ COSMOS_RL: dict[str, Counterpart] = {
     "validation.dataset.name": together("eval_datasets, if it is another dataset", "eval_datasets"),
     "validation.dataset.test_split": if_set("dataset_test_split"),
     "validation.max_response_length": together(
-        "the key 'max_completion_length' of eval_sampling_kwargs", "eval_sampling_kwargs"
+        "max_completion_length in eval_sampling_kwargs", "eval_sampling_kwargs"
     ),
-    "validation.reward_function": together("reward_funcs, which are also those of training"),
-    "validation": not_there("evaluations have the rewards of training"),
+    "validation.reward_function": together("eval_reward_funcs and eval_reward_weights", "eval_reward_funcs"),
+    "validation": instead("set the options of evaluations; see docs/evaluation.md"),
     "redis": not_needed("there is no separate controller"),
     "custom": instead("give the values to your own script"),
 }
@@ -303,7 +297,7 @@ GRPO_DEFAULTS: dict[str, Any] = {
     "max_staleness": 4,
 }
 _SECTION = "train.train_policy"
-_OVERLONG = f"{_SECTION}.overlong_reward"
+_OVERLONG, _RESET = f"{_SECTION}.overlong_reward", "reset_optimizer_with_reference"
 
 
 def migrate_cosmos_rl(text: str) -> Migrated:
@@ -379,16 +373,22 @@ def _rewards(run: ForeignRun) -> None:
     weights = _weights(run, _SECTION)
     if run.value(f"{_OVERLONG}.enable_overlong_penalty", False):
         weights = {**weights, "overlong": weights.get("overlong", 1.0)}
-    names = {name: ours for name in weights if (ours := _reward(run, name)) is not None}
-    if unknown := [name for name in weights if name not in names]:
-        text = f"{', '.join(unknown)}: write a function, and add file.py:function to reward_funcs and reward_weights"
-        run.open.append((run.values.get(f"{_SECTION}.reward_function", (1, None))[0], text))
-    if names:
-        factor = run.value(f"{_OVERLONG}.penalty_factor", 1.0)
-        run.options["reward_funcs"] = [*names.values()]
-        run.options["reward_weights"] = [weights[name] * (factor if name == "overlong" else 1.0) for name in names]
+    names = _named(run, weights, _SECTION)
     _answers(run, [*names])
     _selection(run, names)
+
+
+def _named(run: ForeignRun, weights: Mapping[str, float], section: str) -> dict[str, str]:
+    """Set the options of rewards; returns our names of those that there are."""
+    options = [f"{'' if section == _SECTION else 'eval_'}reward_{kind}" for kind in ("funcs", "weights")]
+    names = {name: ours for name in weights if (ours := _reward(run, name)) is not None}
+    if unknown := [name for name in weights if name not in names]:
+        text = f"{', '.join(unknown)}: write a function, and add file.py:function to {' and '.join(options)}"
+        run.open.append((run.values.get(f"{section}.reward_function", (1, None))[0], text))
+    factors = {"overlong": run.value(f"{_OVERLONG}.penalty_factor", 1.0)}
+    values = [weights[name] * factors.get(name, 1.0) for name in names]
+    run.options |= dict(zip(options, ([*names.values()], values), strict=True)) if names else {}
+    return names
 
 
 def _weights(run: ForeignRun, section: str) -> dict[str, float]:
@@ -438,14 +438,15 @@ def _selection(run: ForeignRun, names: dict[str, str]) -> None:
 
 
 def _reference(run: ForeignRun) -> None:
-    interval = run.number(f"{_SECTION}.reference_reset_interval", 0)
-    if interval:
+    if interval := run.number(f"{_SECTION}.reference_reset_interval", 0):
         run.options |= {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": interval}
+        run.options[_RESET] = run.value(f"{_SECTION}.{_RESET}", True)
 
 
 def _schedule(run: ForeignRun) -> None:
     """The learning rate rises in 20 steps and stays, and falls at the end if a kind of decay is given."""
     options, kind = run.options, run.value("train.optm_decay_type", "none")
+    options |= {"stop_at_first_limit": True} if "max_steps" in options else {}
     options.setdefault("warmup_steps", 20)
     fraction = run.value("train.optm_decay_ratio", 1.0)
     if kind not in DECAYS or fraction == 0:
@@ -471,7 +472,7 @@ def _checkpoints(run: ForeignRun) -> None:
 
 
 def _evaluation(run: ForeignRun) -> None:
-    """Evaluation reads another split or dataset, or rows that are held out; its rewards are those of training."""
+    """Evaluation reads another split or dataset, or rows that are held out, and may have rewards of its own."""
     if run.options.get("eval_strategy", "no") == "no":
         return
     size, other = run.value(f"{_SECTION}.dataset.test_size", None), "validation.dataset.name"
@@ -482,9 +483,8 @@ def _evaluation(run: ForeignRun) -> None:
         run.options["test_split_size"] = size
     if (longest := run.value("validation.max_response_length", None)) not in (None, _longest(run)):
         run.options.setdefault("eval_sampling_kwargs", {})["max_completion_length"] = longest
-    own = run.value("validation.reward_function", None) and _weights(run, "validation").keys()
-    if own and own != _weights(run, _SECTION).keys():
-        run.leave_open("validation.reward_function", "evaluations have the rewards of training")
+    if run.value("validation.reward_function", None) and "reward_funcs" in run.options:
+        _named(run, _weights(run, "validation"), "validation")
 
 
 def _batches(run: ForeignRun, command: str, processes: int) -> None:

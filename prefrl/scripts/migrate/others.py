@@ -107,7 +107,7 @@ OTHERS: dict[str, Counterpart] = {
     **dict.fromkeys(("pp_size", "pp_dynamic_shape"), not_there("pipeline parallelism is not supported")),
     "ep_size": instead(LAUNCH),
     "fsdp_size": instead(LAUNCH),
-    "min_num_params": instead("set the key min_num_params of fsdp_config"),
+    "min_num_params": not_there("FSDP2 shards each layer by itself"),
     **dict.fromkeys(
         ("param_offload", "optimizer_offload"), instead("use accelerate_config=zero3_offload; see docs/distributed.md")
     ),

@@ -13,8 +13,8 @@ from typing import Any
 import prefrl
 from prefrl.options.names import ARGUMENTS, TRAINER_NAMES
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.command import ModelConfig
 from prefrl.scripts.arguments.datasets import DatasetMixtureConfig, ScriptArguments
+from prefrl.scripts.arguments.model_config import ModelConfig
 from prefrl.scripts.migrate import trl
 from prefrl.scripts.migrate.edits import (
     Edit,

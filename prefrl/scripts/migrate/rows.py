@@ -343,7 +343,6 @@ REWARDS = (
 # Values of options that have another name: config, option, value -> ours.
 VALUES: dict[tuple[str, str, str], str] = {
     ("SFTConfig", "loss_type", "chunked_nll"): "nll",
-    ("SFTConfig", "packing_strategy", "bfd_split"): "wrapped",
 }
 # Values that say what is so here anyway, and may not be given.
 SAME_VALUES: dict[str, Any] = {"remove_unused_columns": True}

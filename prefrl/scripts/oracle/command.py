@@ -47,9 +47,7 @@ _RIGHT = 1e-8
 class VerifyArguments:
     """The function, and what it claims."""
 
-    function: str = dataclasses.field(
-        metadata={"help": "Function to verify, as module:function. It may also be given as the first argument."}
-    )
+    function: str = dataclasses.field(metadata={"help": "Function to verify, as module:function."})
     kind: Literal["policy", "advantage", "kl"] = opt(
         "policy",
         "What the function is. A 'policy' loss takes PolicyTokens and returns a TokenLoss. An 'advantage' takes "
@@ -93,14 +91,15 @@ class VerifyArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify and report. The exit code is 0 if the claim and all checks hold, else 1.
-
-    The function may come first, without the name of its option.
-    """
-    if argv and not argv[0].startswith("-"):
-        argv = ["--function", *argv]
-    description = "Compare a function's expected gradient, summed over all completions, with the true one."
-    (arguments,) = CommandParser("verify", (VerifyArguments,), description).parse(argv)
+    """Verify and report. The exit code is 0 if the claim and all checks hold, else 1."""
+    description = (
+        "Compare the expected gradient of your own loss, advantage or KL estimate, summed over all completions, with "
+        "the true one. The exit code is 0 if the claim and all checks hold, else 1.\n\nExamples:\n"
+        "  prefrl verify my_losses:clipped --claim on_policy_unbiased\n"
+        "  prefrl verify my_advantages:centered --kind advantage --group_size 3"
+    )
+    parser = CommandParser("verify", (VerifyArguments,), description, positional=("function",))
+    (arguments,) = parser.parse(argv)
     bound = _bound(_load(arguments.function), arguments)
     try:
         checks, measurements = _examine(bound, arguments)

@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import os
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -27,12 +29,14 @@ BOOLEANS = {
     **dict.fromkeys(("yes", "true", "t", "y", "1"), True),
     **dict.fromkeys(("no", "false", "f", "n", "0"), False),
 }
-_NULL = "null"
+_NULLS = ("null", "None")
 _KINDS: dict[Any, str] = {int: "int", float: "float", bool: "bool", DatasetConfig: "dataset", RewardEntry: "reward"}
 _ENDINGS_OF_DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 # What values of a type are called, by the name of the function that reads them.
 _IN_WORDS = {"int": "a whole number", "float": "a number"}
 _IN_WORDS |= dict.fromkeys(("boolean", "string_to_bool"), "true or false")
+# Columns of the help: all of them, and those of an option's name.
+WIDTH, HEAD = 118, 36
 _LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
@@ -48,53 +52,53 @@ class OptionParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with `--config FILE.yaml`: the file gives defaults, which the command line overrides.
 
     A scalar in the file is read like the same text on the command line, so that `1e-6` is a number and `no` a word.
-    The word `null` on the command line is None for an option that may be None. A feature that the command line
-    switches off takes its other options in the file with it. The first word may be the file, without `--config`.
+    The words `null` and `None` are None for an option that may be None. A feature that the command line switches off
+    takes its other options in the file with it. The first word may be the file, without `--config`.
 
     Args:
         takes_config: Whether there is an option `--config`. If not, giving it is an error like any other unknown
             option.
+        groups: Titles of groups of options, in the order of the help.
         kwargs: For `argparse.ArgumentParser`.
     """
 
     see: ClassVar[str] = "See --help_all for all options."
 
-    def __init__(self, *, takes_config: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *, takes_config: bool = True, groups: Iterable[str] = (), **kwargs: Any) -> None:
         about = {
             "usage": f"%(prog)s {'[FILE.yaml] ' if takes_config else ''}[--option value ...]",
-            "formatter_class": _HelpFormatter,
+            "formatter_class": partial(_HelpFormatter, max_help_position=HEAD, width=WIDTH),
             "allow_abbrev": False,
         }
         super().__init__(**{**about, **kwargs, "add_help": False})
+        self.groups = {title: self.add_argument_group(title) for title in (*groups, "General")}
+        general = self.groups["General"]
         self._takes_config = takes_config
         if takes_config:
-            self.add_argument(
-                "--config",
-                metavar="FILE.yaml",
-                help="YAML file with options; options on the command line override it.",
-            )
-        text = (
-            "Show prefrl's own options and common options of transformers; with a word, the options that contain it."
-        )
-        self.add_argument("-h", "--help", nargs="?", const="", metavar="[WORD]", help=text)
-        self.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
+            text = "YAML file with options; options on the command line override it."
+            general.add_argument("--config", metavar="FILE.yaml", help=text)
+        text = "Show the common options; with a word, the options that contain it."
+        general.add_argument("-h", "--help", nargs="?", const="", metavar="[WORD]", help=text)
+        general.add_argument("--help_all", "--help-all", action="store_true", help="Show every option.")
         self._own = {action.dest for action in self._actions}
         self._forms: dict[str, Form] = {}
         self._needs: dict[str, tuple[str, ...]] = {}  # the switches without which an option has no effect
         self.places: dict[str, str] = {}  # the options of the file, and their entries: where each stands
 
-    def add_option(self, option: Mapping[str, Any], *aliases: str) -> None:
+    def add_option(self, option: Mapping[str, Any], *aliases: str, group: str | None = None) -> None:
         """Add an option as `option_of` describes it.
 
         Args:
             option: Its name, kind, default and so on. Values that are false may be left out.
             aliases: Other spellings of the option.
+            group: The title of the group in which the help shows it.
         """
         name = option["name"]
         about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
         if option.get("is_flag"):
             about = {"nargs": "?", "const": True}
-        self.add_argument(
+        shown_in = self if group is None else self.groups[group]
+        shown_in.add_argument(
             *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *aliases)),
             type=_converter(option),
             choices=option.get("choices"),
@@ -105,8 +109,8 @@ class OptionParser(argparse.ArgumentParser):
         )
         if option.get("has_no_form"):
             spellings = dict.fromkeys((f"--no_{name}", f"--no-{name.replace('_', '-')}"))
-            text = f"The same as --{name} false."
-            self.add_argument(*spellings, action="store_false", dest=name, default=option.get("default"), help=text)
+            off = {"action": "store_false", "dest": name, "default": option.get("default")}
+            shown_in.add_argument(*spellings, help=f"The same as --{name} false.", **off)
         self._forms[name] = Form(*(option.get(form, False) for form in Form._fields))
         self._needs[name] = tuple(option.get("needs", ()))
 
@@ -184,7 +188,7 @@ class OptionParser(argparse.ArgumentParser):
                 action.required = True
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if arg_string == _NULL and self._forms.get(action.dest, Form()).is_nullable:
+        if arg_string in _NULLS and self._forms.get(action.dest, Form()).is_nullable:
             return None
         try:
             return super()._get_value(action, arg_string)
@@ -266,7 +270,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def _value(self, action: argparse.Action, node: yaml.Node, loader: yaml.SafeLoader) -> Any:
         form = self._forms.get(action.dest, Form())
-        if node.tag == NULL_TAG:
+        if node.tag == NULL_TAG or (form.is_nullable and node.value in _NULLS):
             if not form.is_nullable:
                 raise ValueError("null is not allowed, the option always has a value")
             return None
@@ -366,26 +370,36 @@ def or_auto(convert: Any) -> Callable[[str], Any]:
     return read
 
 
+def choices_in_words(choices: Iterable[Any] | None) -> str:
+    """What the help says of a closed set of values; nothing if there is none."""
+    return f" One of {', '.join(map(str, choices))}." if choices is not None else ""
+
+
 def default_in_words(default: Any) -> str:
     """What the help says of the default of an option; nothing if it is off."""
     return "" if default is None or default is False or default in ([], "") else f" (default: {default})"
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows one spelling of each option, and the kind of value that it takes."""
+    """Shows one spelling of each option, the kind of value that it takes, and the values of a closed set."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Fill each paragraph, but the examples, which are commands."""
+        parts = text.split("\n\n")
+        return "\n\n".join(p if p.startswith("Example") else textwrap.fill(p, width) for p in parts)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        option = action.option_strings[0] if action.option_strings else action.dest
+        names = action.option_strings or [action.dest]
+        option = next((name for name in names if name.startswith("--")), names[0])
         if action.nargs == 0:
             return ", ".join(action.option_strings)
-        return f"{option} {action.metavar or self._kind(action)}"
+        return option if action.choices is not None else f"{option} {action.metavar or self._kind(action)}"
 
     def _expand_help(self, action: argparse.Action) -> str:
-        return (action.help or "").replace("%%", "%") + default_in_words(action.default)
+        text = (action.help or "").replace("%%", "%")
+        return text + choices_in_words(action.choices) + default_in_words(action.default)
 
     def _kind(self, action: argparse.Action) -> str:
-        if action.choices is not None:
-            return "{" + ",".join(map(str, action.choices)) + "}"
         kinds = {"string_to_bool": "true|false", "boolean": "true|false", "str": "text", "RewardEntry": "text"}
         kind = kinds.get(name := _name(action.type or str), name)
         return f"{kind} ..." if action.nargs == "+" else kind

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from prefrl import distributed
+from prefrl.trainer.optimizers import discard_state
 from prefrl.trainer.parts import Part, Run
 
 if TYPE_CHECKING:
@@ -23,18 +24,34 @@ _FILE = "reference.safetensors"
 class MovingReference(Part):
     """reference = alpha * policy + (1 - alpha) * reference, every `steps` optimizer steps; None: a callback moves it.
 
+    Args:
+        reference: Moves.
+        alpha: Share of the policy.
+        steps: Optimizer steps between two moves; None: a callback moves it.
+        resets_optimizer: Whether the optimizer's state is discarded with each move.
+
     Source: Gorbatovski et al. 2024 (TR-DPO), arXiv 2404.09656, eq. 2.
     """
 
-    def __init__(self, reference: Reference, *, alpha: float = 0.0, steps: int | None = None) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        alpha: float = 0.0,
+        steps: int | None = None,
+        resets_optimizer: bool = False,
+    ) -> None:
         self.reference = reference
         self.alpha = alpha
         self.steps = steps
+        self.resets_optimizer = resets_optimizer
 
     def after_step(self, run: Run) -> None:
         """Mix the policy into the reference, if it is due."""
         if self.steps is not None and run.state.global_step % self.steps == 0:
             self.reference.mix(distributed.unwrap(run.model), self.alpha)
+            if self.resets_optimizer:
+                discard_state(run.optimizer)
 
     def save(self, run: Run, folder: Path) -> None:
         """Write the weights that move; processes that do not write hold one of them at a time."""

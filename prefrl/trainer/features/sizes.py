@@ -16,11 +16,11 @@ from torch import nn
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, OutOfMemoryError
-from prefrl.options.training import AutoSizeParams, largest_divisor
+from prefrl.options.training import EVALUATED_ROWS, AutoSizeParams, largest_divisor
 from prefrl.rewards.confinement import own_randomness
 from prefrl.run.folder import write_identity
 from prefrl.trainer.base_config import BaseConfig
-from prefrl.trainer.memory import TrialMemory
+from prefrl.trainer.memory import EVALUATION, TrialMemory, explained
 from prefrl.trainer.parts import Part, Run
 from prefrl.trainer.steps import LongBatch
 from prefrl.types import TokenBatch
@@ -40,8 +40,8 @@ def automatic_sizes(run: Run) -> AutomaticSizes | None:
         ConfigError: Names the options.
     """
     args, is_deepspeed = run.args, run.is_deepspeed_enabled
-    names = args.automatic - {"learning_rate"} if is_deepspeed else args.sought if run.is_fsdp_enabled else frozenset()
-    if names:
+    names = args.automatic - {"learning_rate"} if is_deepspeed else args.sought | (args.automatic & {EVALUATED_ROWS})
+    if names and (is_deepspeed or run.is_fsdp_enabled):
         backend = "DeepSpeed" if is_deepspeed else "FSDP"
         raise ConfigError(
             f"{' and '.join(sorted(names))}='auto' with {backend}: weights are partitioned only when training begins, "
@@ -221,15 +221,84 @@ class AutomaticSizes(Part):
 
     def _timed(self, batch: TokenBatch) -> float:
         self._model.zero_grad(set_to_none=True)
-        self._wait()
+        _wait(self._args.device)
         start = self.clock()
         self._run(batch)
-        self._wait()
+        _wait(self._args.device)
         return self.clock() - start
 
-    def _wait(self) -> None:
-        if self._args.device.type == "cuda":
-            torch.cuda.synchronize(self._args.device)
+
+class EvaluationSize:
+    """Finds the rows of an evaluation's batches, `per_device_eval_batch_size="auto"`, and sets them in the config.
+
+    Passes over the longest rows measure speed and memory, as for training, but without gradients.
+
+    Args:
+        args: Options, which get the size.
+        evaluate: Evaluates this number of rows of a dataset that are as long as any; returns the tokens of the pass.
+        trained: Returns the bytes that training will need for gradients and moments, whatever it holds already.
+    """
+
+    def __init__(self, args: BaseConfig, evaluate: Callable[[Any, int], int], trained: Callable[[], int]) -> None:
+        self._args, self._evaluate, self._trained = args, evaluate, trained
+        self._params: AutoSizeParams = args.auto_size_params
+        self._longest = 0  # tokens of the longest row that the size is known to suit
+        self._seen: list[Any] = []  # datasets without longer ones
+        self.clock: Callable[[], float] = time.perf_counter
+        self.trials: list[Trial] = []
+
+    def settle(self, dataset: Any) -> None:
+        """Set the size for a prepared dataset: a new one if its rows are longer than any before.
+
+        All processes must call it.
+        """
+        if any(dataset is one for one in self._seen):
+            return
+        self._seen.append(dataset)
+        args, start = self._args, time.perf_counter()
+        memory = TrialMemory(args.device, share=self._params.memory_share, trained=self._trained(), has_buckets=False)
+        first = self._measured(dataset, 1, memory)
+        if first is None or first.tokens <= self._longest:
+            return
+        self._longest = first.tokens
+        bounds = [self._params.max_batch_size or (_MOST_ON_CPU if args.device.type == "cpu" else None)]
+        bounds.append(math.ceil(len(dataset) / distributed.world_size()))
+        most = min(bound for bound in bounds if bound is not None)
+        self.trials = search(
+            lambda rows: self._measured(dataset, rows, memory), candidates(most, divides=False), load=0.0
+        )
+        args.per_device_eval_batch_size = best(self.trials).rows
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if distributed.is_main():
+            found = {EVALUATED_ROWS: args.per_device_eval_batch_size}
+            sys.stderr.write(_report(self.trials, found, time.perf_counter() - start))
+
+    def _measured(self, dataset: Any, rows: int, memory: TrialMemory) -> Trial | None:
+        """The faster of two passes; None: memory ran out on a process, with fewer rows there was enough.
+
+        Raises:
+            OutOfMemoryError: One row is too much, on any process.
+        """
+        seconds, tokens, problem = math.inf, 0, "out of memory in another process. See its message."
+        try:
+            with explained(lambda: f"an evaluation of {rows} of the longest rows", self._args, EVALUATION):
+                for _ in range(2):
+                    begun = self.clock()
+                    tokens = self._evaluate(dataset, rows)
+                    _wait(self._args.device)
+                    seconds = min(seconds, self.clock() - begun)
+        except OutOfMemoryError as error:
+            seconds, problem = math.inf, str(error)  # the error itself would keep the tensors of the pass
+        load, most, slowest = distributed.max_over_ranks([memory.load, tokens, seconds], self._args.device)
+        if math.isinf(slowest) and rows == 1:
+            raise OutOfMemoryError(problem)
+        return None if math.isinf(slowest) else Trial(rows, int(most), most / slowest, load)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _own_tokens(batch: TokenBatch) -> int:

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 def uploaded_checkpoints(args: BaseConfig) -> UploadedCheckpoints | None:
     """What uploads checkpoints, if the options ask for it."""
-    return UploadedCheckpoints(str(args.upload_to), args.upload_params) if args.uploads_checkpoints else None
+    return UploadedCheckpoints(str(args.upload_to), args.upload_params) if args.upload_to is not None else None
 
 
 class UploadedCheckpoints(Part):

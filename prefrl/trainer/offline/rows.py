@@ -20,20 +20,21 @@ from prefrl.trainer.evaluation import NO_TOKEN
 from prefrl.types import LabeledBatch, TokenBatch
 
 
-def longest_rows(dataset: Any, num_rows: int, *, hidden_size: int) -> list[dict[str, Any]]:
+def longest_rows(dataset: Any, num_rows: int, *, hidden_size: int, option: str) -> list[dict[str, Any]]:
     """The rows whose forward pass costs the most, the costliest first; again from the first if there are too few.
 
     Args:
         dataset: Prepared.
         num_rows: Number of rows.
         hidden_size: Hidden size of the model.
+        option: The name of the dataset, for messages.
 
     Raises:
         ConfigError: The dataset is a stream.
     """
     if isinstance(dataset, datasets.IterableDataset):
         raise ConfigError(
-            "train_dataset is an IterableDataset, whose longest rows are not known before they are read: sizes cannot "
+            f"{option} is an IterableDataset, whose longest rows are not known before they are read: sizes cannot "
             "be 'auto'. Set numbers, or give a Dataset, such as Dataset.from_list(list(stream.take(n)))."
         )
     cost_of = dealing_of(dataset, hidden_size=hidden_size, equal_counts=True).cost_of

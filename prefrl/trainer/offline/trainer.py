@@ -20,6 +20,7 @@ from prefrl.generation.local.generator import end_token_ids
 from prefrl.metrics import Mean, Metric
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import weights_fingerprint
+from prefrl.models.modes import eval_mode
 from prefrl.options.fields import warn_of_hint
 from prefrl.options.names import ARGUMENTS
 from prefrl.options.offline import OfflineReferenceOptions, SampleOptions
@@ -35,6 +36,7 @@ from prefrl.trainer.arguments import (
 )
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.callbacks import LogCompletionsCallback
+from prefrl.trainer.features import EvaluationSize
 from prefrl.trainer.offline.loss_balance import LossBalance
 from prefrl.trainer.offline.precompute import REFERENCE_COLUMNS, precompute_reference
 from prefrl.trainer.offline.preference import half_pairs, prepare_pairs
@@ -117,7 +119,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         given = {name: value for name, value in given.items() if name not in ARGUMENTS}
         suffix = type(self).__name__.removesuffix("Trainer")
         self.args = args = own_config(type(self), args, output_dir=default_output_dir(model, suffix))
-        check_stream(given.get("train_dataset"), max_steps=args.max_steps)
+        check_stream(given.get("train_dataset"), args)
         super().__init__(model, args, **given)
         if self.policy.can_generate():
             end_ids = end_token_ids(self.policy, self.tokenizer)
@@ -127,6 +129,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             self.add_callback(LogCompletionsCallback(self, sampling, num_prompts=args.per_device_eval_batch_size))
         self.reward_mean: RunningMean | None = None  # for losses that compare rewards with their running mean
         self.loss_balance: LossBalance[Ready] | None = None  # for several losses
+        self._evaluation_size: EvaluationSize | None = None
+        if "per_device_eval_batch_size" in args.automatic:
+            self._evaluation_size = EvaluationSize(args, self._evaluate_longest, self._bytes_to_come)
 
     # The reference policy.
 
@@ -284,6 +289,8 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     def evaluation_loader(self, dataset: Any) -> EpochDataLoader | StreamLoader:
         """All rows of an evaluation dataset, distributed over the ranks."""
+        if self._evaluation_size is not None:
+            self._evaluation_size.settle(dataset)
         dealing = self._dealing(dataset, equal_counts=True)
         if isinstance(dataset, datasets.IterableDataset):
             size = self.args.per_device_eval_batch_size
@@ -296,6 +303,25 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
             dealing=dealing,
         )
         return self._loader(dataset, sampler)
+
+    def _evaluate_longest(self, dataset: Any, num_rows: int) -> int:
+        """Evaluate rows of a dataset that are as long as any; returns the tokens of the pass."""
+        item, model = self._longest(dataset, num_rows, option="eval_dataset"), self.policy.to(self.args.device)
+        with eval_mode(model), torch.no_grad(), distributed.usable(model):
+            self.evaluation_step(model, item)
+        return int(item.num_forward_tokens)
+
+    def _bytes_to_come(self) -> int:
+        """Bytes of the trained weights if the optimizer has no moments of them yet, otherwise 0."""
+        if self.optimizer is not None and self.optimizer.state:
+            return 0
+        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+
+    def _longest(self, dataset: Any, num_rows: int, *, option: str) -> Loaded:
+        hidden_size = self.policy.config.get_text_config().hidden_size
+        loaded = self.collate(longest_rows(dataset, num_rows, hidden_size=hidden_size, option=option))
+        assert loaded is not None
+        return loaded
 
     def _dealing(self, dataset: Any, *, equal_counts: bool) -> Dealing | None:
         if distributed.world_size() == 1:
@@ -349,9 +375,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
     @contextmanager
     def trial(self, num_rows: int) -> Iterator[LongBatch]:
         """See `BaseTrainer`."""
-        hidden_size = self.policy.config.get_text_config().hidden_size
-        loaded = self.collate(longest_rows(self.train_dataset, num_rows, hidden_size=hidden_size))
-        assert loaded is not None
+        loaded = self._longest(self.train_dataset, num_rows, option="train_dataset")
         (batch,) = self.prepare_step([loaded])
         try:
             yield LongBatch(batch, loaded.num_forward_tokens)

@@ -37,6 +37,7 @@ class EvaluationRollouts:
     Args:
         args: Options.
         collector: Turns requested completions into scored rollouts.
+        has_loss: Whether these rewards are those of training, so that the loss can be computed from them.
 
     Raises:
         ConfigError: `pass_at_k_kwargs` names a reward that there is not.
@@ -44,6 +45,7 @@ class EvaluationRollouts:
 
     args: OnlineConfig
     collector: Collector
+    has_loss: bool = True
     _kept: list[Collected] = field(default_factory=list)
     _num_prompts: int = 0
 
@@ -59,7 +61,7 @@ class EvaluationRollouts:
         sampling = self.args.evaluation_sampling_params()
         # Recovery of a server may need all ranks.
         collected = self.collector.collect(self.collector.ask(rows, sampling, self._seeds(rows)))
-        if self.args.needs_greedy:
+        if self.args.needs_greedy and self.has_loss:
             add_greedy(collected, self.collector, sampling)
         self._kept.append(collected)
         if not rows:
@@ -80,13 +82,14 @@ class EvaluationRollouts:
 
         Args:
             collected: What `take` returned.
-            name: Of the evaluation.
+            name: Of the evaluation; "": nothing is printed or written.
             step: Optimizer steps before the evaluation.
 
         Raises:
             ConfigError: No reward logs the answers that maj@k compares.
         """
-        self._show(collected, name=name, step=step)
+        if name:
+            self._show(collected, name=name, step=step)
         return self._metrics(collected)
 
     def _metrics(self, collected: Collected) -> dict[str, Metric]:

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class PolicyGradient:
     """`Learner` of a policy loss that is weighted by advantages.
 
-    `advantages` is the algorithm. What options add to it is made at construction, and only if they are on: without
-    them it is `_gathered`, `row_totals`, `_of_rows` and `_batch_of`.
+    `advantages` is the algorithm. Without options, a step consists of `_gathered`, `row_totals`, `_of_rows` and
+    `_batch_of`. What an option adds is made at construction, if the option is on.
 
     Args:
         args: Options.

@@ -181,6 +181,7 @@ class Prompts:
         self._rows_of_generation = rows_of_generation
         self._collector = collector
         self._sampling = args.sampling_params()
+        self._steps_each = args.steps_of_a_generation
         self.num_prompts = prompts_per_generation(args)
         self._groups = positions_of_rank(  # those of this rank
             self.num_prompts,
@@ -249,7 +250,7 @@ class Prompts:
         if self.curriculum is not None:
             rows = self.curriculum.choose(rows, seed=self._args.seed, generation=number)
         self._rows = rows
-        step = number * self._args.steps_of_a_generation
+        step = number * self._steps_each
         seeds = {group: prompt_seed(self._args.seed, step, group) for group in self._groups}
         return self._collector.ask([self._dataset[rows[group]] for group in seeds], self._sampling, seeds)
 

@@ -1,4 +1,4 @@
-"""What an online trainer samples with: its generator, and the episodes of `tools` and `environment_factory`."""
+"""What an online trainer samples and scores with: its generator, the episodes of tools and environments, rewards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -28,8 +29,12 @@ from prefrl.http import Http
 from prefrl.metrics import Max, Metric, Sum
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
+from prefrl.models.load import arguments_for_reward
+from prefrl.options.fields import warn_of_hint
+from prefrl.options.names import about_evaluations
 from prefrl.options.types import TRUNCATION_SIDES
-from prefrl.rewards.runner import reward_fingerprint
+from prefrl.rewards.named import named_rewards
+from prefrl.rewards.runner import RewardRunner, reward_fingerprint
 from prefrl.rollout.collect import CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Seats, environment_kinds
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
     from prefrl.data.tools import Schema
     from prefrl.generation.base import Generator, WeightSource
     from prefrl.generation.weights.sync import SyncMethod
+    from prefrl.rewards.base import RewardSources
     from prefrl.trainer.configs import OnlineConfig
     from prefrl.types import Rollout
 
@@ -130,7 +136,7 @@ class Episodes:
             num_rows: The number of prompts if there is none.
 
         Raises:
-            ConfigError: Without a dataset, there are several environments.
+            ConfigError: Without a dataset, there are several environments, or the run is limited by its epochs.
         """
         if not self.has_environments or dataset is not None or self._args.max_steps <= 0:
             return self.with_prompts(dataset)
@@ -138,6 +144,11 @@ class Episodes:
             raise ConfigError(
                 "train_dataset=None with several environments: the column 'environment' of a dataset names the "
                 "environment of each episode. Pass train_dataset, or a single environment."
+            )
+        if self._args.stop_at_first_limit:
+            raise ConfigError(
+                "stop_at_first_limit=True without train_dataset: prompts that an environment brings have no epochs. "
+                "Leave it False; max_steps ends the run."
             )
         return datasets.Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_rows})
 
@@ -238,6 +249,63 @@ class OnlineArguments(TypedDict, total=False):
     peft_config: PeftConfig | None
     tools: Tools | None
     environment_factory: EnvironmentFactory | None
+    eval_reward_funcs: RewardSources | None
+
+
+def reward_runner(
+    args: PolicyGradientConfig,
+    sources: RewardSources,
+    environments: Mapping[str, type] | None,
+    *,
+    processors: ProcessingClass | list[ProcessingClass | None] | None = None,
+    of_evaluations: bool = False,
+) -> RewardRunner:
+    """The rewards of training, or those of evaluations.
+
+    Args:
+        args: Options.
+        sources: What the trainer is given.
+        environments: Classes of environments that have rewards of their own, by name; None: there are no environments.
+        processors: Tokenizers or processors of reward models.
+        of_evaluations: Whether they have `eval_reward_weights`. Then none has to be one for `reward_num_workers`.
+
+    Raises:
+        ConfigError: One cannot work, or options do not fit.
+    """
+    return RewardRunner(
+        named_rewards(sources),
+        weights=args.eval_reward_weights if of_evaluations else args.reward_weights,
+        timeout=args.reward_timeout,
+        num_workers=args.reward_num_workers,
+        needs_workers=not of_evaluations,
+        on_error=args.on_reward_error,
+        processing_classes=processors,
+        environments=environments,
+        needed=args.learns_from_rewards,
+        device=args.device,
+        model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
+        model_kwargs=asdict(args.reward_model_params) if args.reward_model_kwargs else None,
+        warn=partial(warn_of_hint, args),
+    )
+
+
+def evaluation_rewards(
+    args: PolicyGradientConfig, sources: RewardSources | None, environments: Mapping[str, type] | None
+) -> RewardRunner | None:
+    """The rewards that evaluations have instead of those of training; None: they have the same.
+
+    Raises:
+        ConfigError: See `reward_runner`; or there are weights, but no rewards.
+    """
+    if sources is not None:
+        with about_evaluations():
+            return reward_runner(args, sources, environments, of_evaluations=True)
+    if args.eval_reward_weights is not None:
+        raise ConfigError(
+            f"eval_reward_weights={args.eval_reward_weights} has no effect because evaluations have the rewards of "
+            "training. Give eval_reward_funcs, or remove it."
+        )
+    return None
 
 
 def make_generator(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,9 +13,6 @@ from prefrl import distributed
 from prefrl.data.formats import get_dataset_column_names
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
-from prefrl.models.load import arguments_for_reward
-from prefrl.rewards.named import named_rewards
-from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
 from prefrl.rollout.collect import Collected, Collector, RolloutSampler, joined
 from prefrl.rollout.journal import Journal
@@ -46,7 +42,13 @@ from prefrl.trainer.online.prompts import (
     prompts_per_generation,
     tokenized_prompts,
 )
-from prefrl.trainer.online.sampling import Episodes, make_generator, server_metrics
+from prefrl.trainer.online.sampling import (
+    Episodes,
+    evaluation_rewards,
+    make_generator,
+    reward_runner,
+    server_metrics,
+)
 from prefrl.trainer.scorer import Scores
 from prefrl.trainer.steps import LongBatch, Step
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from prefrl.generation.base import Generator
     from prefrl.losses.per_token import TokenScores
     from prefrl.rewards.base import RewardSources
+    from prefrl.rewards.runner import RewardRunner
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.evaluation import ComputeMetrics
     from prefrl.trainer.online.learner import Learned, Learner
@@ -98,6 +101,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         environment_factory: A class of environments, see `prefrl.Environment`, or several by the value of the
             dataset's column `environment`.
         compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
+        eval_reward_funcs: Rewards of evaluations instead of `reward_funcs`. Evaluations then have no loss.
 
     Raises:
         ConfigError: The options cannot be combined.
@@ -128,8 +132,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         rollout_func: None = None,
         environment_factory: EnvironmentFactory | None = None,
         compute_metrics: ComputeMetrics | None = None,
+        eval_reward_funcs: RewardSources | None = None,
     ) -> None:
-        check_arguments(type(self), {"rollout_func": rollout_func})
+        check_arguments(type(self), {"rollout_func": rollout_func, "eval_reward_funcs": eval_reward_funcs})
         shared: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         shared |= {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
         shared |= {"quantization_config": quantization_config, "peft_config": peft_config}
@@ -140,26 +145,16 @@ class OnlineTrainer(BaseTrainer[Ready]):
         check_has_data(shared | {"environment_factory": environment_factory})
         output_dir = default_output_dir(model, self.algorithm.upper())
         args = cast("PolicyGradientConfig", own_config(type(self), args, output_dir=output_dir))
-        check_stream(train_dataset, max_steps=args.max_steps)
+        check_stream(train_dataset, args)
         self.episodes = Episodes(args, tools, environment_factory)
         shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))
         shared["eval_dataset"] = self.episodes.with_prompts(eval_dataset)
-        self.rewards = RewardRunner(
-            named_rewards(reward_funcs or []),
-            weights=args.reward_weights,
-            timeout=args.reward_timeout,
-            num_workers=args.reward_num_workers,
-            on_error=args.on_reward_error,
-            processing_classes=reward_processing_classes,
-            environments=self.episodes.rewards,
-            needed=args.learns_from_rewards,
-            device=args.device,
-            model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
-            model_kwargs=asdict(args.reward_model_params) if args.reward_model_kwargs else None,
-        )
+        environments = self.episodes.rewards
+        self.rewards = reward_runner(args, reward_funcs or [], environments, processors=reward_processing_classes)
+        self.eval_rewards = evaluation_rewards(args, eval_reward_funcs, environments) or self.rewards
         super().__init__(model, args, **shared)
         check_prompts(args, self.train_dataset)
-        for reward in self.rewards.models:
+        for reward in {id(one.model): one for one in self.rewards.models + self.eval_rewards.models}.values():
             distributed.prepare_frozen(self.accelerator, reward.model)
         self._set_up_reference()
         self._set_up_sampling(args)
@@ -177,19 +172,25 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
         sampler = self._sampler()
-        # Asked each time: HuggingFace makes a new state for each training.
-        state, clock = lambda: self.state, lambda: self.account.clock()
-        self._collector = Collector(self.rewards, sampler, state, clock)
-        if self.rewards.models:  # whose weights ranks may share, so that they have to run equally many passes
-            company = partial(distributed.in_company, device=args.device)
-            self._collector = replace(self._collector, company=lambda: company(self.rewards.passes))
-        self._evaluation = EvaluationRollouts(args, self._collector)
+        self._collector = self._collector_of(self.rewards, sampler)
+        has_loss = self.eval_rewards is self.rewards
+        collector = self._collector if has_loss else self._collector_of(self.eval_rewards, sampler)
+        self._evaluation = EvaluationRollouts(args, collector, has_loss=has_loss)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
 
     def _sampler(self) -> RolloutSampler:
         """What samples rollouts, with the current generator."""
         return self.episodes.sampler(self.processing_class, lambda: self.generator)
+
+    def _collector_of(self, rewards: RewardRunner, sampler: RolloutSampler) -> Collector:
+        # Asked each time: HuggingFace makes a new state for each training.
+        state, clock = lambda: self.state, lambda: self.account.clock()
+        if not rewards.models:
+            return Collector(rewards, sampler, state, clock)
+        # Ranks may share the weights of models, so that they have to run equally many passes.
+        company = partial(distributed.in_company, device=self.args.device)
+        return Collector(rewards, sampler, state, clock, lambda: company(rewards.passes))
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
         """From scored rollouts to minibatches and their loss."""
@@ -226,7 +227,11 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """Check that the rewards find their columns, and add `prompt_ids`."""
-        self.rewards.check_columns(get_dataset_column_names(dataset))
+        columns = get_dataset_column_names(dataset)
+        if training:
+            self.rewards.check_columns(columns)
+        if not training or self.args.evaluate_training_set:
+            self.eval_rewards.check_columns(columns)
         return tokenized_prompts(dataset, processing_class, self.args, tools=self.episodes.schemas)
 
     def collate(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -263,7 +268,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         if self.buffer.is_spent:
             generations = {number: self._collect(number) for number in self.plan.units}
             rollouts = joined(list(generations.values()), num_prompts=self.prompts.num_prompts)
-            learned = self._learned(rollouts, num_parts=self.args.updates_per_generation)
+            learned = self._learned(rollouts, num_parts=self.plan.unit // self.args.num_iterations)
             merge(self.metrics["train"], learned.metrics)
             for number, collected in generations.items():
                 self._seal(number, [collected])  # with the advantages, and before anything has learned from it
@@ -280,7 +285,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _collect(self, number: int) -> Collected:
         """The scored rollouts of a generation batch: those that an interrupted run has left, otherwise new ones."""
-        left = self.journal.left(number, step=number * self.args.steps_of_a_generation)
+        left = self.journal.left(number, step=number * self.plan.unit)
         if left is not None:
             self.prompts.repeat(left[0])
             return left[0]
@@ -297,7 +302,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _seal(self, number: int, parts: list[Collected]) -> None:
         """Write a generation batch to the journal."""
-        step, saves = number * self.args.steps_of_a_generation, self.args.save_strategy != "no"
+        step, saves = number * self.plan.unit, self.args.save_strategy != "no"
         self.journal.seal(number, parts, step=step, needed_from=max(self.run_folder.last_saved, 0) if saves else step)
 
     def _learned(self, rollouts: list[Rollout], *, num_parts: int, over_ranks: bool = True) -> Learned[Any]:
@@ -330,7 +335,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _scored_groups(self, number: int) -> Iterator[Collected]:
         """The scored groups of a generation batch, in the order in which they arrive or arrived."""
-        left = self.journal.left(number, step=number * self.args.steps_of_a_generation)
+        left = self.journal.left(number, step=number * self.plan.unit)
         if left is not None:
             return iter(left)
         self._sync_generator()
@@ -374,8 +379,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Find the rollouts that an interrupted run has left after its checkpoint."""
         if self.start.changed:  # what was learned from them belongs to other settings
             self.journal.forget(from_step=self.plan.position)
-        length, needed = self.args.steps_of_a_generation, self.plan.units_left
-        self.journal.begin(self.run_folder.run, generations=needed, steps_each=length, device=self.args.device)
+        needed, each = self.plan.units_left, self.plan.unit
+        self.journal.begin(self.run_folder.run, generations=needed, steps_each=each, device=self.args.device)
 
     def _end_training(self) -> None:
         """See `BaseTrainer`."""
@@ -424,6 +429,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         collected = self._evaluation.take()
         if self.predicted is not None:
             add_rollouts(self.predicted, collected.rollouts)
+        if not self._evaluation.has_loss:  # it belongs to the rewards of training
+            return self._evaluation.report(collected, name=name, step=self.state.global_step)
         learned = self._learned(collected.rollouts, num_parts=1)
         (minibatch,) = self._minibatches.of(learned)
         metrics = {"loss": Mean(0.0, minibatch.num_items, empty=0.0), **learned.metrics}

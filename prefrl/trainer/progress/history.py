@@ -1,8 +1,10 @@
-"""The history of a run: what its logs say, in the words of the views, as lines and in the file of its metrics."""
+"""The history of a run: what its logs say, in the words of the views, as lines, in a file, and when it has ended."""
 
 from __future__ import annotations
 
+import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,10 @@ from rich.text import Text
 from transformers import PrinterCallback, TrainerCallback
 
 from prefrl.errors import printable, reason_of
+from prefrl.options.online import OnlineOptions
+from prefrl.registry import REGISTRY
 from prefrl.rollout.summary import as_text
+from prefrl.run.checkpoints import checkpoint_name
 from prefrl.run.folder import METRICS_FILE, append_metrics
 from prefrl.types import Rollout
 
@@ -127,6 +132,7 @@ class History:
     total: int = 0  # optimizer steps of the run
     titles: dict[str, None] = field(default_factory=dict)  # those of all rows so far, in order
     first_step: int = 0  # after which this training goes on
+    shows_ending: bool = True  # whether `train` ends with the panel; a command shows it after it has saved the model
     _start: float = 0.0
 
     def begin(self, *, step: int, total: int) -> None:
@@ -314,3 +320,118 @@ class Recorder(TrainerCallback):
         except OSError as error:
             self._is_writing = False
             _log.warning("%s cannot be written, so it ends here: %s", METRICS_FILE, reason_of(error))
+
+
+# What a run is judged by: metrics, and whether more is better. The first one that was logged is shown, of each line.
+_JUDGED = (
+    (("eval_reward", True), ("eval_rewards/margins", True), ("eval_accuracy", True), ("eval_loss", False)),
+    (("reward", True), ("rewards/margins", True), ("accuracy", True), ("loss", False)),
+)
+_PROMPT = "your prompt"
+_WITHOUT_TEXT = ("reward",)  # algorithms whose models do not write
+
+
+def show_ending(
+    algorithm: str, state: TrainerState, folder: Path, commands: Callable[[str, str], list[str]], *, saved: bool
+) -> None:
+    """Print the panel about a training that has ended, and what to do next.
+
+    Args:
+        algorithm: Its name.
+        state: HuggingFace's.
+        folder: `output_dir`.
+        commands: Returns the commands to go on with, see `next_commands`.
+        saved: Whether the model is in the folder; if not, it is said how it gets there.
+    """
+    console = Console()
+    where = {"model": str(folder) if saved else f"not saved yet; trainer.save_model() writes it to {folder}"}
+    last = folder / checkpoint_name(state.global_step)
+    if not saved and last.is_dir():
+        where["checkpoint"] = str(last)
+    steps = {"steps": state.global_step, "max_steps": state.max_steps}
+    console.print(ending(algorithm, state.log_history, where=where, **steps))
+    console.print("Next steps:")
+    first = [] if saved else ["trainer.save_model()"]
+    for command in first + commands(algorithm, str(folder)):
+        console.print(Text(f"  {command}"), soft_wrap=True)  # in one piece, so that it can be copied
+
+
+def ending(
+    algorithm: str, log_history: Sequence[dict[str, Any]], *, where: Mapping[str, str], steps: int, max_steps: int
+) -> Panel:
+    """The panel about a training that has ended.
+
+    Args:
+        algorithm: Its name.
+        log_history: Of HuggingFace's state.
+        where: Where the model is, by name of what it is saved as.
+        steps: Optimizer steps that were done.
+        max_steps: Those that were planned.
+    """
+    rows = Table.grid(padding=(0, 2))
+    for name, place in where.items():
+        rows.add_row(name, Text(place))
+    seconds = next((entry["train_runtime"] for entry in reversed(log_history) if "train_runtime" in entry), None)
+    took = "" if seconds is None else f" in {duration(seconds)}"
+    rows.add_row(
+        "steps", f"{steps:,}{took}" if steps >= max_steps else f"{steps:,} of {max_steps:,}{took}: ended early"
+    )
+    for candidates in _JUDGED:
+        judged = next((pair for pair in candidates if any(pair[0] in entry for entry in log_history)), None)
+        if judged is not None:
+            rows.add_row(judged[0], _course(log_history, *judged))
+    return Panel(rows, title=f"{algorithm}: done" if steps >= max_steps else algorithm, expand=False)
+
+
+def _course(log_history: Sequence[dict[str, Any]], name: str, is_greater_better: bool) -> str:
+    values = [(float(entry[name]), int(entry.get("step", 0))) for entry in log_history if name in entry]
+    values = [pair for pair in values if pair[0] == pair[0]]
+    if not values:
+        return "-"
+    choose = max if is_greater_better else min
+    best, at = choose(values, key=lambda pair: pair[0])
+    (first, _), (last, end) = values[0], values[-1]
+    return f"first {first:.4g}, last {last:.4g} at step {end}, best {best:.4g} at step {at}"
+
+
+def next_commands(
+    algorithm: str,
+    folder: str,
+    *,
+    is_chat: bool,
+    dataset: str | None = None,
+    rewards: Sequence[str] | None = None,
+    environment: Mapping[str, str] | str | None = None,
+) -> list[str]:
+    """The commands to go on with.
+
+    Args:
+        algorithm: Its name.
+        folder: Where the model is, or will be.
+        dataset: The dataset that was trained on; None: a mixture, its columns were mapped, or it has no name.
+        rewards: Rewards that a command can name; None: there are none.
+        is_chat: Whether the model has a chat template.
+        environment: The option of the command; None: the run has no environment that a command can name.
+    """
+    commands = []
+    if algorithm not in _WITHOUT_TEXT:
+        commands += (
+            [["chat", folder], ["generate", folder, _PROMPT]] if is_chat else [["generate", folder, _PROMPT, "--raw"]]
+        )
+    if environment:
+        which = environment if isinstance(environment, str) else json.dumps(environment)
+        commands.append(["play", which, "--model", folder])
+    elif rewards and dataset is not None:
+        commands.append(["eval", folder, dataset, "--reward_funcs", *rewards])
+    # Without the first condition, those that an earlier run has left in the folder would count.
+    if issubclass(REGISTRY[algorithm].load_options(), OnlineOptions) and (Path(folder) / "completions").is_dir():
+        commands.append(["look", folder, "--worst", "5"])
+    if (Path(folder) / "adapter_config.json").is_file():
+        commands.append(["merge", folder, f"{folder.rstrip('/')}-merged"])
+    commands.append(["report", folder])
+    lines = [shlex.join(["prefrl", *words]) for words in commands]
+    # A file has no split for evaluation: its rows are those that were trained on.
+    return [
+        f"{line}  # or held-out prompts" if words[0] == "eval" and Path(words[2]).exists() else line
+        for words, line in zip(commands, lines, strict=True)
+    ]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import datasets
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 from prefrl.errors import printable, reason_of
@@ -104,6 +107,20 @@ def _view_instead_of(callback: TrainerCallback, history: History) -> TrainerCall
         view.history = history
         return view
     return LineView(history)
+
+
+def hide_bars_in_files() -> None:
+    """Keep bars of libraries out of pipes and files, in which each update is a line, from now on."""
+    if not sys.stderr.isatty() and not is_in_notebook():
+        transformers_logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+
+
+def are_shown(handler: CallbackHandler) -> bool:
+    """Whether there is a view: a user may have removed it."""
+    kinds = (LineView, RichProgressCallback)
+    # The module of the view for notebooks needs IPython.
+    return any(isinstance(shown, kinds) or type(shown).__name__ == "NotebookView" for shown in handler.callbacks)
 
 
 @contextmanager

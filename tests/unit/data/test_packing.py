@@ -63,13 +63,23 @@ def test_wrapped_cuts_everywhere_and_never_trains_on_a_start():
     }
 
 
+def test_pieces_of_long_rows_are_packed_and_never_trained_on_at_their_starts():
+    packed = pack_prepared(tokenized(2, 3, 4), max_length=3, strategy="bfd_split")
+    assert packed[:] == {
+        # The fourth token of the last row stands alone in its piece, so nothing predicts it.
+        "input_ids": [[0, 1], [2, 3, 4], [5, 6, 7]],
+        "trainable": [[False, True], [False, True, True], [False, True, True]],
+        "seq_lengths": [[2], [3], [3]],
+    }
+
+
 def test_wrapped_without_any_loss_left_is_refused():
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "trainable": [False, False, True]}])
     with pytest.raises(DataError, match="leaves no token to train on"):
         pack_prepared(rows, max_length=2, strategy="wrapped")
 
 
-@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_stream_is_packed_in_windows_of_1000_rows(strategy):
     rows = tokenized(*[2, 3, 4] * 500)
     windows = [pack_prepared(rows.select(part), max_length=9, strategy=strategy) for part in WINDOWS]
@@ -77,10 +87,11 @@ def test_stream_is_packed_in_windows_of_1000_rows(strategy):
     assert packed == [row for window in windows for row in window]
 
 
-def test_window_of_a_stream_without_any_loss_is_left_out():
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_window_of_a_stream_without_any_loss_is_left_out(strategy):
     dead = {"input_ids": [1, 2, 3, 4], "trainable": [False, False, True, False]}
     stream = datasets.IterableDataset.from_generator(lambda: iter([dead] * 1000 + [*tokenized(2)]))
-    assert list(pack_prepared(stream, max_length=2, strategy="wrapped")) == [
+    assert list(pack_prepared(stream, max_length=2, strategy=strategy)) == [
         {"input_ids": [0, 1], "trainable": [False, True], "seq_lengths": [2]}
     ]
 

@@ -107,10 +107,19 @@ def arguments(**values: Any) -> SimpleNamespace:
 
 
 def accelerator(
-    found: DistributedType, device: str = "cuda", *, is_fsdp2: bool = False, mixed_precision: str = "no"
+    found: DistributedType,
+    device: str = "cuda",
+    *,
+    is_fsdp2: bool = False,
+    mixed_precision: str = "no",
+    min_num_params: int | None = None,
 ) -> SimpleNamespace:
     return SimpleNamespace(
-        distributed_type=found, device=torch.device(device), is_fsdp2=is_fsdp2, mixed_precision=mixed_precision
+        distributed_type=found,
+        device=torch.device(device),
+        is_fsdp2=is_fsdp2,
+        mixed_precision=mixed_precision,
+        state=SimpleNamespace(fsdp_plugin=SimpleNamespace(min_num_params=min_num_params)),
     )
 
 
@@ -216,6 +225,13 @@ def test_a_backend_that_was_asked_for_may_train(
             id="FSDP alone",
         ),
         pytest.param(FSDP, {}, accelerator(DistributedType.FSDP), "fsdp_version=1 .*fsdp_version: 2", id="FSDP1"),
+        pytest.param(
+            FSDP,
+            {},
+            accelerator(DistributedType.FSDP, is_fsdp2=True, min_num_params=1000),
+            "min_num_params=1000: FSDP2 cannot be told by size",
+            id="by size",
+        ),
         pytest.param(
             {},
             {"deepspeed": "ds.json"},

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from prefrl.distributed import check_deepspeed, check_model, processes, set_up_parallelism
+from prefrl.distributed import check_deepspeed, check_model, processes, set_up_parallelism, tell_ddp
 from prefrl.distributed.launch import check_parallelism
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
@@ -143,3 +143,34 @@ def test_trainers_refuse_before_a_model_is_loaded(name: str, tmp_path: Path) -> 
     dataset = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": ["4"]})
     with pytest.raises(ConfigError, match=r"cp_size=2"):
         row.load_trainer()(str(tmp_path / "no model"), args=args, train_dataset=dataset, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "looks"),
+    [
+        ({}, False),
+        ({"unused": True}, True),  # a weight that no pass reaches
+        ({"layerdrop": 0.1}, True),  # layers that some passes leave out
+        ({"ddp_find_unused_parameters": True}, True),  # as the user says
+        ({"kind": "DEEPSPEED"}, True),  # where it means nothing, and the weights may be partitioned
+    ],
+    ids=str,
+)
+def test_ddp_looks_for_weights_without_a_gradient_where_there_may_be_some(
+    changed: dict[str, Any], looks: bool
+) -> None:
+    model = tiny_model(attention_dropout=0.5).train()
+    if "unused" in changed:
+        model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+    model.config.layerdrop = changed.get("layerdrop", 0.0)
+    handler = SimpleNamespace(find_unused_parameters=True)
+    kind = SimpleNamespace(value=changed.get("kind", "MULTI_CPU"))
+    args = SimpleNamespace(
+        ddp_find_unused_parameters=changed.get("ddp_find_unused_parameters"), torch_compile=False, device="cpu"
+    )
+    random = torch.get_rng_state()
+    tell_ddp(SimpleNamespace(ddp_handler=handler, distributed_type=kind), model, args)
+    assert handler.find_unused_parameters is looks
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.guard import Guard
+from prefrl.generation.server import Guard
 
 KEY = "a-secret"
 RIGHT = [(b"authorization", b"Bearer a-secret")]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError
-from prefrl.losses.preference.pairwise import Pairs
-from prefrl.losses.preference.reference_free import CPO_LOSSES, bradley_terry, centering, odds_ratio
+from prefrl.losses.preference.pairwise import CPO_LOSSES, Pairs, bradley_terry, centering, odds_ratio
 from prefrl.losses.preference.unpaired import bco, density_ratio_weights, kto
 
 LN2 = math.log(2)

@@ -20,7 +20,7 @@ from prefrl.models.kernels import apply_liger, liger_options, without_liger
 from prefrl.models.scoring import prepare_for_scoring
 from prefrl.models.selfcheck import check_plans
 from prefrl.options import run
-from prefrl.trainer.base_config import BaseConfig
+from prefrl.trainer import base_config
 from tests.assets import ragged_batch, tiny_model, tiny_reward_model
 from tests.contract.cases import ROOT, make_trainer, relative_difference, update_of
 
@@ -211,11 +211,8 @@ def test_kernels_are_not_exchanged_for_others() -> None:
 
 @pytest.fixture
 def allowed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def set_kernels(config: Any) -> None:
-        config.liger_kernel_config = liger_options(config.liger_kernel_config)
-
     monkeypatch.setattr(run, "_lacks_gpu", lambda options: False)
-    monkeypatch.setattr(BaseConfig, "_set_kernels", set_kernels)
+    monkeypatch.setattr(base_config, "require", lambda *_, **__: None)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -252,7 +249,8 @@ def test_a_config_on_a_gpu_leaves_the_losses_out(tmp_path: Path, monkeypatch: py
     config.use_liger_kernel, config.liger_kernel_config = True, '{"rope": false}'
     monkeypatch.setattr(SFTConfig, "device", torch.device("cuda"))
     config.validate()
+    config.check_machine()
     assert config.liger_kernel_config == {**NO_LOSSES, "rope": False}
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ImportError, match=r"use_liger_kernel=True needs liger_kernel: pip install 'prefrl\[liger\]'"):
-        config.validate()
+        config.check_machine()

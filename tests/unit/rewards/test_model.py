@@ -384,22 +384,33 @@ def test_text_longer_than_the_model_reads_is_refused_not_cut() -> None:
         reward(["p", "p"], ["x", "x" * 63])
 
 
+def zero(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def test_each_reward_has_an_entry_of_tokenizers() -> None:
+    with pytest.raises(ConfigError, match="1 entries for 2 rewards"):
+        RewardRunner([reward_model(), zero], processing_classes=[None])
+
+
 @pytest.mark.parametrize(
-    ("tokenizers", "message"),
+    ("rewards", "tokenizers", "message"),
     [
-        ([None], "1 entries for 2 rewards"),
-        (["tokenizer", "tokenizer"], r"reward_processing_classes\[1\] has no effect"),
+        (["model", zero], ["tokenizer", "tokenizer"], "reward_processing_classes[1] has no effect because"),
+        (zero, "tokenizer", "reward_processing_classes has no effect because none of reward_funcs is a model"),
+        ([zero, zero], ["tokenizer", None], "reward_processing_classes has no effect because none of"),
     ],
 )
-def test_tokenizers_belong_to_models(tokenizers: list[Any], message: str) -> None:
-    given = [tiny_tokenizer() if entry else None for entry in tokenizers]
-    with pytest.raises(ConfigError, match=message):
-        RewardRunner([reward_model(), lambda completions: [0.0] * len(completions)], processing_classes=given)
-
-
-def test_tokenizer_without_a_model_has_no_effect_and_is_refused() -> None:
-    with pytest.raises(ConfigError, match="none of reward_funcs is a model"):
-        RewardRunner(lambda completions: [0.0] * len(completions), processing_classes=tiny_tokenizer())
+def test_tokenizers_of_functions_are_ignored_with_a_warning(rewards: Any, tokenizers: Any, message: str) -> None:
+    warnings: list[str] = []
+    if isinstance(rewards, list):
+        rewards = [reward_model() if reward == "model" else reward for reward in rewards]
+        tokenizers = [tiny_tokenizer() if entry else None for entry in tokenizers]
+    else:
+        tokenizers = tiny_tokenizer()
+    RewardRunner(rewards, processing_classes=tokenizers, warn=warnings.append)
+    (text,) = warnings
+    assert text.startswith(message)
 
 
 def test_one_tokenizer_for_several_models_is_refused() -> None:

@@ -175,6 +175,11 @@ def test_what_processes_cannot_run_is_refused(given: Any, text: str) -> None:
         RewardRunner(given, num_workers=2)
 
 
+def test_rewards_of_evaluations_need_no_processes_because_training_has_some() -> None:
+    runner = RewardRunner(waiting, num_workers=2, needs_workers=False)
+    assert runner.score(["p"], ["c"], [[1]], {}).by_name == {"waiting": [1.0]}
+
+
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Runs the tasks of a function here, as a process would."""

@@ -542,9 +542,13 @@ def test_missing_column_is_also_found_when_scoring() -> None:
         score(Judge())
 
 
-def test_columns_that_rewards_would_never_see_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dataset columns \['completions', 'log_extra'\].*Rename"):
-        RewardRunner(length, columns=["prompt", "log_extra", "completions"])
+def test_columns_that_rewards_never_see_are_named_once_and_left_out() -> None:
+    warnings: list[str] = []
+    columns = {name: ["of the dataset"] for name in ("log_extra", "completions", "completion_ids")}
+    runner = RewardRunner(length, columns=["prompt", *columns], warn=warnings.append)
+    assert runner.score(["p"], ["four"], [[1]], columns).by_name == {"length": [4.0]}
+    (text,) = warnings
+    assert text.startswith("dataset columns ['completion_ids', 'completions', 'log_extra'] are not passed to rewards")
 
 
 @pytest.mark.parametrize(
@@ -641,10 +645,11 @@ def test_functions_may_ask_for_the_environments() -> None:
     def score_of(environments: list[World], **columns: Any) -> list[float]:
         return [environment.score for environment in environments]
 
-    runner = RewardRunner(score_of, environments={}, columns=["a"])
+    warnings: list[str] = []
+    runner = RewardRunner(score_of, environments={}, columns=["a"], warn=warnings.append)
     assert runner.score(["p"] * 3, TEXTS, [[1]] * 3, {}, episodes=EPISODES).by_name == {"score_of": [4.0] * 3}
-    with pytest.raises(ConfigError, match=r"dataset columns \['environments'\]: these names are reserved"):
-        runner.check_columns(["environments"])
+    runner.check_columns(["environments"])
+    assert warnings[0].startswith("dataset columns ['environments'] are not passed to rewards")
     with pytest.raises(ConfigError, match="reward 'score_of' needs 'environments', which is not a column"):
         RewardRunner(score_of, columns=["a"])
     RewardRunner(score_of, columns=["environments"])  # a column like any other where there are none

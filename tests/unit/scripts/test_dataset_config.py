@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from prefrl.errors import ConfigError, DataError
-from prefrl.scripts.arguments.command import (
+from prefrl.scripts.arguments.datasets import DatasetConfig, DatasetMixtureConfig, get_dataset, load_part
+from prefrl.scripts.arguments.model_config import (
     ModelConfig,
     get_kbit_device_map,
     get_peft_config,
     get_quantization_config,
 )
-from prefrl.scripts.arguments.datasets import DatasetConfig, DatasetMixtureConfig, get_dataset, load_part
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +132,11 @@ def test_a_file_that_cannot_be_read_is_not_looked_for_on_the_hub(tmp_path: Path)
         ("latin.csv", "a,text\nb,caf\udce9\n", "line 2 is not UTF-8, byte 6 is 0xe9. Convert the file"),
         ("cut.jsonl", '{"text": "a"}\n\n{"text": \n{"text": "b"}\n', "cannot be loaded: line 3 is not JSON: "),
         ("cut.jsonl.gz", '{"text": "a"}\n{"text" "b"}\n', "line 2 is not JSON: Expecting ':' delimiter in column 9"),
+        (
+            "types.jsonl",
+            '{"id": 1, "a": null}\n{"id": "b", "a": 1.5}\n\n',
+            "cannot be loaded: 'id' is a number in line 1 and text in line 2. Give it one type",
+        ),
         ("none.jsonl", "", "^path='none.jsonl': has no rows$"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.options.names import CodeName
-from prefrl.scripts.arguments.episodes import EpisodeArguments
+from prefrl.scripts.arguments.command import EpisodeArguments
 
 CODE = '''\
 import os

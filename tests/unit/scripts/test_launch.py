@@ -38,7 +38,7 @@ def training(options: LaunchArguments, gpus: list[str] = EIGHT, *, use_cpu: bool
 
 
 def server(*words: str, gpus: list[str] = EIGHT, **options: Any) -> ServerProgram:
-    run = SchemaParser("grpo").values([*GRPO, *words])
+    run = SchemaParser("grpo").read([*GRPO, *words])[0]
     return plan_server(LaunchArguments(**{"vllm": "6,7"} | options), run, gpus, {})
 
 
@@ -220,7 +220,7 @@ def test_the_python_of_the_server_may_be_another(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.touch(mode=0o755)
     assert server(vllm_python=str(python)).command[0] == str(python)
-    run = SchemaParser("grpo").values(GRPO)
+    run = SchemaParser("grpo").read(GRPO)[0]
     variable = {"PREFRL_VLLM_PYTHON": str(python)}
     assert plan_server(LaunchArguments(vllm="0"), run, EIGHT, variable).command[0] == str(python)
     with pytest.raises(ConfigError, match="vllm_python='/nowhere/python': is not a program"):

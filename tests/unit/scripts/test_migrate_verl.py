@@ -259,6 +259,13 @@ def test_held_out_rows_are_those_of_the_dataset() -> None:
     assert (off["dataset_name"], "test_split_size" in off) == ("d", False)
 
 
+def test_evaluations_may_have_rewards_of_their_own() -> None:
+    own = "[validation]\nenable = true\nreward_function = {gsm8k = 2.0, mine = 1.0}\n"
+    options, left = migrated(f'reward_function = "boxed_math"\n{own}')
+    assert (options["eval_reward_funcs"], options["eval_reward_weights"]) == (["numeric_reward"], [2.0])
+    assert "mine: write a function, and add file.py:function to eval_reward_funcs and eval_reward_weights" in left
+
+
 def test_a_penalty_of_long_completions_is_a_reward_with_its_factor() -> None:
     penalty = "[train.train_policy.overlong_reward]\nenable_overlong_penalty = true\npenalty_factor = 0.5\n"
     options, left = migrated(f'reward_function = "boxed_math"\n{penalty}buffer_length = 16\n')
@@ -276,6 +283,8 @@ def test_a_reference_that_is_reset_moves_all_the_way() -> None:
     options, left = migrated(f"{reset}kl_beta = 0.1\n")
     assert (options["sync_ref_model"], options["ref_model_mixup_alpha"]) == (True, 1.0)
     assert (options["ref_model_sync_steps"], left) == (7, "")
+    assert options["reset_optimizer_with_reference"] is False
+    assert migrated(f"{reset.replace('reset_opt', '#')}kl_beta = 0.1\n")[0]["reset_optimizer_with_reference"] is True
     assert "sync_ref_model" not in migrated(reset)[0]  # there is no reference
 
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.errors import OutOfMemoryError
 from prefrl.scripts.parsing.argument_parser import ArgumentParser
-from prefrl.trainer.features.sizes import Trial, best, candidates, search
+from prefrl.trainer.features.sizes import EvaluationSize, Trial, best, candidates, search
 from prefrl.trainer.memory import TrialMemory, explained, free_memory, is_out_of_memory
 from tests.contract.cases import dataset_of, make_trainer
 
@@ -333,3 +333,30 @@ def test_a_long_error_is_shortened() -> None:
     assert str(raised.value).startswith("out of memory in a pass: many words many words")
     assert str(raised.value).endswith(" [...]")
     assert len(str(raised.value)) < 230
+
+
+@pytest.mark.parametrize(("fits", "found"), [(8, 8), (3, 2), (1, 1), (0, None)])
+def test_the_size_of_evaluations_is_the_fastest_that_fits(fits: int, found: int | None) -> None:
+    """Every pass takes a second, so the most rows are the fastest."""
+
+    def evaluate(dataset: list[str], rows: int) -> int:
+        if rows > fits:
+            raise torch.OutOfMemoryError("out of memory")
+        seconds.append(seconds[-1] + 1.0)
+        return 10 * rows
+
+    seconds = [0.0]
+    made = config(per_device_eval_batch_size="auto")
+    size = EvaluationSize(made, evaluate, lambda: 0)
+    size.clock = lambda: seconds[-1]
+    if found is None:
+        with pytest.raises(OutOfMemoryError, match="out of memory in an evaluation of 1 of the longest rows"):
+            size.settle(["row"] * 8)
+        return
+    rows = ["row"] * 8
+    size.settle(rows)
+    passes = len(seconds)
+    size.settle(rows)
+    assert len(seconds) == passes
+    assert made.per_device_eval_batch_size == found
+    assert [trial.rows for trial in size.trials] == [rows for rows in (1, 2, 4, 8) if rows <= fits]

@@ -14,6 +14,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from prefrl import ConfigError, DPOConfig, GRPOConfig, SFTConfig
+from prefrl.errors import MissingPackageError
 from prefrl.losses.truncation import cumsum_permitted
 from prefrl.models.modes import of_products
 from prefrl.options.types import check_value
@@ -33,7 +34,7 @@ GRPO_RULES = [
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3}, "learns from one generation. Set 3.", id="part"
     ),
     pytest.param({"truncation_mode": "left"}, "truncation_mode='left': must be one of 'keep_start'", id="truncation"),
-    pytest.param({"cache_implementation": "static"}, "must be one of 'dynamic', 'offloaded'", id="kind of cache"),
+    pytest.param({"cache_implementation": "paged"}, "must be one of 'dynamic', 'offloaded'", id="kind of cache"),
     pytest.param({"chat_template_kwargs": "{a"}, "chat_template_kwargs='{a': must be a JSON object", id="json"),
 ]
 SFT_RULES = [
@@ -309,14 +310,25 @@ def test_no_base_of_the_config_hides_what_another_one_declares() -> None:
     ("options", "message"),
     [
         ({"fp8": True, "bf16": True}, "fp8=True on CPU: 8-bit products need a GPU of compute capability 8.9"),
-        ({"tf32": True}, "tf32 requires Ampere"),
+        ({"tf32": True}, "tf32=True on a machine without a GPU that has TF32: "),
+        (
+            {"bf16": True, "use_cpu": False},
+            "bf16=True on a machine without a GPU that computes in bfloat16. Set use_cpu",
+        ),
+        ({"deepspeed": {"zero_optimization": {}}}, "deepspeed: no launcher has started this process"),
         ({"torch_compile_backend": "inductr"}, "torch_compile_backend='inductr': unknown. Did you mean 'inductor'?"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        SFTConfig(output_dir="x", use_cpu=True, **options)
+        SFTConfig(output_dir="x", **{"use_cpu": True} | options)
+
+
+def test_deepspeed_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefrl.distributed.launch.is_installed", lambda _: False)
+    with pytest.raises(MissingPackageError, match="deepspeed needs deepspeed: pip install"):
+        SFTConfig(output_dir="x", deepspeed={"zero_optimization": {}})
 
 
 def test_fp8_is_an_option_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

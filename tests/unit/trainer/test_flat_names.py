@@ -57,6 +57,13 @@ PLACES: dict[str, tuple[Any, dict[str, Any], str, Any]] = {
 }
 
 
+# What happens anyway.
+ANYWAY = {
+    **{"group_by_length": False, "overwrite_output_dir": True, "save_safetensors": True, "padding_free": True},
+    "accelerator_config": {"dispatch_batches": False, "even_batches": False},
+}
+
+
 def made(tmp_path: Path, **options: Any) -> GRPOConfig:
     return GRPOConfig(output_dir=str(tmp_path), report_to="none", **options)
 
@@ -68,13 +75,19 @@ def test_a_name_fills_its_place(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("BCOConfig", "PPOConfig")])
-def test_each_option_of_a_config_of_trl_is_one_here(name: str, tmp_path: Path) -> None:
+def test_each_option_of_a_config_of_trl_is_one_here_and_its_default_is_taken_in_silence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("prefrl.options.fields._warn_once", said.append)
     config = getattr(prefrl, name)
     theirs = defaults_of(name)
     assert theirs.keys() <= {field.name for field in dataclasses.fields(config)}
-    # Bounds of prompts and completions are separate here.
-    given = {option: value for option, value in theirs.items() if (name, option) != ("OnlineDPOConfig", "max_length")}
-    config(**{**given, "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"})
+    # Bounds of prompts and completions are separate here. There is no KL term to correct with GRPO's defaults.
+    others = (("OnlineDPOConfig", "max_length"), ("GRPOConfig", "use_bias_correction_kl"))
+    given = {option: value for option, value in theirs.items() if (name, option) not in others}
+    config(**{**given, **ANYWAY, "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"})
+    assert said == []
 
 
 @pytest.mark.parametrize(
@@ -103,6 +116,15 @@ def test_rewards_are_scaled_as_a_word_says(text: str, value: str, tmp_path: Path
     for parser in (HfArgumentParser(GRPOConfig), ArgumentParser(GRPOConfig)):
         (parsed,) = parser.parse_args_into_dataclasses(words)
         assert parsed.scale_rewards == value
+
+
+def test_the_word_none_is_none_where_a_parser_lets_it_pass(tmp_path: Path) -> None:
+    texts = ["--output_dir", str(tmp_path), "--stop", "None", "--chat_template_kwargs", "None"]
+    lengths = ["--max_completion_length", "None"]
+    for parser, words in ((HfArgumentParser(GRPOConfig), texts), (ArgumentParser(GRPOConfig), [*texts, *lengths])):
+        (parsed,) = parser.parse_args_into_dataclasses(words)
+        assert (parsed.stop, parsed.chat_template_kwargs) == (None, None)
+    assert parsed.max_completion_length is None
 
 
 def test_every_name_is_shown_above() -> None:

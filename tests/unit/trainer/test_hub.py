@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -221,7 +222,7 @@ def card(folder: Path, name: str = "loss", base_model: str = "org/model-1.5") ->
 
 def test_names_of_metrics_are_no_markup(tmp_path: Path) -> None:
     text = card(tmp_path, "rewards/<img src=x>|\n# title\x1b[2J/mean")
-    assert r"| rewards/&lt;img src=x&gt;&#124; # title\x1b[2J/mean | 0.5 |" in text
+    assert r"| rewards/&lt;img src=x&gt;&#124; # title\x1b[2J/mean | 0.5 | 0.5 |" in text
 
 
 @pytest.mark.parametrize("name", ["https://user:password@host/model", "/home/me/model", "a\nb", "../model"])
@@ -264,14 +265,17 @@ def grpo_card(folder: Path, **options: Any) -> str:
         "rewards": {"right": "abc"},
     }
     facts = RunFacts.of(config, decisive)
-    history = [{"step": 3, "reward": 0.5}]
+    history = [
+        {"step": 1, "reward": 0.25, "clip_ratio/low_mean": 0.5, "kl": 0.0},
+        {"step": 3, "reward": 0.5, "step_time": 2.0, "kl": 0.0, "completions/mean_length": 7.0},
+    ]
     write_model_card(folder, algorithm="grpo", base_model="org/base", log_history=history, facts=facts)
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_card_has_what_it_takes_to_train_the_model_again(tmp_path: Path) -> None:
     text = grpo_card(tmp_path, learning_rate=3e-6, loss_type="dr_grpo", epsilon=0.2, max_steps=3)
-    assert "prefrl grpo --config run.yaml" in text
+    assert "`prefrl grpo run.yaml`" in text
     options = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     assert {name: options[name] for name in ("model_name_or_path", "learning_rate", "loss_type", "seed")} == {
         "model_name_or_path": "org/base",
@@ -281,11 +285,35 @@ def test_the_card_has_what_it_takes_to_train_the_model_again(tmp_path: Path) -> 
     }
     assert options["reward_funcs"] == ["right"]
     assert "epsilon" not in options  # its default
-    assert "1,234 (hash of a sample: `0f0f`)" in text
-    assert "3 optimizer steps" in text
+    assert "1,234 rows after preparation (hash of a sample: `0f0f`)" in text
+    assert "# base, trained with GRPO\n" in text
+    for row in (
+        "| Loss | `dr_grpo` (Liu et al. 2025, [arXiv 2503.20783](https://arxiv.org/abs/2503.20783)",
+        "| Reward functions | `right` |",
+        "| Optimizer steps | 3 |",
+        "| `epsilon` | 0.2 |",
+        "| reward | 0.25 | 0.5 |",
+        "| completions/mean_length | 7 | 7 |",
+    ):
+        assert f"\n{row}" in text
+    assert "| kl |" not in text  # it was always 0
+    assert "step_time" not in text
+    assert "clip_ratio" not in text
     assert "eprint = {2402.03300}" in text
-    for part in ("Use", "Data", "Training", "Last logged values", "Versions", "Citation"):
+    for part in ("How to use", "What decides the update", "Metrics", "How to reproduce", "Citation"):
         assert f"\n## {part}\n" in text
+
+
+def test_a_card_has_no_empty_parts_and_says_how_its_model_is_asked(tmp_path: Path) -> None:
+    write_model_card(tmp_path, algorithm="sft", base_model="b", log_history=[])
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "prefrl generate MODEL '...' --raw" in text
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["How to use", "How to reproduce", "Citation"]
+    assert not re.search(r"\| *\|", text)
+    (tmp_path / "chat_template.jinja").touch()
+    text = card(tmp_path)
+    assert "prefrl chat MODEL" in text
+    assert "apply_chat_template" in text
 
 
 def test_options_with_paths_texts_and_secrets_are_left_out(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from prefrl import ConfigError, GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
+from prefrl.options.algorithms import PRESETS
 from prefrl.options.fields import about
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import kwargs_options
 from prefrl.options.policy import ClipCovParams, VespoParams
-from prefrl.options.presets import PRESETS
 from prefrl.options.rollout import RolloutOptions
 from prefrl.registry import REGISTRY
 from prefrl.trainer.online.policy_objective import PolicyObjective
@@ -48,6 +48,7 @@ RULES = [
     (PPOConfig, {"lam": 1.5}, "lam=1.5: must be a number >= 0 and <= 1"),
     (OnlineDPOConfig, {"loss_type": "hinge"}, "loss_type='hinge': must be one of 'sigmoid', 'ipo'"),
     (OnlineDPOConfig, {"beta": 0.0}, "beta=0.0: must be a number > 0"),
+    (OnlineDPOConfig, {"beta": [0.1, 0.05]}, r"beta=\[0.1, 0.05\]: must be one number for all epochs"),
 ]
 # What cannot be learned from group by group, or asked for ahead.
 SERVER = {"use_vllm": True, "use_cpu": True}

@@ -13,7 +13,7 @@ from prefrl import PPOConfig, SFTConfig, distributed
 from prefrl.errors import ConfigError
 from prefrl.options.optimizers import OPTIMIZERS, REFUSED
 from prefrl.trainer.loop import Loop
-from prefrl.trainer.optimizers import works_under
+from prefrl.trainer.optimizers import discard_state, optimizer_class, works_under
 
 
 def config(cls: Any = SFTConfig, **options: Any) -> Any:
@@ -137,3 +137,27 @@ def test_a_state_that_could_not_be_read_is_not_saved() -> None:
     with pytest.raises(ConfigError, match="optim='sgd' without momentum under FSDP2"):
         distributed.check_state_read(accelerator("FSDP"), "sgd")
     distributed.check_state_read(accelerator("DEEPSPEED"), "sgd")
+
+
+@pytest.mark.parametrize(
+    "name", [*OPTIMIZERS, "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "adamw_bnb_8bit"]
+)
+def test_an_optimizer_without_its_state_goes_on_as_a_new_one(name: str) -> None:
+    cls, arguments = optimizer_class(config(optim=name))
+    weights = [torch.nn.Parameter(torch.randn(8, 8)), torch.nn.Parameter(torch.randn(8))]
+    old = cls(weights, **arguments)
+    take_steps(old, weights)
+    discard_state(old)
+    copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    take_steps(old, weights)
+    take_steps(cls(copies, **arguments), copies)
+    for weight, copy in zip(weights, copies, strict=True):
+        assert torch.equal(weight, copy)
+
+
+def take_steps(optimizer: Any, weights: list[torch.nn.Parameter]) -> None:
+    torch.manual_seed(1)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()

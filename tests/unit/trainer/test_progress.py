@@ -17,7 +17,17 @@ from prefrl.generation.vllm.handshake import Waiting
 from prefrl.rollout.summary import Tables
 from prefrl.run.folder import METRICS_FILE, append_metrics, read_metrics
 from prefrl.trainer.progress import notebook
-from prefrl.trainer.progress.history import History, Row, duration, line, quantity, sparkline
+from prefrl.trainer.progress.history import (
+    History,
+    Row,
+    duration,
+    ending,
+    line,
+    next_commands,
+    quantity,
+    show_ending,
+    sparkline,
+)
 from prefrl.trainer.progress.notebook import NotebookView
 from prefrl.trainer.progress.views import RichProgressCallback
 
@@ -233,3 +243,80 @@ def test_trackers_with_tables_get_the_columns_and_rows(name: str, monkeypatch: p
         assert found["dataframe"].to_dict("list") == {"a": [1, 2], "b": ["x", "y"]}
     else:
         assert found == expected[name]
+
+
+HISTORY = [
+    {"step": 1, "loss": 0.5, "reward": 0.25},
+    {"step": 2, "loss": 0.1, "reward": 0.75},
+    {"step": 3, "loss": 0.3, "reward": float("nan")},
+    {"step": 4, "loss": 0.2, "reward": 0.5},
+    {"step": 4, "train_runtime": 3723.0},
+]
+
+
+def panel(history: list[dict[str, Any]], *, steps: int, max_steps: int) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(ending("grpo", history, where={"model": "runs/a"}, steps=steps, max_steps=max_steps))
+    return console.export_text()
+
+
+def commands_after(folder: Path, algorithm: str, **given: Any) -> list[str]:
+    about = {"dataset": "data.jsonl", "rewards": None, "is_chat": True} | given
+    return next_commands(algorithm, str(folder), **about)
+
+
+def test_the_panel_says_where_and_how_it_went() -> None:
+    text = panel(HISTORY, steps=4, max_steps=4)
+    assert "runs/a" in text
+    assert "4 in 1 h 2 min" in text
+    assert "first 0.25, last 0.5 at step 4, best 0.75 at step 2" in text  # the reward, not the loss
+
+
+def test_a_loss_is_best_where_it_is_lowest() -> None:
+    text = panel([{k: v for k, v in entry.items() if k != "reward"} for entry in HISTORY], steps=2, max_steps=9)
+    assert "first 0.5, last 0.2 at step 4, best 0.1 at step 2" in text
+    assert "2 of 9 in 1 h 2 min: ended early" in text
+
+
+def test_the_commands_have_the_paths_filled_in(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "adapter_config.json").touch()
+    lines = commands_after(tmp_path, "grpo", rewards=["my.py:f", "string_check(reference='7')"])
+    assert [line.split()[1] for line in lines] == ["chat", "generate", "eval", "look", "merge", "report"]
+    assert all(f" {tmp_path}" in line for line in lines)
+    assert any(
+        f"prefrl eval {tmp_path} data.jsonl --reward_funcs my.py:f 'string_check(reference='" in x for x in lines
+    )
+
+
+def test_a_run_with_an_environment_is_played_and_not_evaluated_on_its_prompts(tmp_path: Path) -> None:
+    lines = commands_after(tmp_path, "grpo", rewards=["my.py:f"], environment="my_env.py:Game(size=3)")
+    assert f"prefrl play 'my_env.py:Game(size=3)' --model {tmp_path}" in lines
+    assert not any("prefrl eval" in line for line in lines)
+    assert f"""prefrl play '{{"a": "x.py:A"}}' --model {tmp_path}""" in commands_after(
+        tmp_path, "grpo", environment={"a": "x.py:A"}
+    )
+
+
+def test_commands_that_the_run_has_no_use_for_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()  # of another run
+    assert [line.split()[1] for line in commands_after(tmp_path, "sft")] == ["chat", "generate", "report"]
+    assert commands_after(tmp_path, "reward") == [f"prefrl report {tmp_path}"]  # a reward model does not write
+
+
+def test_a_model_without_a_chat_template_continues_texts(tmp_path: Path) -> None:
+    assert commands_after(tmp_path, "sft", is_chat=False)[0] == f"prefrl generate {tmp_path} 'your prompt' --raw"
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_ending_says_where_the_model_is_and_how_it_is_saved(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r/checkpoint-4").mkdir(parents=True)
+    state = TrainerState(global_step=4, max_steps=4, log_history=HISTORY)
+    show_ending("sft", state, Path("r"), lambda algorithm, folder: [f"prefrl {algorithm} {folder}"], saved=saved)
+    panel, commands = capsys.readouterr().out.split("Next steps:\n")
+    assert ("not saved yet; trainer.save_model() writes it to r" in panel) is not saved
+    assert ("r/checkpoint-4" in panel) is not saved
+    assert commands.split("\n  ") == (["  prefrl sft r\n"] if saved else ["  trainer.save_model()", "prefrl sft r\n"])
