@@ -296,11 +296,8 @@ class BaseTrainer(Loop, Generic[Ready]):
         for callback in movers:
             callback.take_reference(reference, options)
         if moves:
-            alpha, every = (
-                options.ref_model_mixup_alpha,
-                options.ref_model_sync_steps if options.sync_ref_model else None,
-            )
-            resets = options.reset_optimizer_with_reference
+            alpha, resets = options.ref_model_mixup_alpha, options.reset_optimizer_with_reference
+            every = options.ref_model_sync_steps if options.sync_ref_model else None
             if resets:
                 distributed.check_state_whole(self.accelerator, "reset_optimizer_with_reference=True")
             self.parts.add(MovingReference(reference, alpha=alpha, steps=every, resets_optimizer=resets))
