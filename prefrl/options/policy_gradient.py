@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from prefrl.errors import ConfigError
 from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.distillation import TeacherOptions
-from prefrl.options.fields import Rule, apply, ascending, example, flat, opt, parse_json, when
+from prefrl.options.fields import Rule, apply, ascending, check_unset, example, flat, opt, parse_json, when
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import (
@@ -438,6 +439,21 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
     def scores_truncated(self) -> bool:
         """See `OnlineOptions.scores_truncated`."""
         return self.truncated_logprobs == "exact"
+
+    def validate_without_rewards(self) -> None:
+        """Reject options that compare rewards, for a run that learns from a teacher alone.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        remedy = "Leave it out, or give reward_funcs."
+        names = ("dynamic_sampling", "curriculum", "stop_without_signal", "reward_shaping_kwargs", "reward_balance")
+        check_unset(self, *names, because="there are no rewards", remedy=remedy)
+        if self.needs_greedy:
+            raise ConfigError(
+                f"advantage_estimator={self.estimator!r} without rewards: it compares with the reward of the greedy "
+                "completion. Use another estimator, or give reward_funcs."
+            )
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
