@@ -105,13 +105,13 @@ TEACHER_RULES = (
         example("grpo"),
     ),
     when(
-        lambda o: o.teacher_kl_params.name == o.kl_estimator == "full" and o.teacher_kl_coef and o.beta,
+        lambda o: o.beta and o.teacher_kl_coef and o.teacher_kl_params.name == o.kl_estimator == "full",
         "teacher_kl_kwargs: estimator='full' with kl_estimator='full' and beta={beta}: a pass compares the policy's "
         "whole distributions with those of one model. Use another estimator for one of the two, or beta=0.",
         example("grpo", teacher_kl_coef=0.5, kl_estimator="full", beta=0.1),
     ),
     when(
-        lambda o: o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
+        lambda o: o.teacher_kl_coef and o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
         "teacher_kl_kwargs: estimator='sequence' with loss_type={loss_type!r}: it weights sequences by 1 / length, "
         "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens.",
         example("grpo", teacher_kl_coef=0.5, teacher_kl_kwargs={"estimator": "sequence"}, loss_type="grpo"),

@@ -52,12 +52,10 @@ class PolicyGradient:
         rewards: Gives the names and weights of the rewards.
 
     Raises:
-        ConfigError: `reward_balance` with one reward, or an option of rewards without any.
+        ConfigError: `reward_balance` with one reward.
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: RewardRunner) -> None:
-        if not rewards.names:
-            args.validate_without_rewards()
         self.args = args
         self.objective = PolicyObjective(args)
         self.estimator, self._params = ADVANTAGES[args.estimator], args.advantage_params
