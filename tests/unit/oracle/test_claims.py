@@ -514,7 +514,7 @@ def test_forms_of_distillation_are_exact_for_the_samples_that_the_docs_say_and_n
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("step", [0.0, 1.0])
 def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens_and_completions(step, temperature):
-    """Entropy and divergences, as trainers compute them: the logits of the policy are hidden states of an identity head.
+    """Entropy and divergences, as trainers compute them: the logits are hidden states of an identity head.
 
     Logits are the log-probs times the temperature, so the policy at this temperature is that of the problem.
     """
