@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prefrl.losses.advantage.tokens import reinforce_plus_plus
+from prefrl.losses.advantage.tokens import reinforce_plus_plus, to_go
 from prefrl.losses.kl import completion_kl, divergence, full_kl, k1, sequence_kl
 from prefrl.options.policy import SequenceKLParams
 from prefrl.options.policy_gradient import DiscountParams
@@ -95,6 +95,13 @@ def _sampled_by_sampler(samples: Samples) -> Tensor:
     return k1(samples.logprobs_of(samples.problem.sampler), reference(samples))
 
 
+def _later_sampled(samples: Samples) -> Tensor:
+    """[N] nats, the reverse KL at each token, and the log-ratios of later tokens as its credit; with token ratios."""
+    log_ratios = _sampled(samples).detach()
+    later = to_go(log_ratios, samples.row_index, discount=1.0) - log_ratios
+    return sampling_weights("token_truncate")(samples) * (full(samples) + later * samples.logprobs)
+
+
 def _clamped(samples: Samples) -> Tensor:
     return _sampled(samples).clamp(-CLAMP, CLAMP)
 
@@ -120,6 +127,7 @@ FORMS: tuple[Form, ...] = (
     Form("`later_tokens: true`, no baseline", _loss(later_tokens)),
     Form("`later_tokens: false`", _loss(full)),
     Form("`sequence`", _loss(sequence)),
+    Form("own token in full, later ones sampled", _loss(_later_sampled)),
     Form("`k1` in the reward", _in_reward(_sampled, gamma=1.0, ratio="sequence")),
     Form("`k1` in the reward, `gamma=0`", _in_reward(_sampled, gamma=0.0, ratio="token")),
     Form("`k1` of the sampler, `gamma=0`", _in_reward(_sampled_by_sampler, gamma=0.0, ratio="token")),

@@ -497,6 +497,7 @@ EXACT = {
     "`later_tokens: true`": SAMPLERS.keys(),
     "`later_tokens: true`, no baseline": SAMPLERS.keys(),
     "`sequence`": SAMPLERS.keys(),
+    "own token in full, later ones sampled": {"student"},
     "`k1` in the reward": SAMPLERS.keys(),
     "`beta: 0`": {"teacher"},
 }
