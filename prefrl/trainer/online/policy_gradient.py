@@ -56,8 +56,7 @@ class PolicyGradient:
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: RewardRunner) -> None:
-        if not rewards.names:
-            args.validate_without_rewards()
+        args.validate_rewards(rewards.names)
         self.args = args
         self.objective = PolicyObjective(args)
         self.estimator, self._params = ADVANTAGES[args.estimator], args.advantage_params
