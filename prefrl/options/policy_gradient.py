@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -436,15 +437,26 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
         """See `OnlineOptions.scores_truncated`."""
         return self.truncated_logprobs == "exact"
 
-    def validate_without_rewards(self) -> None:
-        """Reject options that compare rewards, for a run that learns from a teacher alone.
+    def validate_rewards(self, names: Sequence[str]) -> None:
+        """Reject options that compare rewards if there are none, because the run learns from a teacher alone.
+
+        Args:
+            names: Those of the rewards.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: There is such an option, and no reward.
         """
+        if names:
+            return
         remedy = "Leave it out, or give reward_funcs."
-        names = ("dynamic_sampling", "curriculum", "stop_without_signal", "reward_shaping_kwargs", "reward_balance")
-        check_unset(self, *names, because="there are no rewards", remedy=remedy)
+        of_rewards = (
+            "dynamic_sampling",
+            "curriculum",
+            "stop_without_signal",
+            "reward_shaping_kwargs",
+            "reward_balance",
+        )
+        check_unset(self, *of_rewards, because="there are no rewards", remedy=remedy)
         if self.needs_greedy:
             raise ConfigError(
                 f"advantage_estimator={self.estimator!r} without rewards: it compares with the reward of the greedy "

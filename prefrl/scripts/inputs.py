@@ -148,13 +148,10 @@ def _check_run(script: CommandArguments, config: Any) -> None:
         warn_of_hint(config, f"do_predict=True has no effect because this command trains. {remedy}")
     if config.eval_strategy != "no":
         return
-    if script.eval_datasets:
-        paths = ", ".join(part.path for part in script.eval_datasets)
-        warn_of_hint(config, f"eval_datasets={paths} has no effect because eval_strategy='no'. {remedy}")
-    if (own := getattr(script, "eval_reward_funcs", None)) is not None:
-        warn_of_hint(config, f"eval_reward_funcs={own} has no effect because eval_strategy='no'. {remedy}")
-    if config.do_eval:
-        warn_of_hint(config, f"do_eval=True has no effect because eval_strategy='no'. {remedy}")
+    paths, rewards = ", ".join(part.path for part in script.eval_datasets), getattr(script, "eval_reward_funcs", None)
+    for name, value in {"eval_datasets": paths, "eval_reward_funcs": rewards, "do_eval": config.do_eval}.items():
+        if value:
+            warn_of_hint(config, f"{name}={value} has no effect because eval_strategy='no'. {remedy}")
 
 
 def _check_without_dataset(config: Any) -> None:

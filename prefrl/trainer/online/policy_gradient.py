@@ -52,10 +52,11 @@ class PolicyGradient:
         rewards: Gives the names and weights of the rewards.
 
     Raises:
-        ConfigError: `reward_balance` with one reward.
+        ConfigError: `reward_balance` with one reward, or an option of rewards without any.
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: RewardRunner) -> None:
+        args.validate_rewards(rewards.names)
         self.args = args
         self.objective = PolicyObjective(args)
         self.estimator, self._params = ADVANTAGES[args.estimator], args.advantage_params

@@ -272,11 +272,8 @@ def reward_runner(
     Raises:
         ConfigError: One cannot work, or options do not fit.
     """
-    named = named_rewards(sources)
-    if isinstance(args, PolicyGradientConfig) and not (named or environments or args.needs_rewards):
-        args.validate_without_rewards()
     return RewardRunner(
-        named,
+        named_rewards(sources),
         weights=args.eval_reward_weights if of_evaluations else args.reward_weights,
         timeout=args.reward_timeout,
         num_workers=args.reward_num_workers,
