@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import apply, flat, opt, parse_json
+from prefrl.errors import ConfigError
+from prefrl.options.fields import apply, flat, json_mapping, opt, parse_json
 from prefrl.options.generation_rules import LEAST_TEMPERATURE
 from prefrl.options.online import OnlineOptions
-from prefrl.options.policy_rules import DISTILLATION_RULES
+from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
+from prefrl.options.policy_rules import DISTILLATION_RULES, MOVING_TEACHER_RULES
+from prefrl.options.preference import ReferenceOptions
 from prefrl.options.types import Length, NumSamples
+
+
+@hyperparameters
+class MovingTeacherParams(Params):
+    """How a teacher moves toward the student."""
+
+    update_rate: Annotated[float, Gt(0), Le(1)] = opt(
+        0.05, "Each update sets the teacher to update_rate * student + (1 - update_rate) * teacher."
+    )
+    sync_steps: Annotated[int, Ge(1)] = opt(1, "Optimizer steps between two updates of the teacher.")
 
 
 @dataclass(init=False, repr=False, eq=False)
 class DistillationOptions(OnlineOptions):
     """Options of distillation, and shared ones with other defaults."""
 
+    hints: ClassVar[Mapping[str, Any]] = {
+        **OnlineOptions.hints,
+        "teacher_prompt": str | Callable[[Mapping[str, Any]], Any] | None,
+    }
     best_metric: ClassVar[str] = "loss"
     learns_from_rewards: ClassVar[bool] = False
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "divergence")
 
     lmbda: float | None = flat("on_policy_fraction")  # of GKD
     teacher_model_revision: str | None = flat("teacher_model_init_kwargs", "revision")
+    teacher_update_rate: float | None = flat("teacher_weights_kwargs", "update_rate")
+    teacher_sync_steps: int | None = flat("teacher_weights_kwargs", "sync_steps")
 
-    teacher_model_name_or_path: str | None = opt(
+    teacher_model_name_or_path: dict[str, Any] | str | None = opt(
         None,
-        "Model that teaches, with the same vocabulary: a name on the Hub or a folder. The argument teacher_model of "
-        "the trainer takes an instance, too.",
+        "Model that teaches, with the same vocabulary: a name on the Hub or a folder. A mapping of names to models "
+        "gives each row of the dataset the teacher that its column teacher names; on the command line, give it as "
+        "JSON. The argument teacher_model of the trainer takes instances, too. By default, the student teaches "
+        "itself, which needs teacher_prompt.",
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = opt(
         None,
         "Arguments of from_pretrained for a teacher that is given by name. By default, those of model_init_kwargs. On "
         "the command line, give them as JSON.",
+    )
+    teacher_prompt: str | None = opt(
+        None,
+        "Column of the dataset with the prompt that the teacher sees instead of the student's: text or messages, for "
+        "example with the solution. In Python, it can also be a function that makes the prompt from a row.",
+    )
+    teacher_weights: Literal["frozen", "ema", "live"] = opt(
+        "frozen",
+        "Weights of a teacher that is the student itself: those at the start of training ('frozen'), a moving average "
+        "('ema'), or the current ones, without a gradient ('live').",
+    )
+    teacher_weights_kwargs: KwargsValue = kwargs(
+        "How the weights of a teacher move.", {"ema": MovingTeacherParams}, switch="teacher_weights"
     )
     beta: Annotated[float, Ge(0), Le(1)] = opt(
         1.0,
@@ -59,6 +94,21 @@ class DistillationOptions(OnlineOptions):
         512, "Maximum completion length in tokens. None means what max_prompt_length leaves of the model's context."
     )
 
+    moving_teacher_params = ParamsOf("teacher_weights_kwargs", MovingTeacherParams)
+
+    @property
+    def of_teacher(self) -> ReferenceOptions:
+        """The options of a reference model that is the teacher."""
+        if self.teacher_weights != "ema":
+            return ReferenceOptions(beta=1.0)
+        params = self.moving_teacher_params
+        return ReferenceOptions(
+            beta=1.0,
+            sync_ref_model=True,
+            ref_model_mixup_alpha=params.update_rate,
+            ref_model_sync_steps=params.sync_steps,
+        )
+
     @property
     def corrects_sampling(self) -> bool:
         """False: prefixes may come from any policy, and later_tokens has importance weights of its own."""
@@ -72,5 +122,18 @@ class DistillationOptions(OnlineOptions):
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
         parse_json(self, "teacher_model_init_kwargs")
+        given = self.teacher_model_name_or_path
+        if isinstance(given, str) and given.lstrip().startswith("{"):
+            self.teacher_model_name_or_path = json_mapping(given, "teacher_model_name_or_path")
         apply(self, DISTILLATION_RULES)
         super().validate()
+        apply(self, MOVING_TEACHER_RULES)
+
+    def validate_episodes(self, *, has_episodes: bool) -> None:
+        """See `OnlineOptions.validate_episodes`."""
+        super().validate_episodes(has_episodes=has_episodes)
+        if has_episodes and self.teacher_prompt is not None:
+            raise ConfigError(
+                f"teacher_prompt={self.teacher_prompt!r} with episodes: what tools and environments add to a prompt, "
+                "and prompts of later turns, are not in the teacher's. Leave it out."
+            )

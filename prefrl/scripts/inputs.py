@@ -123,10 +123,10 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    if isinstance(script, TaughtArguments) and config.teacher_model_name_or_path is None:
+    if isinstance(script, TaughtArguments) and config.teacher_model_name_or_path is config.teacher_prompt is None:
         raise ConfigError(
             "teacher_model_name_or_path=None: there is nothing to learn from. Set it to a model with the student's "
-            "vocabulary."
+            "vocabulary, or set teacher_prompt: then the student itself teaches, with another prompt."
         )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)

@@ -65,6 +65,11 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, str | os.PathLike | nn.Module)
 
 
+def _is_teacher(value: Any) -> bool:
+    several = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
+    return all(map(_is_model, value.values())) if several else _is_model(value)
+
+
 def _is_rewards(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping) or _is_model(value) or callable(value)
 
@@ -76,7 +81,8 @@ def _is_pair(value: Any) -> bool:
 # Argument -> test for a value that is not None, and the words of the error message for what it must be.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model, "a name, a path or a model"),
-    **dict.fromkeys(("ref_model", "teacher_model"), (_is_model, "a name, a path, a model or None")),
+    "ref_model": (_is_model, "a name, a path, a model or None"),
+    "teacher_model": (_is_teacher, "a name, a path, a model, a mapping of names to these, or None"),
     "reward_funcs": (
         _is_rewards,
         "a reward, a list of them or a mapping to their weights: functions, and reward models or their names",

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import datasets
-from transformers import AutoTokenizer
 
 from prefrl.data.tokenize import with_given_ids
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import completion_kl
 from prefrl.losses.per_token import row_items
 from prefrl.metrics import token_mean
-from prefrl.models.load import arguments_for_other, load_model
-from prefrl.options.preference import ReferenceOptions
+from prefrl.models.teachers import LiveTeacher
 from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.given import GivenCompletions
 from prefrl.trainer.arguments import check_arguments, named
 from prefrl.trainer.configs import DistillationConfig
-from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.learner import Learned, Learner
 from prefrl.trainer.online.sampling import OnlineArguments
+from prefrl.trainer.online.teachers import (
+    GivenTeacher,
+    as_the_teacher_sees,
+    assigned,
+    check_context,
+    chosen_teacher,
+    loaded_teacher,
+    several_teachers,
+    with_teacher_prompts,
+    with_teachers,
+)
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import LossOutput, SampledBatch
 
@@ -40,9 +50,6 @@ if TYPE_CHECKING:
     from prefrl.rollout.collect import RolloutSampler
     from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import Rollout
-
-
-_COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,7 +95,7 @@ class DistillationObjective:
         is_first: bool,
     ) -> TaughtBatch:
         """See `Objective`."""
-        return TaughtBatch.of(batch, ref_hidden=score(batch, {"ref_hidden"}).ref_hidden)
+        return TaughtBatch.of(batch, ref_hidden=score(as_the_teacher_sees(batch), {"ref_hidden"}).ref_hidden)
 
     def visited(self, batch: TaughtBatch, logprobs: Tensor) -> TaughtBatch:
         """The batch unchanged: the loss compares with the teacher and with the sampler."""
@@ -122,12 +129,17 @@ class DistillationLearner:
     Args:
         args: Options.
         rewards: Not used: they are only logged.
+        by_column: Whether rows have teachers of their own.
+        has_prompts: Whether the teacher sees other prompts.
     """
 
     needs: frozenset[ScoreNeed] = frozenset()
 
-    def __init__(self, args: DistillationConfig, rewards: RewardRunner) -> None:
+    def __init__(
+        self, args: DistillationConfig, rewards: RewardRunner, *, by_column: bool = False, has_prompts: bool = False
+    ) -> None:
         self.args = args
+        self._assigned = partial(assigned, by_column=by_column, has_prompts=has_prompts)
         self.objective = DistillationObjective(args)
 
     def advantages(
@@ -142,7 +154,7 @@ class DistillationLearner:
     ) -> Learned[SampledBatch]:
         """See `Learner`; all advantages are 0."""
         parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
-        return Learned(batch, [list(part) for part in parts], [0.0] * len(rollouts))
+        return Learned(self._assigned(batch, rollouts), [list(part) for part in parts], [0.0] * len(rollouts))
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: nothing is carried from batch to batch."""
@@ -161,8 +173,9 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
 
     Args:
         model: The student: name, path or instance. An instance is trained in place.
-        teacher_model: The teacher, which has the same vocabulary: name, path or instance. It can also be given as
-            the option `teacher_model_name_or_path`.
+        teacher_model: The teacher, which has the same vocabulary: name, path or instance, or a mapping of names to
+            these, from which each row chooses by its column `teacher`. It can also be given as the option
+            `teacher_model_name_or_path`. None: the student itself, which then sees `teacher_prompt`.
         args: Options. The default options write to `<model name>-DISTILLATION`.
         data: Further arguments in TRL's order: `train_dataset`, `eval_dataset`, `processing_class`, `callbacks`,
             `optimizers`, `quantization_config`, `peft_config`, `tools`.
@@ -179,12 +192,12 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     algorithm = "distillation"
     config_class = DistillationConfig
     args: DistillationConfig
-    learner_class = DistillationLearner
+    learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = DistillationLearner
 
     def __init__(
         self,
         model: str | Path | PreTrainedModel | nn.Module,
-        teacher_model: str | Path | PreTrainedModel | None = None,
+        teacher_model: GivenTeacher = None,
         args: DistillationConfig | None = None,
         *data: Any,
         reward_funcs: RewardSources | None = None,
@@ -192,53 +205,25 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "teacher_model": teacher_model, "args": args, **given})
-        by_name = args.teacher_model_name_or_path if isinstance(args, DistillationConfig) else None
-        if teacher_model is not None and by_name is not None:
-            raise ConfigError(
-                f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
-                "Remove one of them."
-            )
-        if teacher_model is None and by_name is None:
-            raise ConfigError(
-                "teacher_model=None: there is nothing to learn from. Set it, or the option "
-                "teacher_model_name_or_path, to a model with the student's vocabulary."
-            )
-        self._teacher = by_name if teacher_model is None else teacher_model
+        self._teacher = chosen_teacher(teacher_model, args)
+        by_column, has_prompts = isinstance(self._teacher, Mapping), getattr(args, "teacher_prompt", None) is not None
+        self.learner_class = partial(DistillationLearner, by_column=by_column, has_prompts=has_prompts)
         super().__init__(model, [] if reward_funcs is None else reward_funcs, args, **given)
 
     def _set_up_reference(self) -> None:
-        """The teacher, which is a reference that is not a copy of the policy."""
-        teacher, arguments = self._teacher, cast("dict[str, Any] | None", self.args.teacher_model_init_kwargs)
-        if isinstance(teacher, str | Path):
-            if arguments is None:
-                shared = cast("dict[str, Any] | None", self.args.model_init_kwargs)
-                arguments = arguments_for_other(teacher, self.policy, shared)
-            self._check_tokens(Path(teacher))
-            teacher = load_model(teacher, model_init_kwargs=arguments)
-        elif arguments is not None:
-            raise ConfigError(
-                f"teacher_model_init_kwargs={arguments} has no effect because teacher_model is an instance. Leave it "
-                "out, or give the teacher by name."
-            )
-        self._add_reference(ReferenceOptions(beta=1.0), teacher, name="teacher_model")
-        self.scorer.beta = self.args.beta
-        self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
-
-    def _check_tokens(self, folder: Path) -> None:
-        """Reject a teacher in a folder whose tokenizer splits the prompts in another way than the student's."""
-        if self.train_dataset is None or not (folder / "tokenizer_config.json").exists():
-            return
-        rows = [row for row, _ in zip(self.train_dataset, range(_COMPARED), strict=False)]
-        texts = [self.tokenizer.decode(row["prompt_ids"]) for row in rows]
-        other = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.args.trust_remote_code)
-        for text in texts:
-            ids, others = (each(text, add_special_tokens=False)["input_ids"] for each in (self.tokenizer, other))
-            if ids != others:
-                raise ConfigError(
-                    f"teacher_model={str(folder)!r}: its tokenizer makes {others[:8]} of {text[:40]!r}, and the "
-                    f"student's makes {ids[:8]}, so their distributions cannot be compared. Choose a teacher of the "
-                    "student's family."
-                )
+        """The teacher, which is a reference that is not a copy of the policy, or one that sees other prompts."""
+        teacher, args = self._teacher, self.args
+        if isinstance(teacher, Mapping):
+            self.scorer.reference = several_teachers(self, teacher, args)
+        elif teacher is None and args.teacher_weights == "live":
+            self.scorer.reference, self._reference_moves = LiveTeacher(self.policy), True
+        else:
+            given = None if teacher is None else loaded_teacher(self, teacher, args)
+            self._add_reference(args.of_teacher, given, name="teacher_model")
+        self.scorer.beta = args.beta
+        if self.ref_model is not None:
+            self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
+        check_context(self, self.ref_model or self.policy, has_prompts=args.teacher_prompt is not None)
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """See `OnlineTrainer`; also tokenizes completions that are given."""
@@ -254,7 +239,11 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
                 chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
                 num_proc=self.args.dataset_num_proc,
             )
-        return super().prepare_dataset(dataset, processing_class, training=training)
+        dataset = super().prepare_dataset(dataset, processing_class, training=training)
+        if isinstance(self._teacher, Mapping):
+            dataset = with_teachers(dataset, list(self._teacher))
+        prompt = self.args.teacher_prompt
+        return dataset if prompt is None else with_teacher_prompts(dataset, prompt, processing_class, self.args)
 
     def _sampler(self) -> RolloutSampler:
         """See `OnlineTrainer`."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord
+    from prefrl.models.teachers import Teachers
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import StepAccount
     from prefrl.types import TokenBatch
@@ -73,7 +74,7 @@ class Scorer:
     accelerator: Any
     account: StepAccount
     policy: Callable[[], PreTrainedModel]  # without the backend's wrapper
-    reference: Reference | None = None
+    reference: Reference | Teachers | None = None
     critic: Critic | None = None
     routers: RouterRecord | None = None  # records the passes of `scores`, if it is set
     beta: float = 1.0  # which divergence from the reference `scores` computes, see `losses.kl.divergence`
