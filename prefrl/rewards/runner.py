@@ -150,14 +150,13 @@ class RewardRunner:
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._warn, self._told_of_columns = warn, False
-        sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
         self._standard = _STANDARD if environments is None else (*_STANDARD, _ENVIRONMENTS)
         if isinstance(reward_funcs, Mapping) and any(map(is_number, reward_funcs.values())):
             weights = _given_weights(reward_funcs, weights)
             reward_funcs = cast("list[RewardSource]", [*reward_funcs])
         if isinstance(reward_funcs, Mapping):
-            sources = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
+            sources: list[RewardSource] = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
         else:
             sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if needed and not sources and not self._environments:

@@ -283,13 +283,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     def _add_reference(
         self, options: ReferenceOptions, given: PreTrainedModel | None = None, *, name: str = "ref_model"
     ) -> None:
-        """Create the reference that the options ask for, and move it during training if they say so.
-
-        Args:
-            options: Those of the reference.
-            given: The user's own.
-            name: The argument that it was given as, for messages.
-        """
+        """Create the reference that the options ask for, or take the one `given` as the argument `name`."""
         movers = [callback for callback in checkpointing.stateful(self) if callback.moves_reference]
         moves = options.sync_ref_model or bool(movers)
         reference = kept_reference(self, options, self.model, given, moves=moves, name=name)
@@ -303,11 +297,10 @@ class BaseTrainer(Loop, Generic[Ready]):
         for callback in movers:
             callback.take_reference(reference, options)
         if moves:
+            alpha, resets = options.ref_model_mixup_alpha, options.reset_optimizer_with_reference
             every = options.ref_model_sync_steps if options.sync_ref_model else None
-            resets = options.reset_optimizer_with_reference
             if resets:
                 distributed.check_state_whole(self.accelerator, "reset_optimizer_with_reference=True")
-            alpha = options.ref_model_mixup_alpha
             self.parts.add(MovingReference(reference, alpha=alpha, steps=every, resets_optimizer=resets))
             self._reference_moves = True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from prefrl.scripts.checkup import resources
 from prefrl.scripts.checkup.checkup import check_run
 from prefrl.scripts.checkup.findings import Checkup, Section, check_data
 from prefrl.scripts.checkup.parallel import footprint_of_process
-from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
+from prefrl.scripts.checkup.resources import MicroBatch, footprint_of, least_seconds
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
@@ -159,6 +161,27 @@ def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Pat
     assert adapter.optimizer == 2 * adapter.gradients
     assert (everything.reference, adapter.reference) == (everything.weights, 0)
     assert adapter.activations > 0
+
+
+def test_a_teacher_is_counted_and_needs_the_same_vocabulary(workspace: Path, model_folder: Path) -> None:
+    options = ["--teacher_model_name_or_path", str(model_folder), "--dataset_name", "prompts.jsonl"]
+    argv = ["--model_name_or_path", str(model_folder), "--use_cpu", "--output_dir", "out", *options]
+    algorithm, batch = REGISTRY["distillation"], MicroBatch(num_rows=2, num_fed=20, num_scored=10, prompt=0)
+    subject = Subject(algorithm, *options_of(algorithm, read(algorithm, argv)))
+    footprint, seconds = footprint_of(subject, batch), least_seconds(subject, batch, speed=1e9)["training"]
+    assert footprint.reference == footprint.weights
+    subject.teachers.clear()
+    assert footprint_of(subject, batch).reference == 0
+    assert seconds == pytest.approx(4 / 3 * least_seconds(subject, batch, speed=1e9)["training"])
+
+    other = workspace / "other"
+    shutil.copytree(model_folder, other)
+    described = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(described | {"vocab_size": 7}), encoding="utf-8")
+    argv[argv.index("--teacher_model_name_or_path") + 1] = str(other)
+    subject = Subject(algorithm, *options_of(algorithm, read(algorithm, argv)))
+    with pytest.raises(ConfigError, match=r"^teacher_model_name_or_path='.*other' has a vocabulary of 7 tokens"):
+        footprint_of(subject, batch)
 
 
 SFT = ["sft", "--dataset_name", "texts.jsonl"]

@@ -14,7 +14,7 @@ from prefrl.data.formats import get_dataset_column_names
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
-from prefrl.rollout.collect import Collected, Collector, RolloutSampler, joined
+from prefrl.rollout.collect import Collected, RolloutSampler, joined
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.selection import visit_order
 from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
@@ -44,6 +44,7 @@ from prefrl.trainer.online.prompts import (
 )
 from prefrl.trainer.online.sampling import (
     Episodes,
+    collector_of,
     evaluation_rewards,
     make_generator,
     reward_runner,
@@ -172,9 +173,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
             args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
         sampler = self._sampler()
-        self._collector = self._collector_of(self.rewards, sampler)
+        collects = partial(collector_of, args, sampler, lambda: self.state, lambda: self.account.clock())
+        self._collector = collects(self.rewards)
         has_loss = self.eval_rewards is self.rewards
-        collector = self._collector if has_loss else self._collector_of(self.eval_rewards, sampler)
+        collector = self._collector if has_loss else collects(self.eval_rewards)
         self._evaluation = EvaluationRollouts(args, collector, has_loss=has_loss)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
@@ -182,15 +184,6 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _sampler(self) -> RolloutSampler:
         """What samples rollouts, with the current generator."""
         return self.episodes.sampler(self.processing_class, lambda: self.generator)
-
-    def _collector_of(self, rewards: RewardRunner, sampler: RolloutSampler) -> Collector:
-        # Asked each time: HuggingFace makes a new state for each training.
-        state, clock = lambda: self.state, lambda: self.account.clock()
-        if not rewards.models:
-            return Collector(rewards, sampler, state, clock)
-        # Ranks may share the weights of models, so that they have to run equally many passes.
-        company = partial(distributed.in_company, device=self.args.device)
-        return Collector(rewards, sampler, state, clock, lambda: company(rewards.passes))
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
         """From scored rollouts to minibatches and their loss."""
@@ -459,8 +452,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         step = self.state.global_step
-        has_rewards, logged = bool(self.rewards.names), collected.logged_metrics
-        metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=logged)
+        has_rewards = bool(self.rewards.names)
+        metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
         metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= server_metrics(collected.rollouts, self.generator, step=step)
