@@ -23,6 +23,7 @@ from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.load import arguments_for_other, load_model
 from prefrl.models.plans import position_limit
 from prefrl.models.teachers import AssignedBatch, Teachers
+from prefrl.rollout.journal import TEACHER_COLUMNS
 from prefrl.trainer.arguments import kept_reference
 from prefrl.trainer.configs import DistillationConfig
 
@@ -37,7 +38,7 @@ GivenTeacher: TypeAlias = TeacherModel | Mapping[str, TeacherModel] | None
 TeacherPrompt: TypeAlias = str | Callable[[Mapping[str, Any]], Any]
 
 _COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
-_NUMBER, _PROMPT_IDS = "teacher_number", "teacher_prompt_ids"  # columns that are added
+_NUMBER, _PROMPT_IDS = TEACHER_COLUMNS  # are added
 
 
 def chosen_teacher(given: GivenTeacher, args: Any) -> GivenTeacher:
@@ -67,6 +68,11 @@ def chosen_teacher(given: GivenTeacher, args: Any) -> GivenTeacher:
             "teacher_model=None: there is nothing to learn from. Set it, or the option teacher_model_name_or_path, to "
             "a model with the student's vocabulary, or set teacher_prompt: then the student itself teaches, with "
             "another prompt."
+        )
+    if given is None and by_name is None and options is not None and options.teacher_model_init_kwargs is not None:
+        raise ConfigError(
+            f"teacher_model_init_kwargs={options.teacher_model_init_kwargs} has no effect because the student teaches "
+            "itself. Leave it out, or name a teacher."
         )
     return by_name if given is None else given
 
@@ -149,13 +155,16 @@ def with_teacher_prompts(
             "that has the teacher's prompts."
         )
     aside = {"prompt": "student_prompt", "prompt_ids": "student_prompt_ids"}
-    prepared = prepare_prompt_dataset(
-        dataset.rename_columns(aside).rename_column(prompt, "prompt"),
-        processing_class,
-        max_prompt_length=None,
-        chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
-        num_proc=args.dataset_num_proc,
-    )
+    try:
+        prepared = prepare_prompt_dataset(
+            dataset.rename_columns(aside).rename_column(prompt, "prompt"),
+            processing_class,
+            max_prompt_length=None,
+            chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
+            num_proc=args.dataset_num_proc,
+        )
+    except DataError as error:
+        raise DataError(f"teacher_prompt: column {prompt!r}, which is read like column 'prompt': {error}") from error
     prepared = prepared.rename_columns({"prompt_ids": _PROMPT_IDS, "prompt": prompt})
     return prepared.rename_columns({new: name for name, new in aside.items()})
 
