@@ -28,14 +28,49 @@ class MovingTeacherParams(Params):
     sync_steps: Annotated[int, Ge(1)] = opt(1, "Optimizer steps between two updates of the teacher.")
 
 
+@dataclass
+class TeacherOptions:
+    """The teacher, a model that the policy moves towards."""
+
+    teacher_model_name_or_path: dict[str, Any] | str | None = opt(
+        None,
+        "Model that teaches, with the same vocabulary: a name on the Hub or a folder. A mapping of names to models "
+        "gives each row of the dataset the teacher that its column teacher names; on the command line, give it as "
+        "JSON. The argument teacher_model of the trainer takes instances, too.",
+    )
+    teacher_model_init_kwargs: dict[str, Any] | str | None = opt(
+        None,
+        "Arguments of from_pretrained for a teacher that is given by name. By default, those of model_init_kwargs. On "
+        "the command line, give them as JSON.",
+    )
+
+    @property
+    def needs_teacher(self) -> str:
+        """What needs a teacher, as text; empty: nothing does."""
+        return "there is nothing to learn from, unless the student teaches itself with teacher_prompt"
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the policy is the teacher if no other is given."""
+        return False
+
+    @property
+    def lacks_teacher(self) -> bool:
+        """Whether a teacher is needed and options name none."""
+        return bool(self.needs_teacher) and self.teacher_model_name_or_path is None and not self.teaches_itself
+
+    def parse_teachers(self) -> None:
+        """Read what the command line gave as JSON."""
+        parse_json(self, "teacher_model_init_kwargs")
+        if isinstance(given := self.teacher_model_name_or_path, str) and given.lstrip().startswith("{"):
+            self.teacher_model_name_or_path = json_mapping(given, "teacher_model_name_or_path")
+
+
 @dataclass(init=False, repr=False, eq=False)
-class DistillationOptions(OnlineOptions):
+class DistillationOptions(TeacherOptions, OnlineOptions):
     """Options of distillation, and shared ones with other defaults."""
 
-    hints: ClassVar[Mapping[str, Any]] = {
-        **OnlineOptions.hints,
-        "teacher_prompt": str | Callable[[Mapping[str, Any]], Any] | None,
-    }
+    hints: ClassVar[Mapping[str, Any]] = {"teacher_prompt": str | Callable[[Mapping[str, Any]], Any] | None}
     best_metric: ClassVar[str] = "loss"
     learns_from_rewards: ClassVar[bool] = False
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "divergence")
@@ -45,22 +80,11 @@ class DistillationOptions(OnlineOptions):
     teacher_update_rate: float | None = flat("teacher_weights_kwargs", "update_rate")
     teacher_sync_steps: int | None = flat("teacher_weights_kwargs", "sync_steps")
 
-    teacher_model_name_or_path: dict[str, Any] | str | None = opt(
-        None,
-        "Model that teaches, with the same vocabulary: a name on the Hub or a folder. A mapping of names to models "
-        "gives each row of the dataset the teacher that its column teacher names; on the command line, give it as "
-        "JSON. The argument teacher_model of the trainer takes instances, too. By default, the student teaches "
-        "itself, which needs teacher_prompt.",
-    )
-    teacher_model_init_kwargs: dict[str, Any] | str | None = opt(
-        None,
-        "Arguments of from_pretrained for a teacher that is given by name. By default, those of model_init_kwargs. On "
-        "the command line, give them as JSON.",
-    )
     teacher_prompt: str | None = opt(
         None,
         "Column of the dataset with the prompt that the teacher sees instead of the student's: text or messages, for "
-        "example with the solution. In Python, it can also be a function that makes the prompt from a row.",
+        "example with the solution. In Python, it can also be a function that makes the prompt from a row. With it, "
+        "the teacher can be the student itself, if no other is given.",
     )
     teacher_weights: Literal["frozen", "ema", "live"] = opt(
         "frozen",
@@ -94,6 +118,11 @@ class DistillationOptions(OnlineOptions):
         512, "Maximum completion length in tokens. None means what max_prompt_length leaves of the model's context."
     )
 
+    @property
+    def teaches_itself(self) -> bool:
+        """See `TeacherOptions.teaches_itself`."""
+        return self.teacher_prompt is not None
+
     moving_teacher_params = ParamsOf("teacher_weights_kwargs", MovingTeacherParams)
 
     @property
@@ -121,10 +150,7 @@ class DistillationOptions(OnlineOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        parse_json(self, "teacher_model_init_kwargs")
-        given = self.teacher_model_name_or_path
-        if isinstance(given, str) and given.lstrip().startswith("{"):
-            self.teacher_model_name_or_path = json_mapping(given, "teacher_model_name_or_path")
+        self.parse_teachers()
         apply(self, DISTILLATION_RULES)
         super().validate()
         apply(self, MOVING_TEACHER_RULES)

@@ -18,17 +18,15 @@ from prefrl.metrics import token_mean
 from prefrl.models.teachers import LiveTeacher
 from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.given import GivenCompletions
-from prefrl.trainer.arguments import check_arguments, named
+from prefrl.trainer.arguments import GivenTeacher, check_arguments, loaded_teacher, named
 from prefrl.trainer.configs import DistillationConfig
 from prefrl.trainer.online.learner import Learned, Learner
 from prefrl.trainer.online.sampling import OnlineArguments
 from prefrl.trainer.online.teachers import (
-    GivenTeacher,
     as_the_teacher_sees,
     assigned,
     check_context,
-    chosen_teacher,
-    loaded_teacher,
+    check_weights,
     several_teachers,
     with_teacher_prompts,
     with_teachers,
@@ -205,25 +203,25 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "teacher_model": teacher_model, "args": args, **given})
-        self._teacher = chosen_teacher(teacher_model, args)
-        by_column, has_prompts = isinstance(self._teacher, Mapping), getattr(args, "teacher_prompt", None) is not None
-        self.learner_class = partial(DistillationLearner, by_column=by_column, has_prompts=has_prompts)
-        super().__init__(model, [] if reward_funcs is None else reward_funcs, args, **given)
+        super().__init__(model, reward_funcs, args, teacher_model=teacher_model, **given)
 
     def _set_up_reference(self) -> None:
         """The teacher, which is a reference that is not a copy of the policy, or one that sees other prompts."""
         teacher, args = self._teacher, self.args
+        by_column, has_prompts = isinstance(teacher, Mapping), args.teacher_prompt is not None
+        self.learner_class = partial(DistillationLearner, by_column=by_column, has_prompts=has_prompts)
+        check_weights(teacher, args)
         if isinstance(teacher, Mapping):
-            self.scorer.reference = several_teachers(self, teacher, args)
+            self.scorer.reference = several_teachers(self, teacher)
         elif teacher is None and args.teacher_weights == "live":
             self.scorer.reference, self._reference_moves = LiveTeacher(self.policy), True
         else:
-            given = None if teacher is None else loaded_teacher(self, teacher, args)
+            given = None if teacher is None else loaded_teacher(self, teacher)
             self._add_reference(args.of_teacher, given, name="teacher_model")
         self.scorer.beta = args.beta
         if self.ref_model is not None:
             self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
-        check_context(self, self.ref_model or self.policy, has_prompts=args.teacher_prompt is not None)
+        check_context(self, self.ref_model or self.policy, has_prompts=has_prompts)
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """See `OnlineTrainer`; also tokenizes completions that are given."""

@@ -220,7 +220,10 @@ def test_rows_without_their_teacher_are_refused(options: dict[str, Any], message
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"teacher_model": None}, "teacher_model=None: there is nothing to learn from. Set it, or the option"),
+    (
+        {"teacher_model": None},
+        "teacher_model=None: there is nothing to learn from, unless the student teaches itself with teacher_prompt. Set",
+    ),
     ({"teacher_model_name_or_path": "m"}, "teacher_model_name_or_path='m' and the argument teacher_model: both name"),
     ({"teacher_model_init_kwargs": {"revision": "a"}}, "has no effect because teacher_model is an instance. Leave it"),
     (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import datasets
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from prefrl.data.checks import check_positions
 from prefrl.data.collate import share_equal
@@ -20,11 +19,11 @@ from prefrl.data.packing import map_rows
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
 from prefrl.models.flops import model_cost, num_weights
-from prefrl.models.load import arguments_for_other, load_model
 from prefrl.models.plans import position_limit
 from prefrl.models.teachers import AssignedBatch, Teachers
+from prefrl.options.preference import ReferenceOptions
 from prefrl.rollout.journal import TEACHER_COLUMNS
-from prefrl.trainer.arguments import kept_reference
+from prefrl.trainer.arguments import GivenTeacher, TeacherModel, kept_reference, loaded_teacher
 from prefrl.trainer.configs import DistillationConfig
 
 if TYPE_CHECKING:
@@ -33,48 +32,27 @@ if TYPE_CHECKING:
     from prefrl.trainer.base_trainer import BaseTrainer
     from prefrl.types import Rollout, SampledBatch
 
-TeacherModel: TypeAlias = str | Path | PreTrainedModel
-GivenTeacher: TypeAlias = TeacherModel | Mapping[str, TeacherModel] | None
 TeacherPrompt: TypeAlias = str | Callable[[Mapping[str, Any]], Any]
 
-_COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
 _NUMBER, _PROMPT_IDS = TEACHER_COLUMNS  # are added
 
 
-def chosen_teacher(given: GivenTeacher, args: Any) -> GivenTeacher:
-    """The teacher that a trainer's argument or its options name; None: the student itself.
-
-    Args:
-        given: The argument.
-        args: Options, which may be of another kind; None: the defaults.
+def check_weights(teacher: GivenTeacher, args: DistillationConfig) -> None:
+    """Refuse options of a teacher that is the student if another one teaches, and the reverse.
 
     Raises:
-        ConfigError: Both name one, or there is nothing to learn from.
+        ConfigError: Names the option.
     """
-    options = args if isinstance(args, DistillationConfig) else None
-    by_name = None if options is None else options.teacher_model_name_or_path
-    if given is not None and by_name is not None:
+    if teacher is not None and args.teacher_weights != "frozen":
         raise ConfigError(
-            f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
-            "Remove one of them."
+            f"teacher_weights={args.teacher_weights!r} with teacher_model: only a teacher that is the student itself "
+            "moves with it. Leave one of them out."
         )
-    if given is not None and options is not None and options.teacher_weights != "frozen":
+    if teacher is None and args.teacher_model_init_kwargs is not None:
         raise ConfigError(
-            f"teacher_weights={options.teacher_weights!r} with teacher_model: only a teacher that is the student "
-            "itself moves with it. Leave one of them out."
-        )
-    if given is None and by_name is None and (options is None or options.teacher_prompt is None):
-        raise ConfigError(
-            "teacher_model=None: there is nothing to learn from. Set it, or the option teacher_model_name_or_path, to "
-            "a model with the student's vocabulary, or set teacher_prompt: then the student itself teaches, with "
-            "another prompt."
-        )
-    if given is None and by_name is None and options is not None and options.teacher_model_init_kwargs is not None:
-        raise ConfigError(
-            f"teacher_model_init_kwargs={options.teacher_model_init_kwargs} has no effect because the student teaches "
+            f"teacher_model_init_kwargs={args.teacher_model_init_kwargs} has no effect because the student teaches "
             "itself. Leave it out, or name a teacher."
         )
-    return by_name if given is None else given
 
 
 @dataclass(frozen=True)
@@ -200,39 +178,16 @@ def as_the_teacher_sees(batch: SampledBatch) -> SampledBatch:
     )
 
 
-def loaded_teacher(trainer: BaseTrainer[Any], teacher: TeacherModel, args: DistillationConfig) -> PreTrainedModel:
-    """A teacher, loaded if it is given by name or path.
-
-    Raises:
-        ConfigError: Its tokenizer splits prompts in another way than the student's, or there are arguments to load a
-            teacher that is an instance.
-    """
-    arguments = cast("dict[str, Any] | None", args.teacher_model_init_kwargs)
-    if isinstance(teacher, str | Path):
-        if arguments is None:
-            shared = cast("dict[str, Any] | None", args.model_init_kwargs)
-            arguments = arguments_for_other(teacher, trainer.policy, shared)
-        _check_tokens(trainer, Path(teacher), trust_remote_code=args.trust_remote_code)
-        teacher = load_model(teacher, model_init_kwargs=arguments)
-    elif arguments is not None:
-        raise ConfigError(
-            f"teacher_model_init_kwargs={arguments} has no effect because teacher_model is an instance. Leave it "
-            "out, or give the teacher by name."
-        )
-    return teacher
-
-
-def several_teachers(
-    trainer: BaseTrainer[Any], given: Mapping[str, TeacherModel], args: DistillationConfig
-) -> Teachers:
+def several_teachers(trainer: BaseTrainer[Any], given: Mapping[str, TeacherModel]) -> Teachers:
     """Several teachers by name, ready to score the policy's batches; see `loaded_teacher`."""
-    models = {name: loaded_teacher(trainer, teacher, args) for name, teacher in given.items()}
+    models = {name: loaded_teacher(trainer, teacher) for name, teacher in given.items()}
+    options = ReferenceOptions(beta=1.0)
     references = [
-        kept_reference(trainer, args.of_teacher, trainer.model, model, moves=False, name=f"teacher_model[{name!r}]")
+        kept_reference(trainer, options, trainer.model, model, moves=False, name=f"teacher_model[{name!r}]")
         for name, model in models.items()
     ]
     if trainer.account.flops is not None:  # rows need at least the smallest
-        trainer.account.flops.reference = model_cost(min(models.values(), key=num_weights))
+        trainer.account.flops.others["reference"] = model_cost(min(models.values(), key=num_weights))
     return Teachers([reference for reference in references if reference is not None], list(models))
 
 
@@ -254,19 +209,3 @@ def check_context(trainer: BaseTrainer[Any], model: PreTrainedModel, *, has_prom
         bound = replace(bound, max_length=None) if has_prompts else bound
         column = _PROMPT_IDS if has_prompts else "prompt_ids"
         check_positions(trainer.train_dataset, position_limit(model), bound, columns=(column,))
-
-
-def _check_tokens(trainer: BaseTrainer[Any], folder: Path, *, trust_remote_code: bool) -> None:
-    """Reject a teacher in a folder whose tokenizer splits the prompts in another way than the student's."""
-    if trainer.train_dataset is None or not (folder / "tokenizer_config.json").exists():
-        return
-    texts = [trainer.tokenizer.decode(row["prompt_ids"]) for row in islice(trainer.train_dataset, _COMPARED)]
-    other = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    for text in texts:
-        ids, others = (each(text, add_special_tokens=False)["input_ids"] for each in (trainer.tokenizer, other))
-        if ids != others:
-            raise ConfigError(
-                f"teacher_model={str(folder)!r}: its tokenizer makes {others[:8]} of {text[:40]!r}, and the "
-                f"student's makes {ids[:8]}, so their distributions cannot be compared. Choose a teacher of the "
-                "student's family."
-            )
