@@ -43,6 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -272,6 +273,9 @@ class ReferenceLogits:
     head: Callable[[Tensor], Tensor]  # [m, h] -> [m, V] logits before temperature
     beta: float = 1.0  # which divergence from it is computed, see `divergence`
 
+    def __getitem__(self, rows: slice | Tensor) -> Self:
+        return type(self)(self.hidden[rows], self.head, self.beta)
+
 
 def reference_log_probs(
     reference: ReferenceLogits, *, temperature: float, dtype: torch.dtype, truncation: TokenTruncation | None = None
@@ -343,6 +347,34 @@ def divergence(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float) -> Tens
     log_mixture = mixture(log_probs, reference, beta=beta)
     of_reference = (reference.exp() * (reference - log_mixture)).sum(1)
     return beta * of_reference + (1 - beta) * (log_probs.exp() * (log_probs - log_mixture)).sum(1)
+
+
+def compared(
+    logits: Tensor, log_normalizers: Tensor, probs: Tensor, ref_log_probs: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor | None]:
+    """`divergence` of softmax(z), and what its gradient with respect to z needs besides, without autograd.
+
+    Args:
+        logits: [c, V] z.
+        log_normalizers: [c] log sum exp z.
+        probs: [c, V] p = softmax(z).
+        ref_log_probs: [c, V] nats, log q; overwritten.
+        beta: 0 .. 1.
+
+    Returns:
+        [c] nats, the divergence; and [c] sum_j p_j (z_j - log q_j), with m for q where 0 < beta < 1, None at 0.
+    """
+    # Log-probs are subtracted before summing: where the two are close the terms are small and stay precise.
+    of_reference = torch.zeros_like(log_normalizers)
+    if beta < 1:
+        log_probs = logits - log_normalizers[:, None]
+        log_other = log_probs if beta == 0 else mixture(log_probs, ref_log_probs, beta=beta)
+        of_reference = (ref_log_probs.exp() * (ref_log_probs - log_other)).sum(1)
+        if beta == 0:
+            return of_reference, None
+        ref_log_probs = log_other
+    kl = ref_log_probs.neg_().add_(logits).sub_(log_normalizers[:, None]).mul_(probs).sum(1)
+    return kl if beta == 1 else beta * of_reference + (1 - beta) * kl, kl + log_normalizers
 
 
 def mixture(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float) -> Tensor:

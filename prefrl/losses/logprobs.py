@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prefrl.losses.kl import ReferenceLogits, mixture, reference_log_probs
+from prefrl.losses.kl import compared, mixture
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
+from prefrl.losses.top_logprobs import ReferenceDistribution, TopGradient, TopLogprobs, ref_log_probs_of
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
 
 # Largest size in bytes of the probabilities kept for backward. This is small compared with a model, and keeping them
@@ -125,7 +126,7 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
     temperature: float,
     want: Collection[WantName],
     truncation: TokenTruncation | None = None,
-    reference: ReferenceLogits | None = None,
+    reference: ReferenceDistribution | None = None,
     chunk_size: int | None = None,
     keep_bytes: int | None = None,
 ) -> TokenScores:
@@ -171,8 +172,10 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         dtype=score_dtype(hidden),
         product_dtype=product_dtype_of(hidden, head.weight),
     )
-    ref_log_probs = None if reference is None else ref_log_probs_of(reference, hidden, temperature, truncation)
-    wanted = _Wanted(frozenset(want), ref_log_probs, truncation, beta=1.0 if reference is None else reference.beta)
+    ref_log_probs = ref_log_probs_of(reference, hidden, temperature, truncation, plan.dtype)
+    top = reference if isinstance(reference, TopLogprobs) else None
+    beta = 1.0 if reference is None else reference.beta
+    wanted = _Wanted(frozenset(want), ref_log_probs, top, truncation, beta)
     logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
@@ -212,21 +215,11 @@ def check_inputs(
         raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
 
-def ref_log_probs_of(
-    reference: ReferenceLogits, hidden: Tensor, temperature: float, truncation: TokenTruncation | None
-) -> Callable[[slice, Mask | None], Tensor]:
-    """See `reference_log_probs`; rejects hidden states of another number of tokens."""
-    if reference.hidden.shape[:-1] != hidden.shape[:1]:
-        raise ValueError(
-            f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}: need to be [M, h] each"
-        )
-    return reference_log_probs(reference, temperature=temperature, truncation=truncation, dtype=score_dtype(hidden))
-
-
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     names: frozenset[WantName]
     ref_log_probs: Callable[[slice, Mask | None], Tensor] | None  # [c, V] log q of some rows
+    top: TopLogprobs | None  # of the reference, if that is all that is known of it
     truncation: TokenTruncation | None
     beta: float  # which divergence, see `losses.kl.divergence`
 
@@ -236,6 +229,10 @@ class _Wanted:
             return None
         log_ref = self.ref_log_probs(rows, mask)
         return mixture(logits.log_softmax(1), log_ref, beta=self.beta) if 0 < self.beta < 1 else log_ref
+
+    def top_gradient(self, rows: slice, mask: Mask | None, logits: Tensor, grad: Tensor | None) -> TopGradient | None:
+        """Of the divergence from likely tokens, if the loss depends on it."""
+        return None if self.top is None or grad is None else self.top[rows].gradient(logits, mask, grad[rows])
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -311,10 +308,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
             hidden.new_zeros(hidden.shape[0], dtype=dtype) if grad_logprobs is None else grad_logprobs,
             (grad_entropy, expected_logits),
             (others[-1], expected_differences),
-            wanted.beta,
+            wanted,
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            with_scratch = grads.logits is not None
+            with_scratch = grads.logits is not None or grads.top is not None
             if with_scratch:
                 kept = None  # gradients of entropies and divergences need the logits
             for chunk in chunks(hidden, weight, bias, plan, with_scratch=with_scratch, kept=kept):
@@ -357,7 +354,7 @@ class _Columns:
 
     @classmethod
     def empty(cls, hidden: Tensor, targets: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Self:
-        want, has_reference = wanted.names, wanted.ref_log_probs is not None
+        want, is_whole = wanted.names, wanted.ref_log_probs is not None
         column = partial(hidden.new_empty, hidden.shape[0], dtype=dtype)
         return cls(
             logprobs=column(),
@@ -367,8 +364,8 @@ class _Columns:
             predicted=torch.empty_like(targets) if "predicted" in want else None,
             mean_logit=column() if "mean_logit" in want else None,
             log_collision=column() if "log_collision" in want else None,
-            divergence=column() if has_reference else None,
-            expected_differences=column() if has_reference and wanted.beta > 0 else None,
+            divergence=column() if is_whole or wanted.top is not None else None,
+            expected_differences=column() if is_whole and wanted.beta > 0 else None,
             kept=None if wanted.truncation is None else wanted.truncation.empty(hidden, dtype),
         )
 
@@ -393,28 +390,18 @@ class _Columns:
         self.logprobs[rows] = target_logits - log_normalizers
         if self.log_collision is not None:
             self.log_collision[rows] = log_sum_of_squares(probs)
-        if wanted.ref_log_probs is not None:
+        if self.divergence is not None and wanted.top is not None:
+            self.divergence[rows] = wanted.top[rows].divergence(logits, mask)
+        elif self.divergence is not None and wanted.ref_log_probs is not None:
             log_ref = wanted.ref_log_probs(rows, mask)
             check_same_shape(logits=logits, reference_logits=log_ref)
-            self._compare(chunk, probs, log_ref, log_normalizers, beta=wanted.beta)
+            values, differences = compared(logits, log_normalizers, probs, log_ref, beta=wanted.beta)
+            self.divergence[rows] = values
+            if self.expected_differences is not None and differences is not None:
+                self.expected_differences[rows] = differences
         if self.entropy is not None and self.expected_logits is not None:
             self.expected_logits[rows] = logits.mul_(probs).sum(1)
             self.entropy[rows] = log_normalizers - self.expected_logits[rows]
-
-    def _compare(self, chunk: Chunk, probs: Tensor, log_ref: Tensor, log_normalizers: Tensor, *, beta: float) -> None:
-        """Fill the divergence of a chunk; `log_ref` is overwritten."""
-        assert self.divergence is not None
-        rows, logits = chunk.rows, chunk.logits
-        # Log-probs are subtracted before summing: where the two are close the terms are small and stay precise.
-        if beta < 1:
-            log_probs = logits - log_normalizers[:, None]
-            log_other = log_probs if beta == 0 else mixture(log_probs, log_ref, beta=beta)
-            self.divergence[rows] = (log_ref.exp() * (log_ref - log_other)).sum(1)
-            log_ref = log_other
-        if self.expected_differences is not None:
-            kl = log_ref.neg_().add_(logits).sub_(log_normalizers[:, None]).mul_(probs).sum(1)
-            self.divergence[rows] = kl if beta == 1 else beta * self.divergence[rows] + (1 - beta) * kl
-            self.expected_differences[rows] = kl + log_normalizers
 
     def _truncate(
         self, logits: Tensor, targets: Tensor, rows: slice, truncation: TokenTruncation
@@ -447,21 +434,24 @@ class _RowGrads:
     logits: Tensor | None  # [M]; None: 0
     differences: Tensor | None  # [M]; None: 0
     probs: Tensor | None  # [M]; None: 0
+    top: Tensor | None  # [M] of the divergence from likely tokens, whose gradient is added; None: 0
 
     @classmethod
-    def of(cls, logprobs: Tensor, entropy: _Grad, divergence: _Grad, beta: float) -> Self:
+    def of(cls, logprobs: Tensor, entropy: _Grad, divergence: _Grad, wanted: _Wanted) -> Self:
         """From the gradients of the results."""
         (grad_entropy, expected_logits), (grad_divergence, expected_differences) = entropy, divergence
-        offsets, logits, grad_kl, grad_probs = -logprobs, None, None, None
+        offsets, logits, grad_kl, grad_probs, beta = -logprobs, None, None, None, wanted.beta
         if grad_entropy is not None:
             offsets, logits = offsets + grad_entropy * expected_logits, -grad_entropy
+        if wanted.top is not None:
+            return cls(logprobs, offsets, logits, None, None, grad_divergence)
         if grad_divergence is not None and beta == 0:
             offsets, grad_probs = offsets + grad_divergence, grad_divergence
         elif grad_divergence is not None:
             grad_kl = grad_divergence if beta == 1 else grad_divergence * (1 - beta)
             offsets = offsets - grad_kl * expected_differences
             logits = grad_kl if logits is None else logits + grad_kl
-        return cls(logprobs, offsets, logits, grad_kl, grad_probs)
+        return cls(logprobs, offsets, logits, grad_kl, grad_probs, None)
 
 
 def _logits_to_grad(
@@ -480,6 +470,7 @@ def _logits_to_grad(
             mask.restrict(logits)
     compares = grads.differences is not None or grads.probs is not None
     log_other = wanted.log_other(rows, mask, logits) if compares else None
+    top = wanted.top_gradient(rows, mask, logits, grads.top)
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
     if grads.logits is None:
         torch.mul(probs, grads.offsets[rows, None], out=logits)
@@ -490,9 +481,10 @@ def _logits_to_grad(
         logits.add_(grads.offsets[rows, None]).mul_(probs)
     if grads.probs is not None and log_other is not None:
         logits.addcmul_(log_other.exp_(), grads.probs[rows, None], value=-1)
+    elif top is not None:
+        top.add_to(logits, probs)
     logits.scatter_add_(1, targets[:, None], grads.logprobs[rows, None])
-    for factor in (penalties, slope):
+    scale = None if plan.scale == plan.temperature else plan.scale / plan.temperature
+    for factor in (penalties, slope, scale):
         if factor is not None:
             logits.mul_(factor)
-    if plan.scale != plan.temperature:
-        logits.mul_(plan.scale / plan.temperature)

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
-from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.per_token import TokenScores, WantName
+from prefrl.losses.top_logprobs import ReferenceDistribution
 from prefrl.losses.truncation import TokenHistory, TokenTruncation, Truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
@@ -180,7 +179,7 @@ def token_logprobs(
     want: Collection[WantName] = (),
     plan: Plan = "auto",
     truncation: Truncation | None = None,
-    reference: ReferenceLogits | None = None,
+    reference: ReferenceDistribution | None = None,
     routers: RouterRecord | None = None,
 ) -> TokenScores:
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
@@ -217,8 +216,8 @@ def token_logprobs(
         )
     verdict, rows = verdict_of(model), batch if state.image_example is None else with_idle_image(model, batch)
     if reference is not None and rows is not batch:
-        more = rows.num_tokens - batch.num_tokens
-        reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
+        # What the tokens of the idle row are compared with does not matter: their scores are not used.
+        reference = reference[torch.arange(rows.num_tokens, device=batch.device).clamp(max=batch.num_tokens - 1)]
     scores = score_tokens(
         model,
         rows,

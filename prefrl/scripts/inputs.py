@@ -13,13 +13,13 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
+from prefrl.options.distillation import TeacherOptions
 from prefrl.options.fields import flat_names, warn_of_hint
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
     Given,
     RewardArguments,
-    TaughtArguments,
     check_reward_files,
 )
 from prefrl.scripts.arguments.datasets import (
@@ -123,10 +123,15 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    if isinstance(script, TaughtArguments) and config.teacher_model_name_or_path is None:
+    if isinstance(config, TeacherOptions) and config.needs_teacher and config.teacher_model_name_or_path is None:
         raise ConfigError(
-            "teacher_model_name_or_path=None: there is nothing to learn from. Set it to a model with the student's "
+            f"teacher_model_name_or_path=None: {config.needs_teacher}. Set it to a model with the student's "
             "vocabulary."
+        )
+    if isinstance(script, RewardArguments) and config.needs_rewards and not script.has_rewards:
+        raise ConfigError(
+            "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
+            "module:function, or set reward_model_name_or_path, or an environment that has rewards."
         )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)

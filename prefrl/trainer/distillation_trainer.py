@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import datasets
-from transformers import AutoTokenizer
 
 from prefrl.data.tokenize import with_given_ids
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import completion_kl
 from prefrl.losses.per_token import row_items
 from prefrl.metrics import token_mean
-from prefrl.models.load import arguments_for_other, load_model
 from prefrl.options.preference import ReferenceOptions
 from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.given import GivenCompletions
-from prefrl.trainer.arguments import check_arguments, named
+from prefrl.trainer.arguments import check_arguments, loaded_teacher, named
 from prefrl.trainer.configs import DistillationConfig
 from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.sampling import OnlineArguments
@@ -40,9 +38,6 @@ if TYPE_CHECKING:
     from prefrl.rollout.collect import RolloutSampler
     from prefrl.trainer.scorer import ScoreNeed, Scores
     from prefrl.types import Rollout
-
-
-_COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -192,53 +187,15 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "teacher_model": teacher_model, "args": args, **given})
-        by_name = args.teacher_model_name_or_path if isinstance(args, DistillationConfig) else None
-        if teacher_model is not None and by_name is not None:
-            raise ConfigError(
-                f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
-                "Remove one of them."
-            )
-        if teacher_model is None and by_name is None:
-            raise ConfigError(
-                "teacher_model=None: there is nothing to learn from. Set it, or the option "
-                "teacher_model_name_or_path, to a model with the student's vocabulary."
-            )
-        self._teacher = by_name if teacher_model is None else teacher_model
-        super().__init__(model, [] if reward_funcs is None else reward_funcs, args, **given)
+        super().__init__(model, reward_funcs, args, teacher_model=teacher_model, **given)
 
     def _set_up_reference(self) -> None:
         """The teacher, which is a reference that is not a copy of the policy."""
-        teacher, arguments = self._teacher, cast("dict[str, Any] | None", self.args.teacher_model_init_kwargs)
-        if isinstance(teacher, str | Path):
-            if arguments is None:
-                shared = cast("dict[str, Any] | None", self.args.model_init_kwargs)
-                arguments = arguments_for_other(teacher, self.policy, shared)
-            self._check_tokens(Path(teacher))
-            teacher = load_model(teacher, model_init_kwargs=arguments)
-        elif arguments is not None:
-            raise ConfigError(
-                f"teacher_model_init_kwargs={arguments} has no effect because teacher_model is an instance. Leave it "
-                "out, or give the teacher by name."
-            )
+        assert self._teacher is not None
+        teacher = loaded_teacher(self, self._teacher)
         self._add_reference(ReferenceOptions(beta=1.0), teacher, name="teacher_model")
         self.scorer.beta = self.args.beta
         self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
-
-    def _check_tokens(self, folder: Path) -> None:
-        """Reject a teacher in a folder whose tokenizer splits the prompts in another way than the student's."""
-        if self.train_dataset is None or not (folder / "tokenizer_config.json").exists():
-            return
-        rows = [row for row, _ in zip(self.train_dataset, range(_COMPARED), strict=False)]
-        texts = [self.tokenizer.decode(row["prompt_ids"]) for row in rows]
-        other = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.args.trust_remote_code)
-        for text in texts:
-            ids, others = (each(text, add_special_tokens=False)["input_ids"] for each in (self.tokenizer, other))
-            if ids != others:
-                raise ConfigError(
-                    f"teacher_model={str(folder)!r}: its tokenizer makes {others[:8]} of {text[:40]!r}, and the "
-                    f"student's makes {ids[:8]}, so their distributions cannot be compared. Choose a teacher of the "
-                    "student's family."
-                )
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """See `OnlineTrainer`; also tokenizes completions that are given."""
