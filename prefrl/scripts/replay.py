@@ -47,6 +47,10 @@ _OTHERWISE: dict[str, Any] = {
     "save_epochs": 1.0,
     "evaluate_training_set": False,
     "warmup_evaluations": 0,  # warmup_steps has what follows from it
+    "eval_reward_weights": None,
+    "pass_at_k_kwargs": None,
+    "reward_num_workers": 0,
+    "reward_model_kwargs": None,
     "profile": False,
     "profile_kwargs": None,
     "load_best_model_at_end": False,
