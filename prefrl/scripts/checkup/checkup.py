@@ -90,7 +90,8 @@ def check_before(
 
     Raises:
         ConfigError: An option does not fit the model or the data, or the memory cannot suffice.
-        DataError: The columns are not those that the trainer reads, or none of the first rows can be used.
+        DataError: The columns are not those that the trainer reads, or none of the first rows can be used and other
+            rows do not help.
         GenerationError: A server that answers serves another model.
     """
     if Path(script.model_name_or_path, "adapter_config.json").is_file():
@@ -114,11 +115,25 @@ def check_before(
             continue
         # The trainer warns of the whole dataset.
         with logged_into(Section("Rows")), subject.naming_dataset(DataError):
-            tokenized = subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+            tokenized = _tokenized_first(subject, rows, part)
         if number == 0 and len(tokenized):
             check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)
+
+
+def _tokenized_first(subject: Subject, rows: datasets.Dataset, whole: Any) -> datasets.Dataset:
+    """The first rows of a dataset, tokenized. If none of them can be used, all rows as the trainer prepares them.
+
+    Raises:
+        DataError: Rows cannot be used, counted over the whole dataset.
+    """
+    try:
+        return subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+    except DataError:
+        if isinstance(whole, datasets.IterableDataset | Mapping):
+            raise
+        return subject.tokenized(whole, dataset_num_proc=None)
 
 
 def check_run(
