@@ -470,7 +470,7 @@ CASES: dict[str, Case] = {
         f"`{name}` removed from the last checkpoint, then `resume_from_checkpoint=True`": without(name)
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     },
-    "disk full in a save": disk_full,
+    "the disk fills up during a save": disk_full,
     "SIGTERM in a step": terminated,
     "reward raises `KeyError`": plain(reward=raising),
     "reward needs a column that the dataset does not have": plain(reward=needing),
