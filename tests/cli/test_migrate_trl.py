@@ -281,6 +281,11 @@ def test_the_written_defaults_are_taken(config: str, tmp_path: Path) -> None:
     assert {option: getattr(parsed, option) for option in written} == written
 
 
+def test_no_default_is_written_for_an_option_that_is_given_by_its_name_in_trl() -> None:
+    assert "max_completion_length" in missing_defaults("OnlineDPOConfig", {})
+    assert "max_completion_length" not in missing_defaults("OnlineDPOConfig", {"max_new_tokens": 32})
+
+
 # The command.
 
 
