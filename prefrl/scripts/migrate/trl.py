@@ -141,6 +141,8 @@ def _unknown(
 ) -> OptionChange | None:
     """An option that prefrl does not have."""
     row = NAMES.get(name)
+    if config == "OnlineDPOConfig" and name == "max_length":  # it is taken, but not listed
+        return None
     if row is None:
         return None if config is None else OptionChange(name, "keep", f"is no option of {config}", {})
     if row.kind == "aside":
