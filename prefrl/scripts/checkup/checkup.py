@@ -115,25 +115,25 @@ def check_before(
             continue
         # The trainer warns of the whole dataset.
         with logged_into(Section("Rows")), subject.naming_dataset(DataError):
-            tokenized = _tokenized_first(subject, rows, part)
+            try:
+                tokenized = subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+            except DataError as error:
+                tokenized = _all_tokenized(subject, part, error)
         if number == 0 and len(tokenized):
             check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)
 
 
-def _tokenized_first(subject: Subject, rows: datasets.Dataset, whole: Any) -> datasets.Dataset:
-    """The first rows of a dataset, tokenized. If none of them can be used, all rows as the trainer prepares them.
+def _all_tokenized(subject: Subject, dataset: Any, error: DataError) -> datasets.Dataset:
+    """All rows as the trainer prepares them, because none of the first can be used: it counts or drops such rows.
 
     Raises:
-        DataError: Rows cannot be used, counted over the whole dataset.
+        DataError: Rows cannot be used. For streams and several datasets, which are not read as a whole, it is `error`.
     """
-    try:
-        return subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
-    except DataError:
-        if isinstance(whole, datasets.IterableDataset | Mapping):
-            raise
-        return subject.tokenized(whole, dataset_num_proc=None)
+    if not isinstance(dataset, datasets.Dataset):
+        raise error
+    return subject.tokenized(dataset, dataset_num_proc=None)
 
 
 def check_run(
