@@ -92,6 +92,9 @@ class Reference(ABC):
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         """The output of `head`, the model's head, with the reference weights; the model is not changed for that."""
 
+    def _prepare_head(self) -> None:
+        """Called on all ranks in the pass whose hidden states `logits` will read, see `_Separate`."""
+
     def _go_to(self, device: torch.device) -> None:
         """A separate model follows a batch to its device."""
         model = self.own_model
@@ -112,6 +115,8 @@ class Reference(ABC):
     ) -> TokenScores:
         """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
         self._go_to(batch.device)
+        if "hidden" in want:
+            self._prepare_head()
         with self._in_place() as model, eval_mode(model):
             return scores_in_pieces(model, batch, scoring, max_tokens=max_tokens, want=want)
 
@@ -167,13 +172,10 @@ class _Separate(Reference):
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
 
-    def scores(
-        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
-    ) -> TokenScores:
-        head = needed_head(inner_model(self._model)) if "hidden" in want else None
+    def _prepare_head(self) -> None:
+        head = needed_head(inner_model(self._model))
         if isinstance(head, nn.Linear) and distributed.is_sharded(self._model):
             self._whole_head = [distributed.whole(each).detach() for each in head.parameters(recurse=False)]
-        return super().scores(batch, scoring, max_tokens=max_tokens, want=want)
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         # Ranks run it on different numbers of chunks, so a backend must not gather it for each of them.
