@@ -234,6 +234,10 @@ class _Wanted:
         log_ref = self.ref_log_probs(rows, mask)
         return mixture(logits.log_softmax(1), log_ref, beta=self.beta) if 0 < self.beta < 1 else log_ref
 
+    def top_gradient(self, rows: slice, mask: Mask | None, logits: Tensor, grad: Tensor | None) -> TopGradient | None:
+        """Of the divergence from likely tokens, if the loss depends on it."""
+        return None if self.top is None or grad is None else self.top[rows].gradient(logits, mask, grad[rows])
+
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """Formulas for each row, with z = logits / temperature, p = softmax(z), t the target and q the reference's p:
@@ -470,9 +474,7 @@ def _logits_to_grad(
             mask.restrict(logits)
     compares = grads.differences is not None or grads.probs is not None
     log_other = wanted.log_other(rows, mask, logits) if compares else None
-    top: TopGradient | None = None
-    if wanted.top is not None and grads.top is not None:
-        top = wanted.top[rows].gradient(logits, mask, grads.top[rows])
+    top = None if wanted.top is None else wanted.top_gradient(rows, mask, logits, grads.top)
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
     if grads.logits is None:
         torch.mul(probs, grads.offsets[rows, None], out=logits)
