@@ -161,7 +161,11 @@ def _flags(options: dict[str, Any]) -> str:
 def keys_of(names: Collection[str]) -> str:
     """A table of the keys of options that are mappings."""
     lines = ["| option | with | key | value | default | meaning |", "|---|---|---|---|---|---|"]
-    options = {option.name: option for config in ("GRPO", "Distillation") for option in kwargs_options(load(f"prefrl.{config}Config"))}
+    options = {
+        option.name: option
+        for config in ("GRPO", "Distillation")
+        for option in kwargs_options(load(f"prefrl.{config}Config"))
+    }
     for option in options.values():
         hints = {}
         for params in option.choices.values():

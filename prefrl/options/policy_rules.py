@@ -111,13 +111,13 @@ TEACHER_RULES = (
         example("grpo", teacher_kl_coef=0.5, teacher_model_name_or_path={"math": "folder"}),
     ),
     when(
-        lambda o: o.teacher_kl_params.name == o.kl_estimator == "full" and o.teacher_kl_coef and o.beta,
+        lambda o: o.beta and o.teacher_kl_coef and o.teacher_kl_params.name == o.kl_estimator == "full",
         "teacher_kl_kwargs: estimator='full' with kl_estimator='full' and beta={beta}: a pass compares the policy's "
         "whole distributions with those of one model. Use another estimator for one of the two, or beta=0.",
         example("grpo", teacher_kl_coef=0.5, kl_estimator="full", beta=0.1),
     ),
     when(
-        lambda o: o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
+        lambda o: o.teacher_kl_coef and o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
         "teacher_kl_kwargs: estimator='sequence' with loss_type={loss_type!r}: it weights sequences by 1 / length, "
         "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens.",
         example("grpo", teacher_kl_coef=0.5, teacher_kl_kwargs={"estimator": "sequence"}, loss_type="grpo"),
@@ -281,16 +281,10 @@ CRITIC_RULES = (
 )
 PAIRS_RULES = (
     when(
-        lambda o: (
-            o.max_length is not None
-            and (
-                None in (o.max_prompt_length, o.max_completion_length)
-                or o.max_length < o.max_prompt_length + o.max_completion_length
-            )
-        ),
-        "max_length={max_length}: prompts and completions have bounds of their own, max_prompt_length="
-        "{max_prompt_length} and max_completion_length={max_completion_length}. Set these instead.",
-        example("online_dpo", max_length=512),
+        lambda o: o.max_length is not None and o.max_length <= (o.max_completion_length or o.max_length),
+        "max_length={max_length} with max_completion_length={max_completion_length}: it bounds prompt and completion "
+        "together, and no token is left for the prompt. Set max_completion_length to a number below max_length.",
+        example("online_dpo", max_length=256),
     ),
     when(
         lambda o: o.use_vllm and o.generation_mode == "async",

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from prefrl import ConfigError, DataError, DistillationConfig, DistillationTrainer
 from tests.assets import tiny_model, tiny_tokenizer
+from tests.contract import episodes
 from tests.contract.cases import (
     assert_same_weights,
     dataset_of,
@@ -21,7 +24,9 @@ from tests.contract.cases import (
     relative_difference,
     stopping_model,
     update_of,
+    with_pictures,
 )
+from tests.vlms import tiny_vlm
 
 GIVEN: dict[str, Any] = {"num_generations": 1, "train_dataset": dataset_of("sft")}
 ITSELF: dict[str, Any] = {"teacher_model": None, "teacher_prompt": "hint"}
@@ -50,12 +55,26 @@ def test_the_order_of_trl_works_and_rewards_need_not_be_given(tmp_path: Path) ->
         DistillationTrainer(stopping_model(), config)  # type: ignore[arg-type]
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing(tmp_path: Path) -> None:
-    for beta in (1.0, 0.5, 0.0):
-        trainer = make_trainer("distillation", tmp_path, teacher_model=stopping_model(), beta=beta)
-        trainer.train()
-        assert trainer.state.log_history[0]["loss"] == pytest.approx(0.0, abs=1e-6)
-        assert trainer.state.log_history[0]["grad_norm"] < 1e-4
+SAME: list[dict[str, Any]] = [
+    {},
+    {"beta": 0.5},
+    {"beta": 0.0},
+    {"later_tokens": True, "peft_config": LoraConfig(target_modules=["q_proj"])},
+    {"talks": "forgetful", "eval_dataset": Dataset.from_list(episodes.prompts(4))},
+    {"pictures": "llava", "model": None, "eval_dataset": with_pictures(dataset_of("distillation", 4))},
+]
+
+
+@pytest.mark.parametrize("options", SAME, ids=lambda options: " ".join(map(str, options)) or "reverse")
+def test_a_teacher_that_is_the_student_teaches_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+    teacher = tiny_vlm("llava")[0] if "pictures" in options else stopping_model()
+    more = {"model": stopping_model(), "teacher_model": teacher, "eval_dataset": dataset_of("distillation", 4)}
+    trainer = make_trainer("distillation", tmp_path, **(more | options))
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.0, abs=1e-6)
+    assert trainer.state.log_history[0]["grad_norm"] < 1e-4
+    assert trainer.state.log_history[0]["num_tokens"] > 0
+    assert trainer.evaluate()["eval_divergence"] < 1e-6
 
 
 def test_a_teacher_by_name_is_that_model(tmp_path: Path) -> None:
@@ -222,7 +241,7 @@ def test_rows_without_their_teacher_are_refused(options: dict[str, Any], message
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"teacher_model": None},
-        "teacher_model=None: there is nothing to learn from, unless the student teaches itself with teacher_prompt. Set",
+        "teacher_model=None: there is nothing to learn from, unless the student teaches itself with teacher_prompt.",
     ),
     ({"teacher_model_name_or_path": "m"}, "teacher_model_name_or_path='m' and the argument teacher_model: both name"),
     ({"teacher_model_init_kwargs": {"revision": "a"}}, "has no effect because teacher_model is an instance. Leave it"),
