@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.distillation import TeacherOptions
-from prefrl.options.fields import Rule, apply, ascending, check_unset, example, flat, opt, parse_json, when
+from prefrl.options.fields import Rule, apply, ascending, check_unset, example, flat, opt, when
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import (
@@ -465,6 +465,6 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        parse_json(self, "teacher_model_init_kwargs")
+        self.parse_teachers()
         super().validate()
         apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TEACHER_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)

@@ -123,7 +123,7 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    if isinstance(config, TeacherOptions) and config.teacher_model_name_or_path is None and config.needs_teacher:
+    if isinstance(config, TeacherOptions) and config.lacks_teacher:
         raise ConfigError(
             f"teacher_model_name_or_path=None: {config.needs_teacher}. Set it to a model with the student's "
             "vocabulary."
