@@ -271,10 +271,10 @@ def _check_given(model: PreTrainedModel, given: PreTrainedModel, name: str, *, b
     if beta == 0:
         raise ConfigError("ref_model has no effect with beta=0, because no reference is scored. Leave ref_model=None.")
     if given is model:
-        raise ConfigError(
-            f"{name} is the model that is trained, so it would change during training. Leave {name}=None: the "
-            "reference is then the model as it is now."
-        )
+        remedy = f"Load {name} separately."
+        if name == "ref_model":
+            remedy = "Leave ref_model=None: the reference is then the model as it is now."
+        raise ConfigError(f"{name} is the model that is trained, so it would change during training. {remedy}")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     shared = [name for name, parameter in given.named_parameters() if id(parameter) in trained]
     if shared:
