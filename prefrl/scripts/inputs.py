@@ -123,10 +123,11 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    if isinstance(script, TaughtArguments) and config.teacher_model_name_or_path is None:
+    has_teacher = not isinstance(script, TaughtArguments) or config.teacher_model_name_or_path is not None
+    if not has_teacher and config.on_policy_fraction > 0:  # otherwise, the dataset may have its log-probs
         raise ConfigError(
             "teacher_model_name_or_path=None: there is nothing to learn from. Set it to a model with the student's "
-            "vocabulary."
+            "vocabulary, or set on_policy_fraction=0 and dataset_name to a file of prefrl teacher."
         )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)

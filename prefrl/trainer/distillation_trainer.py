@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import datasets
+import numpy as np
+import torch
 from transformers import AutoTokenizer
 
+from prefrl.data.formats import get_dataset_column_names
+from prefrl.data.images import tokenizer_of
+from prefrl.data.teacher_columns import IDS, TEACHER_COLUMNS, TeacherColumns, top_of
 from prefrl.data.tokenize import with_given_ids
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, DataError
 from prefrl.losses.kl import completion_kl
 from prefrl.losses.per_token import row_items
+from prefrl.losses.top_logprobs import TopLogprobs
 from prefrl.metrics import token_mean
 from prefrl.models.load import arguments_for_other, load_model
 from prefrl.options.preference import ReferenceOptions
@@ -49,7 +55,39 @@ _COMPARED = 100  # prompts on which the tokenizers of student and teacher are co
 class TaughtBatch(SampledBatch):
     """Completions, and what the teacher's distributions at their tokens are computed from."""
 
-    ref_hidden: Tensor  # [N, h] the teacher's last hidden states
+    ref_hidden: Tensor | None = None  # [N, h] the last hidden states of a teacher that is here
+    # Of another one, its most likely tokens: [N, k] ids, [N, k] nats and [N] nats of all others, see `TopLogprobs`.
+    teacher_ids: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    teacher_other_logprobs: Tensor | None = None
+
+    def top(self, beta: float) -> TopLogprobs | None:
+        """What is known of a teacher that is not here."""
+        if self.teacher_ids is None or self.teacher_logprobs is None:
+            return None
+        return TopLogprobs(self.teacher_ids, self.teacher_logprobs, beta, self.teacher_other_logprobs)
+
+
+def _check_stored(teacher: object, args: DistillationConfig) -> None:
+    """Reject what a dataset with a teacher's columns cannot be combined with."""
+    for option, value, allowed, why in (
+        ("teacher_model", teacher, None, "both say what the teacher's distributions are"),
+        ("teacher_model_init_kwargs", args.teacher_model_init_kwargs, None, "there is no model to load"),
+        ("later_tokens", args.later_tokens, False, "the importance weights are those of completions that are sampled"),
+        (
+            "repetition_penalty",
+            args.repetition_penalty,
+            1.0,
+            "it changes logits, and those of the teacher are not known",
+        ),
+        ("on_policy_fraction", args.on_policy_fraction, 0.0, "they are of the dataset's completions, not of others"),
+    ):
+        if value != allowed:
+            shown = repr(value) if isinstance(value, str | bool | float | dict) else type(value).__name__
+            raise ConfigError(
+                f"{option}={shown} and a train_dataset with a column {IDS}: {why}. Set {option}={allowed}, or remove "
+                f"the columns {', '.join(TEACHER_COLUMNS)}."
+            )
 
 
 class DistillationObjective:
@@ -88,6 +126,8 @@ class DistillationObjective:
         is_first: bool,
     ) -> TaughtBatch:
         """See `Objective`."""
+        if isinstance(batch, TaughtBatch):  # the dataset has the teacher's log-probs
+            return batch
         return TaughtBatch.of(batch, ref_hidden=score(batch, {"ref_hidden"}).ref_hidden)
 
     def visited(self, batch: TaughtBatch, logprobs: Tensor) -> TaughtBatch:
@@ -142,6 +182,10 @@ class DistillationLearner:
     ) -> Learned[SampledBatch]:
         """See `Learner`; all advantages are 0."""
         parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
+        if rollouts and IDS in rollouts[0].row and self.args.on_policy_fraction == 0:
+            known = [top_of(one.row, len(one.sampled_ids)) for one in rollouts]
+            columns = {name: np.concatenate([of_row[name] for of_row in known]) for name in known[0]}
+            batch = TaughtBatch.of(batch, **{name: torch.from_numpy(values) for name, values in columns.items()})
         return Learned(batch, [list(part) for part in parts], [0.0] * len(rollouts))
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,16 +242,23 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
                 f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
                 "Remove one of them."
             )
-        if teacher_model is None and by_name is None:
+        self._teacher = by_name if teacher_model is None else teacher_model
+        rows = given.get("train_dataset")
+        self._is_stored = rows is not None and IDS in (rows.column_names or ())
+        if self._is_stored:
+            _check_stored(self._teacher, args or DistillationConfig())
+        elif self._teacher is None:
             raise ConfigError(
                 "teacher_model=None: there is nothing to learn from. Set it, or the option "
-                "teacher_model_name_or_path, to a model with the student's vocabulary."
+                "teacher_model_name_or_path, to a model with the student's vocabulary, or give a dataset with the "
+                f"columns {', '.join(TEACHER_COLUMNS)} of prefrl teacher."
             )
-        self._teacher = by_name if teacher_model is None else teacher_model
         super().__init__(model, [] if reward_funcs is None else reward_funcs, args, **given)
 
     def _set_up_reference(self) -> None:
-        """The teacher, which is a reference that is not a copy of the policy."""
+        """The teacher, which is a reference that is not a copy of the policy, unless the dataset has its log-probs."""
+        if self._is_stored:
+            return
         teacher, arguments = self._teacher, cast("dict[str, Any] | None", self.args.teacher_model_init_kwargs)
         if isinstance(teacher, str | Path):
             if arguments is None:
@@ -242,19 +293,42 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """See `OnlineTrainer`; also tokenizes completions that are given."""
+        if self._is_stored:
+            return self._with_teacher(dataset, processing_class, training=training)
         if training and self.args.on_policy_fraction < 1:
-            if isinstance(dataset, datasets.IterableDataset) or self.episodes.exist:
-                raise ConfigError(
-                    f"on_policy_fraction={self.args.on_policy_fraction} with an IterableDataset, tools or an "
-                    "environment: completions are taken from the rows of a Dataset. Set on_policy_fraction=1."
-                )
-            dataset = with_given_ids(
-                dataset,
-                processing_class,
-                chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
-                num_proc=self.args.dataset_num_proc,
-            )
+            dataset = self._with_completions(dataset, processing_class)
         return super().prepare_dataset(dataset, processing_class, training=training)
+
+    def _with_teacher(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
+        """The prepared dataset, whose rows have completions and the teacher's log-probs, even those of evaluations."""
+        names = get_dataset_column_names(dataset)
+        if missing := [name for name in TEACHER_COLUMNS if name not in names]:
+            raise DataError(
+                f"{'train' if training else 'eval'}_dataset has no columns {', '.join(missing)}: its columns are "
+                f"{', '.join(names)}. Without a teacher_model, all rows need what prefrl teacher adds to them."
+            )
+        # Whatever maps rows would copy these columns number by number.
+        stored, others = dataset.select_columns([*TEACHER_COLUMNS]), dataset.remove_columns([*TEACHER_COLUMNS])
+        given = self._with_completions(others, processing_class)
+        args, num_tokens = self.args, self._num_embeddings
+        columns = TeacherColumns(tokenizer_of(processing_class), num_tokens, args.temperature, args.max_prompt_length)
+        columns.check(datasets.concatenate_datasets([given, stored], axis=1))
+        prepared = super().prepare_dataset(given, processing_class, training=training)
+        return datasets.concatenate_datasets([prepared, stored], axis=1)
+
+    def _with_completions(self, dataset: Dataset, processing_class: ProcessingClass) -> Dataset:
+        """The dataset with the tokens of its completions."""
+        if isinstance(dataset, datasets.IterableDataset) or self.episodes.exist:
+            raise ConfigError(
+                f"on_policy_fraction={self.args.on_policy_fraction} with an IterableDataset, tools or an "
+                "environment: completions are taken from the rows of a Dataset. Set on_policy_fraction=1."
+            )
+        return with_given_ids(
+            dataset,
+            processing_class,
+            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
+            num_proc=self.args.dataset_num_proc,
+        )
 
     def _sampler(self) -> RolloutSampler:
         """See `OnlineTrainer`."""
@@ -264,7 +338,8 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     def loss(self, model: nn.Module, batch: TaughtBatch) -> LossOutput:
         """See the objective."""
         want = self.objective.want
-        return self._policy_loss(batch, self.scorer.scores(model, batch, want, ref_hidden=batch.ref_hidden))
+        top = batch.top(self.args.beta)
+        return self._policy_loss(batch, self.scorer.scores(model, batch, want, ref_hidden=batch.ref_hidden, top=top))
 
     def cut(self, batch: TaughtBatch, rows_per_micro_batch: int) -> list[TaughtBatch]:
         """See `BaseTrainer`; with `later_tokens`, never splits a group."""

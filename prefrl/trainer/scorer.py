@@ -11,6 +11,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.kl import ReferenceLogits
+from prefrl.losses.top_logprobs import ReferenceDistribution, TopLogprobs
 from prefrl.models.forward import Scoring, in_pieces, scores_in_pieces, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inside, packed, unpacked
@@ -85,7 +86,13 @@ class Scorer:
     # With gradients.
 
     def scores(
-        self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName], *, ref_hidden: Tensor | None = None
+        self,
+        model: nn.Module,
+        batch: TokenBatch,
+        want: Sequence[WantName],
+        *,
+        ref_hidden: Tensor | None = None,
+        top: TopLogprobs | None = None,
     ) -> TokenScores:
         """[N] scores of the response tokens under `model`: the policy, with or without the backend's wrapper.
 
@@ -94,8 +101,9 @@ class Scorer:
             batch: At least one row.
             want: What to compute besides log-probs.
             ref_hidden: [N, h] the reference's hidden states, for `divergence`.
+            top: What is known of a reference that is not here, for `divergence`.
         """
-        reference = None
+        reference: ReferenceDistribution | None = top
         if self.reference is not None and ref_hidden is not None:
             reference = ReferenceLogits(ref_hidden, self.reference.logits, self.beta)
         return token_logprobs(model, batch, **vars(self.scoring), want=want, reference=reference, routers=self.routers)
