@@ -398,6 +398,7 @@ _TOPICS = {
     "OfflineReferenceOptions": "Reference log-probs",
     "ReferenceOptions": "KL term and reference model",
     "SampleOptions": "Samples during evaluation",
+    "TeacherOptions": "Teacher",
     "PolicyGradientOptions": "Policy loss, KL and entropy",
     "CreditOptions": "Advantages: credit, selection and balance of rewards",
     "OnlineOptions": "Sampling, episodes and generation batches",

@@ -15,7 +15,7 @@ from prefrl.errors import printable, reason_of
 try:  # installed with huggingface_hub: httpx2 from its version 2 on, httpx before
     import httpx2 as httpx
 except ImportError:  # pragma: no cover - depends on the installed huggingface_hub
-    import httpx  # type: ignore[import-not-found, no-redef]
+    import httpx  # type: ignore[no-redef]
 
 T = TypeVar("T")
 # Status codes of gateways and vLLM while the server behind them is down, starting or too busy.

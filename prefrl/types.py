@@ -401,7 +401,7 @@ class ReadyBatch(SampledBatch):
     # the training pass are the old ones.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model; None: the loss has no KL term
-    # [N, h] the reference's last hidden states; None: the KL term does not compare whole distributions.
+    # [N, h] last hidden states of the model whose whole distributions a KL term compares; None: no term does that.
     ref_hidden: Tensor | None = None
 
 

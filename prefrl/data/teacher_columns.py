@@ -19,17 +19,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import numpy as np
+import torch
 import xxhash
 
-from prefrl.errors import DataError
+from prefrl.errors import ConfigError, DataError
 from prefrl.models.fingerprint import joint_digest
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow as pa
     from numpy.typing import NDArray
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from prefrl.options.distillation import DistillationOptions
 
 IDS, LOGPROBS, OTHERS, FINGERPRINT = TEACHER_COLUMNS = (
     "teacher_ids",
@@ -73,14 +77,90 @@ def row_fingerprint(fingerprint: Mapping[str, Any], token_ids: Sequence[int] | N
     return json.dumps({**fingerprint, "tokens": tokens_digest(token_ids)})
 
 
-def top_of(row: Mapping[str, Any], count: int) -> dict[str, NDArray[Any]]:
-    """[count, ...] the three columns of numbers, of the first tokens of a row's completion.
+def is_stored(rows: Any) -> bool:
+    """Whether some rows are a dataset with a teacher's columns."""
+    return isinstance(rows, datasets.Dataset | datasets.IterableDataset) and IDS in (rows.column_names or ())
 
-    They are repeated where there are fewer tokens: trials of memory make completions longer than those of the dataset.
+
+def check_stored(teacher: object, args: DistillationOptions) -> None:
+    """Reject what a dataset with a teacher's columns cannot be combined with.
+
+    Raises:
+        ConfigError: See above.
     """
-    dtypes = {IDS: np.int32, LOGPROBS: np.float16, OTHERS: np.float16}
-    columns = {name: np.asarray(row[name], dtype) for name, dtype in dtypes.items()}
-    return {name: np.resize(values, (count, *values.shape[1:])) for name, values in columns.items()}
+    named = args.teacher_model_name_or_path if teacher is None else teacher
+    for option, value, allowed, why in (
+        ("teacher_model", named, None, "both say what the teacher's distributions are"),
+        ("teacher_model_init_kwargs", args.teacher_model_init_kwargs, None, "there is no model to load"),
+        ("later_tokens", args.later_tokens, False, "the importance weights are those of completions that are sampled"),
+        ("repetition_penalty", args.repetition_penalty, 1.0, "it changes logits, and the teacher's are not known"),
+        ("filter_overlong_prompts", args.filter_overlong_prompts, False, "no prompt may be longer than the limit"),
+        ("on_policy_fraction", args.on_policy_fraction, 0.0, "they are of the dataset's completions, not of others"),
+    ):
+        if value != allowed:
+            shown = repr(value) if isinstance(value, str | bool | float | dict) else type(value).__name__
+            raise ConfigError(
+                f"{option}={shown} and a train_dataset with a column {IDS}: {why}. Set {option}={allowed}, or remove "
+                f"the columns {', '.join(TEACHER_COLUMNS)}."
+            )
+
+
+def without_columns(dataset: datasets.Dataset, name: str) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """A dataset without a teacher's columns, and these: whatever maps rows would copy them number by number.
+
+    Args:
+        dataset: Any.
+        name: The argument that it was given as, for messages.
+
+    Raises:
+        DataError: It lacks one.
+    """
+    names = dataset.column_names or []
+    if missing := [column for column in TEACHER_COLUMNS if column not in names]:
+        raise DataError(
+            f"{name} has no columns {', '.join(missing)}: its columns are {', '.join(names)}. Without a "
+            "teacher_model, all rows need what prefrl teacher adds to them."
+        )
+    return dataset.remove_columns([*TEACHER_COLUMNS]), dataset.select_columns([*TEACHER_COLUMNS])
+
+
+def with_columns(
+    dataset: datasets.Dataset,
+    stored: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: int,
+    args: DistillationOptions,
+) -> datasets.Dataset:
+    """A dataset with the teacher's columns of its rows.
+
+    Args:
+        dataset: With the columns of `data.tokenize.with_given_ids`.
+        stored: From `without_columns`.
+        tokenizer: The student's.
+        num_tokens: Size of the student's vocabulary.
+        args: Options.
+
+    Raises:
+        DataError: See `TeacherColumns.check`.
+    """
+    joined = datasets.concatenate_datasets([dataset, stored], axis=1)
+    TeacherColumns(tokenizer, num_tokens, args.temperature, args.max_prompt_length).check(joined)
+    return joined
+
+
+def top_of(rows: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, Tensor]:
+    """The columns of numbers of some rows, laid end to end.
+
+    Each row comes with a number of tokens to take: the first ones of its completion. Columns with fewer are repeated,
+    because trials of memory make completions longer than those of the dataset.
+    """
+    found = {}
+    for name, dtype in ((IDS, np.int32), (LOGPROBS, np.float16), (OTHERS, np.float16)):
+        parts = [(np.asarray(row[name], dtype), count) for row, count in rows]
+        found[name] = torch.from_numpy(
+            np.concatenate([np.resize(part, (count, *part.shape[1:])) for part, count in parts])
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

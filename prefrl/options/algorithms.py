@@ -14,8 +14,8 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import FlatName, apply, flat, json_mapping, opt
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
-from prefrl.options.policy import ImportanceLevel, LossType
-from prefrl.options.policy_gradient import KLEstimate, PolicyGradientOptions
+from prefrl.options.policy import ImportanceLevel, KLEstimate, LossType
+from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.options.policy_rules import (
     CRITIC_RULES,
     GROUP_RULES,

@@ -14,16 +14,9 @@ from prefrl.options.policy_rules import DISTILLATION_RULES
 from prefrl.options.types import Length, NumSamples
 
 
-@dataclass(init=False, repr=False, eq=False)
-class DistillationOptions(OnlineOptions):
-    """Options of distillation, and shared ones with other defaults."""
-
-    best_metric: ClassVar[str] = "loss"
-    learns_from_rewards: ClassVar[bool] = False
-    spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "divergence")
-
-    lmbda: float | None = flat("on_policy_fraction")  # of GKD
-    teacher_model_revision: str | None = flat("teacher_model_init_kwargs", "revision")
+@dataclass
+class TeacherOptions:
+    """The teacher, a model that the policy moves towards."""
 
     teacher_model_name_or_path: str | None = opt(
         None,
@@ -35,6 +28,24 @@ class DistillationOptions(OnlineOptions):
         "Arguments of from_pretrained for a teacher that is given by name. By default, those of model_init_kwargs. On "
         "the command line, give them as JSON.",
     )
+
+    @property
+    def needs_teacher(self) -> str:
+        """What needs the teacher, as text; empty: there is none."""
+        return "there is nothing to learn from"
+
+
+@dataclass(init=False, repr=False, eq=False)
+class DistillationOptions(TeacherOptions, OnlineOptions):
+    """Options of distillation, and shared ones with other defaults."""
+
+    best_metric: ClassVar[str] = "loss"
+    learns_from_rewards: ClassVar[bool] = False
+    spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "divergence")
+
+    lmbda: float | None = flat("on_policy_fraction")  # of GKD
+    teacher_model_revision: str | None = flat("teacher_model_init_kwargs", "revision")
+
     beta: Annotated[float, Ge(0), Le(1)] = opt(
         1.0,
         "Divergence of the student from the teacher at each token: 1 is the reverse KL, KL(student || teacher), 0 is "

@@ -333,6 +333,11 @@ class OnlineOptions(RolloutOptions):
         return False
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether there must be at least one reward."""
+        return self.learns_from_rewards
+
+    @property
     def needs_scores_first(self) -> bool:
         """Whether the learning signal depends on log-probs of the policy before its first update from the batch."""
         return False

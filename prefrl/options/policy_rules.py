@@ -10,6 +10,7 @@ from typing import Any
 from prefrl.options.fields import Example, Rule, example, unset, when
 from prefrl.options.generation_rules import cuts_of, unscored
 from prefrl.options.optimizers import decay_rule, optimizer_of
+from prefrl.options.policy import IN_REWARD
 from prefrl.options.schedule import takes_warmup
 
 
@@ -31,7 +32,7 @@ def _corrects_bias_of_reward(o: Any) -> bool:
 
 
 def _changes_totals(o: Any) -> bool:
-    return o.kl_in == "reward" or not o.shaping_params.is_default
+    return o.kl_in == "reward" or o.teacher_kl_params.in_reward or not o.shaping_params.is_default
 
 
 def _selects_all(o: Any) -> bool:
@@ -90,10 +91,30 @@ KL_RULES = (
         example("grpo", kl_estimator="full", sync_ref_model=True),
     ),
     when(
-        lambda o: o.kl_in == "reward" and o.kl_estimator not in ("k1", "abs", "k2", "k3"),
+        lambda o: o.kl_in == "reward" and o.kl_estimator not in IN_REWARD,
         "kl_estimator={kl_estimator!r} with kl_in='reward': a reward has no gradient, so only its value counts. Use "
         "'k1' (unbiased), 'k2', 'k3' or 'abs'.",
         example("grpo", kl_in="reward", kl_estimator="full"),
+    ),
+)
+TEACHER_RULES = (
+    *unset(
+        {"teacher_model_name_or_path": "m", "teacher_model_init_kwargs": {"revision": "a"}},
+        lambda o: not o.teacher_kl_coef,
+        "teacher_kl_coef=0.0: nothing is learned from a teacher. Set teacher_kl_coef > 0, or leave it out.",
+        example("grpo"),
+    ),
+    when(
+        lambda o: o.teacher_kl_params.name == o.kl_estimator == "full" and o.teacher_kl_coef and o.beta,
+        "teacher_kl_kwargs: estimator='full' with kl_estimator='full' and beta={beta}: a pass compares the policy's "
+        "whole distributions with those of one model. Use another estimator for one of the two, or beta=0.",
+        example("grpo", teacher_kl_coef=0.5, kl_estimator="full", beta=0.1),
+    ),
+    when(
+        lambda o: o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
+        "teacher_kl_kwargs: estimator='sequence' with loss_type={loss_type!r}: it weights sequences by 1 / length, "
+        "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens.",
+        example("grpo", teacher_kl_coef=0.5, teacher_kl_kwargs={"estimator": "sequence"}, loss_type="grpo"),
     ),
 )
 RATIO_RULES = (
@@ -135,7 +156,7 @@ HYPERPARAMETERS_RULES = (
     ),
     when(
         lambda o: o.reward_balance is not None and (_changes_totals(o) or o.needs_greedy),
-        "reward_balance={reward_balance!r} weights the advantages of each reward, but kl_in='reward', "
+        "reward_balance={reward_balance!r} weights the advantages of each reward, but a KL in the reward, "
         "reward_shaping_kwargs and a greedy baseline apply to the total reward. Remove them.",
         example("grpo", reward_balance="nash", advantage_estimator="remax"),
     ),
@@ -147,7 +168,7 @@ HYPERPARAMETERS_RULES = (
     ),
     when(
         lambda o: normalizes_each_reward(o) and _changes_totals(o),
-        "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but kl_in='reward' and "
+        "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but a KL in the reward and "
         "reward_shaping_kwargs change the total. Use 'sum_then_normalize', or remove these.",
         example(
             "grpo",

@@ -276,7 +276,7 @@ _METRICS = frozenset(
         ),
         *("loss", "mean_token_accuracy", "num_tokens", "perf", "policy_loss"),
         *("reward", "reward_balance", "reward_group_std", "reward_std", "rewards"),
-        *("sample", "sampling", "server", "step", "step_time", "time", "val", "vespo"),
+        *("sample", "sampling", "server", "step", "step_time", "teacher_kl", "time", "val", "vespo"),
     }
 )
 # Columns of the table of completions.

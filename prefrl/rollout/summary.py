@@ -290,10 +290,12 @@ class SignalHealth:
 
     Args:
         args: Options.
+        has_rewards: Whether there are any. Otherwise, all is learned from a teacher, and there is nothing to judge.
     """
 
-    def __init__(self, args: PolicyGradientOptions) -> None:
+    def __init__(self, args: PolicyGradientOptions, *, has_rewards: bool = True) -> None:
         self._args = args
+        self._is_on = has_rewards and args.learns_from_rewards
         self._num_steps = 0  # without a signal, one after another
         # In these steps: all completions; those with an advantage that is not 0, and trained on; those for which every
         # reward returned None; those that were cut off.
@@ -313,7 +315,7 @@ class SignalHealth:
         Raises:
             RewardError: There was no signal in `stop_without_signal` steps.
         """
-        if not self._args.learns_from_rewards:
+        if not self._is_on:
             return {}
         masks = self._args.mask_truncated_completions
         mine, batch = Counter({"all": len(rollouts), "with_signal": 0}), Counter[str]()

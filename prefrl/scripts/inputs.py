@@ -13,13 +13,13 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
+from prefrl.options.distillation import DistillationOptions, TeacherOptions
 from prefrl.options.fields import flat_names, warn_of_hint
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
     Given,
     RewardArguments,
-    TaughtArguments,
     check_reward_files,
 )
 from prefrl.scripts.arguments.datasets import (
@@ -123,11 +123,17 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    has_teacher = not isinstance(script, TaughtArguments) or config.teacher_model_name_or_path is not None
-    if not has_teacher and config.on_policy_fraction > 0:  # otherwise, the dataset may have its log-probs
+    # Without sampling, the dataset may have what the teacher finds likely.
+    is_given = isinstance(config, DistillationOptions) and config.on_policy_fraction == 0
+    needed = config.needs_teacher if isinstance(config, TeacherOptions) and not is_given else ""
+    if needed and config.teacher_model_name_or_path is None:
         raise ConfigError(
-            "teacher_model_name_or_path=None: there is nothing to learn from. Set it to a model with the student's "
-            "vocabulary, or set on_policy_fraction=0 and dataset_name to a file of prefrl teacher."
+            f"teacher_model_name_or_path=None: {needed}. Set it to a model with the student's vocabulary."
+        )
+    if isinstance(script, RewardArguments) and config.needs_rewards and not script.has_rewards:
+        raise ConfigError(
+            "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
+            "module:function, or set reward_model_name_or_path, or an environment that has rewards."
         )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)

@@ -90,11 +90,6 @@ class PlayArguments(RewardArguments):
         """See `CommandArguments`."""
         return False
 
-    @property
-    def needs_reward(self) -> bool:
-        """See `RewardArguments`."""
-        return False
-
 
 class _Parser(SchemaParser):
     """The options of an algorithm, of which none has to be given."""

@@ -27,7 +27,6 @@ from prefrl.scripts.arguments.command import (
     CommandArguments,
     Given,
     RewardArguments,
-    TaughtArguments,
     weighted_rewards,
 )
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
@@ -96,7 +95,7 @@ def early_class(algorithm: str) -> Any:
     options: Any = REGISTRY[algorithm].load_options()
     script: type[CommandArguments] = CommandArguments
     if "reward_weights" in {field.name for field in dataclasses.fields(options)}:
-        script = RewardArguments if options.learns_from_rewards else TaughtArguments
+        script = RewardArguments
     early = type("Options", (options, EarlyConfig), {"__module__": __name__, "script": script})
     return dataclasses.dataclass(init=False, repr=False, eq=False)(early)
 
@@ -261,7 +260,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Algorithm": (
         *("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
-        *("teacher_model_name_or_path", "on_policy_fraction", "later_tokens"),
+        *("teacher_model_name_or_path", "teacher_kl_coef", "on_policy_fraction", "later_tokens"),
     ),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
@@ -383,7 +382,9 @@ def _file_of(algorithm: str) -> str:
         f"take precedence; prefrl {algorithm} --help WORD searches all of them."
     ]
     filled = {**_FILLED, "output_dir": f"runs/{algorithm}"}
-    if early_class(algorithm).script is TaughtArguments:
+    if "teacher_kl_coef" in by_name:
+        del filled["teacher_model_name_or_path"]  # one of many options
+    elif "teacher_model_name_or_path" in by_name:
         del filled["reward_funcs"]
     for group, names in GROUPS.items():
         entries = [_commented(by_name[name], filled) for name in names if name in by_name]

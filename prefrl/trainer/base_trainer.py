@@ -291,7 +291,7 @@ class BaseTrainer(Loop, Generic[Ready]):
             return
         if self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
-            self.account.flops.reference = cost
+            self.account.flops.others["reference"] = cost
             self.scorer.of_reference(self._idle_batch())  # runs the self-check now, as for the policy
         for callback in movers:
             callback.take_reference(reference, options)
@@ -404,7 +404,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     @cached_property
     def phases(self) -> list[str]:
         """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
-        return ["forward", "backward", "optimizer", *(["reference"] if self.scorer.reference is not None else [])]
+        return ["forward", "backward", "optimizer", *self.scorer.frozen]
 
     # Changes of what HuggingFace does.
 
@@ -461,23 +461,22 @@ class BaseTrainer(Loop, Generic[Ready]):
         """
         checkpointing.write_update_state(self, folder)
         self.parts.tell("save", self, folder)
-        if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
-            checkpointing.save_fingerprint(fingerprint, folder)
+        checkpointing.save_fingerprints(self._fingerprints(), folder, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote. All ranks must call it.
 
         Raises:
-            ConfigError: The checkpoint was trained with a reference of other weights.
+            ConfigError: The checkpoint was trained with a reference or teacher of other weights.
         """
         checkpointing.read_update_state(self, folder)
         self.parts.tell("load", self, folder)
-        if (fingerprint := self._reference_fingerprint()) is not None:
-            checkpointing.check_fingerprint(fingerprint, folder)
+        checkpointing.check_fingerprints(self._fingerprints(), folder)
 
-    def _reference_fingerprint(self) -> str | None:
-        """Fingerprint of the weights of a reference that does not move; None if there is none. All ranks call it."""
-        return None if self.reference is None or self._reference_moves else self.reference.fingerprint()
+    def _fingerprints(self) -> dict[str, str]:
+        """Of the weights of a reference that does not move, and of a teacher, if there are any. All ranks call it."""
+        kept = {"weights": None if self._reference_moves else self.reference, "teacher": self.scorer.teacher}
+        return {name: model.fingerprint() for name, model in kept.items() if model is not None}
 
     def write_model(self, folder: Path) -> None:
         """Write model, tokenizer and options to a folder. All processes must call it."""

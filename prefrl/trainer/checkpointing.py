@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,26 +405,29 @@ def best_beside(checkpoint: Path) -> str | None:
 _FINGERPRINT_FILE = "reference.json"
 
 
-def save_fingerprint(fingerprint: str, folder: Path) -> None:
-    """Write the fingerprint of the weights of a reference that does not move."""
-    (folder / _FINGERPRINT_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
+def save_fingerprints(fingerprints: Mapping[str, str], folder: Path, *, writes: bool) -> None:
+    """Write the fingerprints of the weights of a reference that does not move and of a teacher, if there are any."""
+    if fingerprints and writes:
+        (folder / _FINGERPRINT_FILE).write_text(json.dumps(fingerprints), encoding="utf-8")
 
 
-def check_fingerprint(now: str, folder: Path) -> None:
-    """Reject a resume with another reference than the one that the checkpoint was trained with.
+def check_fingerprints(fingerprints: Mapping[str, str], folder: Path) -> None:
+    """Reject a resume with another reference or teacher than those that the checkpoint was trained with.
 
     Args:
-        now: Fingerprint of the weights of this run's reference.
+        fingerprints: Those of the weights of this run's reference and teacher.
         folder: The checkpoint.
 
     Raises:
         ConfigError: The checkpoint has another fingerprint.
     """
     path = folder / _FINGERPRINT_FILE
-    saved = json.loads(path.read_text(encoding="utf-8"))["weights"] if path.exists() else now
-    if saved != now:
-        raise ConfigError(
-            f"the checkpoint was trained against another reference: the fingerprint of its weights is {saved}, this "
-            f"run's is {now}. Construct the trainer with the model (and ref_model or teacher_model, if there was one) "
-            "that the run started from, not with the checkpoint's."
-        )
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, now in fingerprints.items():
+        if (saved := written.get(name, now)) != now:
+            what = "reference" if name == "weights" else name
+            raise ConfigError(
+                f"the checkpoint was trained against another {what}: the fingerprint of its weights is {saved}, this "
+                f"run's is {now}. Construct the trainer with the model (and ref_model or teacher_model, if there was "
+                "one) that the run started from, not with the checkpoint's."
+            )

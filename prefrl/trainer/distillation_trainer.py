@@ -8,24 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import datasets
-import numpy as np
-import torch
-from transformers import AutoTokenizer
 
-from prefrl.data.formats import get_dataset_column_names
 from prefrl.data.images import tokenizer_of
-from prefrl.data.teacher_columns import IDS, TEACHER_COLUMNS, TeacherColumns, top_of
+from prefrl.data.teacher_columns import IDS, check_stored, is_stored, top_of, with_columns, without_columns
 from prefrl.data.tokenize import with_given_ids
-from prefrl.errors import ConfigError, DataError
+from prefrl.errors import ConfigError
 from prefrl.losses.kl import completion_kl
 from prefrl.losses.per_token import row_items
 from prefrl.losses.top_logprobs import TopLogprobs
 from prefrl.metrics import token_mean
-from prefrl.models.load import arguments_for_other, load_model
 from prefrl.options.preference import ReferenceOptions
 from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.given import GivenCompletions
-from prefrl.trainer.arguments import check_arguments, named
+from prefrl.trainer.arguments import check_arguments, loaded_teacher, named
 from prefrl.trainer.configs import DistillationConfig
 from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.sampling import OnlineArguments
@@ -48,9 +43,6 @@ if TYPE_CHECKING:
     from prefrl.types import Rollout
 
 
-_COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TaughtBatch(SampledBatch):
     """Completions, and what the teacher's distributions at their tokens are computed from."""
@@ -66,28 +58,6 @@ class TaughtBatch(SampledBatch):
         if self.teacher_ids is None or self.teacher_logprobs is None:
             return None
         return TopLogprobs(self.teacher_ids, self.teacher_logprobs, beta, self.teacher_other_logprobs)
-
-
-def _check_stored(teacher: object, args: DistillationConfig) -> None:
-    """Reject what a dataset with a teacher's columns cannot be combined with."""
-    for option, value, allowed, why in (
-        ("teacher_model", teacher, None, "both say what the teacher's distributions are"),
-        ("teacher_model_init_kwargs", args.teacher_model_init_kwargs, None, "there is no model to load"),
-        ("later_tokens", args.later_tokens, False, "the importance weights are those of completions that are sampled"),
-        (
-            "repetition_penalty",
-            args.repetition_penalty,
-            1.0,
-            "it changes logits, and those of the teacher are not known",
-        ),
-        ("on_policy_fraction", args.on_policy_fraction, 0.0, "they are of the dataset's completions, not of others"),
-    ):
-        if value != allowed:
-            shown = repr(value) if isinstance(value, str | bool | float | dict) else type(value).__name__
-            raise ConfigError(
-                f"{option}={shown} and a train_dataset with a column {IDS}: {why}. Set {option}={allowed}, or remove "
-                f"the columns {', '.join(TEACHER_COLUMNS)}."
-            )
 
 
 class DistillationObjective:
@@ -126,7 +96,7 @@ class DistillationObjective:
         is_first: bool,
     ) -> TaughtBatch:
         """See `Objective`."""
-        if isinstance(batch, TaughtBatch):  # the dataset has the teacher's log-probs
+        if isinstance(batch, TaughtBatch):  # what the teacher finds likely is in the dataset
             return batch
         return TaughtBatch.of(batch, ref_hidden=score(batch, {"ref_hidden"}).ref_hidden)
 
@@ -182,10 +152,8 @@ class DistillationLearner:
     ) -> Learned[SampledBatch]:
         """See `Learner`; all advantages are 0."""
         parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
-        if rollouts and IDS in rollouts[0].row and self.args.on_policy_fraction == 0:
-            known = [top_of(one.row, len(one.sampled_ids)) for one in rollouts]
-            columns = {name: np.concatenate([of_row[name] for of_row in known]) for name in known[0]}
-            batch = TaughtBatch.of(batch, **{name: torch.from_numpy(values) for name, values in columns.items()})
+        if rollouts and IDS in rollouts[0].row:
+            batch = TaughtBatch.of(batch, **top_of([(rollout.row, len(rollout.sampled_ids)) for rollout in rollouts]))
         return Learned(batch, [list(part) for part in parts], [0.0] * len(rollouts))
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,99 +204,42 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "teacher_model": teacher_model, "args": args, **given})
-        by_name = args.teacher_model_name_or_path if isinstance(args, DistillationConfig) else None
-        if teacher_model is not None and by_name is not None:
-            raise ConfigError(
-                f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
-                "Remove one of them."
-            )
-        self._teacher = by_name if teacher_model is None else teacher_model
-        rows = given.get("train_dataset")
-        self._is_stored = rows is not None and IDS in (rows.column_names or ())
+        self._is_stored = is_stored(given.get("train_dataset"))
         if self._is_stored:
-            _check_stored(self._teacher, args or DistillationConfig())
-        elif self._teacher is None:
-            raise ConfigError(
-                "teacher_model=None: there is nothing to learn from. Set it, or the option "
-                "teacher_model_name_or_path, to a model with the student's vocabulary, or give a dataset with the "
-                f"columns {', '.join(TEACHER_COLUMNS)} of prefrl teacher."
-            )
-        super().__init__(model, [] if reward_funcs is None else reward_funcs, args, **given)
+            check_stored(teacher_model, args or DistillationConfig())
+        super().__init__(model, reward_funcs, args, teacher_model=teacher_model, **given)
 
     def _set_up_reference(self) -> None:
-        """The teacher, which is a reference that is not a copy of the policy, unless the dataset has its log-probs."""
+        """The teacher, which is a reference that is not a copy of the policy."""
         if self._is_stored:
             return
-        teacher, arguments = self._teacher, cast("dict[str, Any] | None", self.args.teacher_model_init_kwargs)
-        if isinstance(teacher, str | Path):
-            if arguments is None:
-                shared = cast("dict[str, Any] | None", self.args.model_init_kwargs)
-                arguments = arguments_for_other(teacher, self.policy, shared)
-            self._check_tokens(Path(teacher))
-            teacher = load_model(teacher, model_init_kwargs=arguments)
-        elif arguments is not None:
-            raise ConfigError(
-                f"teacher_model_init_kwargs={arguments} has no effect because teacher_model is an instance. Leave it "
-                "out, or give the teacher by name."
-            )
+        assert self._teacher is not None
+        teacher = loaded_teacher(self, self._teacher)
         self._add_reference(ReferenceOptions(beta=1.0), teacher, name="teacher_model")
         self.scorer.beta = self.args.beta
         self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
 
-    def _check_tokens(self, folder: Path) -> None:
-        """Reject a teacher in a folder whose tokenizer splits the prompts in another way than the student's."""
-        if self.train_dataset is None or not (folder / "tokenizer_config.json").exists():
-            return
-        rows = [row for row, _ in zip(self.train_dataset, range(_COMPARED), strict=False)]
-        texts = [self.tokenizer.decode(row["prompt_ids"]) for row in rows]
-        other = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.args.trust_remote_code)
-        for text in texts:
-            ids, others = (each(text, add_special_tokens=False)["input_ids"] for each in (self.tokenizer, other))
-            if ids != others:
-                raise ConfigError(
-                    f"teacher_model={str(folder)!r}: its tokenizer makes {others[:8]} of {text[:40]!r}, and the "
-                    f"student's makes {ids[:8]}, so their distributions cannot be compared. Choose a teacher of the "
-                    "student's family."
-                )
-
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """See `OnlineTrainer`; also tokenizes completions that are given."""
-        if self._is_stored:
-            return self._with_teacher(dataset, processing_class, training=training)
-        if training and self.args.on_policy_fraction < 1:
-            dataset = self._with_completions(dataset, processing_class)
-        return super().prepare_dataset(dataset, processing_class, training=training)
-
-    def _with_teacher(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
-        """The prepared dataset, whose rows have completions and the teacher's log-probs, even those of evaluations."""
-        names = get_dataset_column_names(dataset)
-        if missing := [name for name in TEACHER_COLUMNS if name not in names]:
-            raise DataError(
-                f"{'train' if training else 'eval'}_dataset has no columns {', '.join(missing)}: its columns are "
-                f"{', '.join(names)}. Without a teacher_model, all rows need what prefrl teacher adds to them."
+        stored: Dataset | None = None
+        if self._is_stored:  # for evaluations, too: no teacher can be asked about other completions
+            dataset, stored = without_columns(dataset, "train_dataset" if training else "eval_dataset")
+        if stored is not None or (training and self.args.on_policy_fraction < 1):
+            if isinstance(dataset, datasets.IterableDataset) or self.episodes.exist:
+                raise ConfigError(
+                    f"on_policy_fraction={self.args.on_policy_fraction} with an IterableDataset, tools or an "
+                    "environment: completions are taken from the rows of a Dataset. Set on_policy_fraction=1."
+                )
+            dataset = with_given_ids(
+                dataset,
+                processing_class,
+                chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
+                num_proc=self.args.dataset_num_proc,
             )
-        # Whatever maps rows would copy these columns number by number.
-        stored, others = dataset.select_columns([*TEACHER_COLUMNS]), dataset.remove_columns([*TEACHER_COLUMNS])
-        given = self._with_completions(others, processing_class)
-        args, num_tokens = self.args, self._num_embeddings
-        columns = TeacherColumns(tokenizer_of(processing_class), num_tokens, args.temperature, args.max_prompt_length)
-        columns.check(datasets.concatenate_datasets([given, stored], axis=1))
-        prepared = super().prepare_dataset(given, processing_class, training=training)
-        return datasets.concatenate_datasets([prepared, stored], axis=1)
-
-    def _with_completions(self, dataset: Dataset, processing_class: ProcessingClass) -> Dataset:
-        """The dataset with the tokens of its completions."""
-        if isinstance(dataset, datasets.IterableDataset) or self.episodes.exist:
-            raise ConfigError(
-                f"on_policy_fraction={self.args.on_policy_fraction} with an IterableDataset, tools or an "
-                "environment: completions are taken from the rows of a Dataset. Set on_policy_fraction=1."
-            )
-        return with_given_ids(
-            dataset,
-            processing_class,
-            chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
-            num_proc=self.args.dataset_num_proc,
-        )
+        dataset = super().prepare_dataset(dataset, processing_class, training=training)
+        if stored is None:
+            return dataset
+        return with_columns(dataset, stored, tokenizer_of(processing_class), self._num_embeddings, self.args)
 
     def _sampler(self) -> RolloutSampler:
         """See `OnlineTrainer`."""

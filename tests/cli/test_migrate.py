@@ -106,6 +106,27 @@ def test_gmpo_is_grpo_with_its_loss_and_bounds(call: str, expected: str) -> None
     ast.parse(result.text)
 
 
+def test_gkd_is_distillation_with_its_defaults() -> None:
+    script = (
+        "from trl.experimental.gkd import GKDConfig, GKDTrainer\n"
+        "GKDTrainer(m, t, GKDConfig(lmbda=1.0, max_new_tokens=64, seq_kd=False))\n"
+    )
+    result = migrate_script(script)
+    assert result.text.startswith(
+        "from prefrl import DistillationConfig, DistillationTrainer\n"
+        "DistillationTrainer(m, t, DistillationConfig(lmbda=1.0, max_completion_length=64, beta=0.5, temperature=0.9, "
+        "learning_rate=2e-05, disable_dropout=True, "
+    )
+    ((line, said),) = result.open
+    assert (line, said[:82]) == (
+        1,
+        "GKDConfig is DistillationConfig here: rows have the columns prompt and completion ",
+    )
+    ((_, said),) = migrate_script(script.replace("seq_kd=False", "seq_kd=True")).open[1:]
+    assert said.startswith("DistillationConfig(seq_kd=...) becomes here: nothing if it is off; otherwise, put compl")
+    assert said.endswith("True cannot be converted: it is on")
+
+
 OPEN = [
     pytest.param("SFTConfig(is_encoder_decoder=True, **MORE)", "SFTConfig(is_encoder_decoder=...) has no", id="none"),
     pytest.param(

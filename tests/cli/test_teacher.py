@@ -114,7 +114,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"temperature": 0.5}, "row 0: the teacher's log-probs are at temperature 1.0, and temperature=0.5"),
     ({"max_prompt_length": 2}, "row 0: its prompt has"),
-    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 and a train_dataset with a column teacher_ids: it changes"),
+    ({"filter_overlong_prompts": True}, "filter_overlong_prompts=True and a train_dataset with a column teacher_ids"),
 ]
 
 

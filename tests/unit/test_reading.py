@@ -38,7 +38,7 @@ BARS: dict[str, float] = {
     "classes of a trainer": 4,
     "classes of a config": 12,
     # Six of them are the scripts of a few lines that launchers find by their path.
-    "files of the library": 294,
+    "files of the library": 295,  # one has what the oracle measures of distillation: no file next to it has room
     # Module docstring, imports, `__all__` and what is imported for type checkers alone.
     "percent of all lines that are headers": 7.8,
     # See `places`.

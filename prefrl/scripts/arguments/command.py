@@ -461,11 +461,6 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
         self.eval_reward_funcs = reward_entries(self.eval_reward_funcs, "eval_reward_funcs")
-        if not self.reward_funcs and self.reward_model_name_or_path is None and self.needs_reward:
-            raise ConfigError(
-                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
-            )
 
     @property
     def needs_dataset(self) -> bool:
@@ -473,16 +468,6 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         return not isinstance(self.environment, str)  # of several, the dataset has the name of each row's
 
     @property
-    def needs_reward(self) -> bool:
-        """Whether nothing else gives rewards."""
-        return not self.environment
-
-
-@dataclass
-class TaughtArguments(RewardArguments):
-    """Rewards that are only logged, for algorithms that learn from a teacher."""
-
-    @property
-    def needs_reward(self) -> bool:
-        """See `RewardArguments`; False: they are only logged."""
-        return False
+    def has_rewards(self) -> bool:
+        """Whether something gives rewards, or may give them."""
+        return bool(self.reward_funcs or self.reward_model_name_or_path or self.environment)

@@ -184,6 +184,12 @@ def _sampling(value: Any) -> Mapping[str, Any]:
     return dict(value)
 
 
+def _off(value: Any) -> Mapping[str, Any]:
+    if value:
+        raise ValueError("it is on")
+    return {}
+
+
 def _server_mode(mode: Any) -> Mapping[str, Any]:
     if mode != "server":
         raise ValueError("that server shares the GPUs of training")
@@ -236,7 +242,21 @@ TRL: dict[str, Counterpart] = {
     "max_length": aside("use max_prompt_length and max_completion_length"),
     "num_of_sequences": not_needed("packing needs no estimate"),
     "chars_per_token": not_needed("packing needs no estimate"),
-    "seq_kd": instead("put completions of the teacher into the column completion, and set on_policy_fraction=0"),
+    "seq_kd": becomes(
+        "nothing if it is off; otherwise, put completions of the teacher into the column completion, and set "
+        "on_policy_fraction=0",
+        _off,
+    ),
+    "use_uld_loss": becomes("nothing if it is off; a teacher with another tokenizer is not supported", _off),
+    **dict.fromkeys(
+        (
+            *("teacher_tokenizer_name_or_path", "use_extended_uld", "uld_token_merge_strategy", "uld_use_hybrid_loss"),
+            *("uld_hybrid_matched_weight", "uld_hybrid_unmatched_weight", "uld_crossentropy_weight"),
+            *("uld_distillation_weight", "uld_student_temperature", "uld_teacher_temperature"),
+            *("uld_skip_student_eos", "uld_skip_teacher_eos"),
+        ),
+        not_needed("it is for a teacher with another tokenizer, which is not supported"),
+    ),
     "ref_model_init_kwargs": instead("load the reference model yourself, and give the instance as ref_model"),
     "force_use_ref_model": not_needed("a reference beside an adapter is used if it is given"),
     "model_adapter_name": instead("call model.set_adapter first; the active adapter is the policy"),
@@ -284,11 +304,17 @@ NAMES: dict[str, str] = {
         "GKD",
     ),
     **_classes(
-        "DistillationTrainer; each token of samples of older weights counts without an importance weight", "IWOPD"
+        "DistillationTrainer, as with distillation_objective='jsd'; weights by how far earlier tokens are from "
+        "the teacher are not supported",
+        "IWOPD",
     ),
     **_classes("DistillationTrainer with use_vllm=True and generation_mode='async'", "AsyncDistillation"),
     **_classes("a teacher on a server is not supported; DistillationTrainer loads it", "ServerDistillation"),
-    **_classes("a teacher with another tokenizer is not supported; DistillationTrainer needs the same one", "GOLD"),
+    **_classes(
+        "DistillationTrainer with GKD's defaults and top_p=0.95, as with use_uld_loss=False; a teacher with another "
+        "tokenizer is not supported",
+        "GOLD",
+    ),
     **_classes("self-distillation is not supported; DistillationTrainer learns from a teacher", "SDFT", "SDPO"),
     **_classes("A*-PO is not supported; GRPOTrainer and RLOOTrainer learn from the same rewards", "A2PO"),
     **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
@@ -330,10 +356,23 @@ NAMES: dict[str, str] = {
         "the trainer prepares its models itself",
     ),
 }
-# Classes of TRL that are another class with these options here.
-SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}),
-    "GMPOTrainer": ("GRPOTrainer", {}),
+# Classes of TRL that are another class with these options here, and what is left to do.
+_GKD = {
+    **{"beta": 0.5, "lmbda": 0.5, "temperature": 0.9, "max_completion_length": 128},
+    **{"learning_rate": 2e-5, "disable_dropout": True},
+}
+_GKD_ROWS = (
+    "rows have the columns prompt and completion in place of messages, and the distributions are compared at "
+    "temperature, which in TRL is for sampling alone"
+)
+_GOLD_ROWS = f"the teacher needs the student's tokenizer; {_GKD_ROWS}"
+SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any], str]] = {
+    "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}, ""),
+    "GMPOTrainer": ("GRPOTrainer", {}, ""),
+    "GKDConfig": ("DistillationConfig", _GKD, _GKD_ROWS),
+    "GKDTrainer": ("DistillationTrainer", {}, ""),
+    "GOLDConfig": ("DistillationConfig", {**_GKD, "top_p": 0.95}, _GOLD_ROWS),
+    "GOLDTrainer": ("DistillationTrainer", {}, ""),
 }
 # The functions of trl.rewards, which prefrl.rewards has, too.
 REWARDS = (

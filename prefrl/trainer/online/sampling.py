@@ -281,7 +281,7 @@ def reward_runner(
         on_error=args.on_reward_error,
         processing_classes=processors,
         environments=environments,
-        needed=args.learns_from_rewards,
+        needed=args.needs_rewards,
         device=args.device,
         model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
         model_kwargs=asdict(args.reward_model_params) if args.reward_model_kwargs else None,

@@ -19,10 +19,11 @@ from prefrl.rollout.journal import Journal
 from prefrl.rollout.selection import visit_order
 from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
 from prefrl.trainer.arguments import (
+    add_teacher,
     check_arguments,
     check_has_data,
     check_stream,
-    default_output_dir,
+    chosen_teacher,
     loaded_reference,
     own_config,
 )
@@ -72,8 +73,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.sampling import EnvironmentFactory, Tools
 
-# The checkpoint file of adaptive coefficients and running moments.
-_STATE_FILE = "learning_state.json"
+_STATE_FILE = "learning_state.json"  # adaptive coefficients and running moments in a checkpoint
 
 
 class OnlineTrainer(BaseTrainer[Ready]):
@@ -86,7 +86,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         model: Name, path or instance. An instance is trained in place.
         reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
             instance of a sequence-classification model, or the name of a built-in or registered reward. A mapping
-            gives each of them its weight. None means only environments give rewards.
+            gives each of them its weight. None means only environments give rewards, or a teacher is learned from.
         args: Options. The default options write to `<model name>-<algorithm>`.
         train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read; a stream is read
             in its order and needs `max_steps`.
@@ -103,6 +103,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             dataset's column `environment`.
         compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
         eval_reward_funcs: Rewards of evaluations instead of `reward_funcs`. Evaluations then have no loss.
+        teacher_model: The teacher of `teacher_kl_coef`, with the model's vocabulary: name, path or instance.
 
     Raises:
         ConfigError: The options cannot be combined.
@@ -134,18 +135,17 @@ class OnlineTrainer(BaseTrainer[Ready]):
         environment_factory: EnvironmentFactory | None = None,
         compute_metrics: ComputeMetrics | None = None,
         eval_reward_funcs: RewardSources | None = None,
+        teacher_model: str | Path | PreTrainedModel | None = None,
     ) -> None:
         check_arguments(type(self), {"rollout_func": rollout_func, "eval_reward_funcs": eval_reward_funcs})
         shared: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        shared |= {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
-        shared |= {"quantization_config": quantization_config, "peft_config": peft_config}
-        shared |= {"compute_metrics": compute_metrics}
-        if reward_funcs is None and environment_factory is not None:
-            reward_funcs = []  # the environments give them
-        check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
-        check_has_data(shared | {"environment_factory": environment_factory})
-        output_dir = default_output_dir(model, self.algorithm.upper())
-        args = cast("PolicyGradientConfig", own_config(type(self), args, output_dir=output_dir))
+        shared |= {"processing_class": processing_class, "compute_metrics": compute_metrics, "callbacks": callbacks}
+        shared |= {"optimizers": optimizers, "quantization_config": quantization_config, "peft_config": peft_config}
+        given = shared | {"environment_factory": environment_factory}
+        check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **given})
+        check_has_data(given)
+        args = cast("PolicyGradientConfig", own_config(type(self), args, model, self.algorithm.upper()))
+        self._teacher = chosen_teacher(type(self), args, teacher_model, train_dataset)
         check_stream(train_dataset, args)
         self.episodes = Episodes(args, tools, environment_factory)
         shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))
@@ -164,6 +164,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _set_up_reference(self) -> None:
         """What the loss compares the policy with, if anything."""
         self._add_reference(self.args, loaded_reference(self._ref_model, self.policy, self.args))
+        add_teacher(self, self._teacher, self._idle_batch())
 
     def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
         """From prompts to scored rollouts."""
@@ -190,14 +191,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.learner: Learner[Any, Ready] = self.learner_class(args, self.rewards)
         self.objective = self.learner.objective
         self.buffer = RolloutBuffer(args.num_iterations, self.objective.stage)
+        cut = partial(self.cut, rows_per_micro_batch=args.rows_per_micro_batch)
         hidden_size = self.policy.config.get_text_config().hidden_size
-        self._minibatches = MinibatchMaker(
-            args, self.objective, self.scorer, lambda batch: self.cut(batch, args.rows_per_micro_batch), hidden_size
-        )
+        self._minibatches = MinibatchMaker(args, self.objective, self.scorer, cut, hidden_size)
         place = (distributed.rank(), distributed.world_size())
         self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
-        self.health = SignalHealth(args)
+        self.health = SignalHealth(args, has_rewards=bool(self.rewards.names))
         self._fresh_logprobs: list[Tensor] = []  # of this step's micro-batches, if they are visited again
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 

@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from datasets import Dataset, Features, List, Value
 
 from prefrl import DataError
@@ -114,11 +114,11 @@ def test_columns_that_do_not_fit_are_refused(changes: dict[str, Any], options: d
 
 def test_a_completion_that_is_cut_off_has_the_columns_of_its_first_tokens_and_a_longer_one_repeats_them() -> None:
     row = {IDS: [[1], [2], [3]], LOGPROBS: [[-1.0], [-2.0], [-3.0]], OTHERS: [-4.0, -5.0, -6.0]}
-    found = top_of(row, 2)
+    found = top_of([(row, 2), (row, 1)])
     assert {name: values.tolist() for name, values in found.items()} == {
-        IDS: [[1], [2]],
-        LOGPROBS: [[-1.0], [-2.0]],
-        OTHERS: [-4.0, -5.0],
+        IDS: [[1], [2], [1]],
+        LOGPROBS: [[-1.0], [-2.0], [-1.0]],
+        OTHERS: [-4.0, -5.0, -4.0],
     }
-    assert found[LOGPROBS].dtype == np.float16
-    assert top_of(row, 5)[IDS].tolist() == [[1], [2], [3], [1], [2]]
+    assert [values.dtype for values in found.values()] == [torch.int32, torch.float16, torch.float16]
+    assert top_of([(row, 5)])[IDS].tolist() == [[1], [2], [3], [1], [2]]

@@ -360,6 +360,15 @@ def test_hand_numbers_of_completion_kl_in_a_group_of_two_and_a_row_alone():
     assert log_ratio.grad.tolist() == credit
 
 
+def test_the_divergence_at_a_token_has_the_weight_of_the_tokens_before_it():
+    """The ratio of the token itself has mean 1: with it, the mean would be the same, and the variance larger."""
+    divergences, row_index = tensors([1.0, 2.0, 9.0, 3.0])
+    log_ratio = torch.tensor([2.0, 5.0, 7.0, 4.0], dtype=torch.float64).log()
+    trainable = torch.tensor([True, True, False, True])
+    values = completion_kl(divergences, log_ratio, trainable, row_index, [0], longest=3)
+    assert values.tolist() == pytest.approx([1.0, 2 * 2.0, 0.0, 2 * 5 * 3.0])
+
+
 def test_on_policy_a_token_answers_for_its_own_and_later_divergence():
     differences, row_index = tensors([0.5, -0.25, 1.0], [2.0])
     log_ratio = torch.zeros(4, dtype=torch.float64, requires_grad=True)
