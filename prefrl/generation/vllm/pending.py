@@ -88,6 +88,15 @@ class VLLMPending(Generic[Q, R]):
                 return
 
 
+def error_of(task: Callable[[], None]) -> Exception | None:
+    """The exception that a task raises, or None."""
+    try:
+        task()
+    except Exception as error:
+        return error
+    return None
+
+
 def raise_shared(error: Exception | None) -> None:
     """Raise, on all processes, the error of the first process that has one. All processes must call it."""
     shareable = error
