@@ -253,15 +253,15 @@ def _top_logprobs(answer: Any, request: TextRequest, *, num_logprobs: int, vocab
         if len(choice["prompt_logprobs"]) != len(sent):
             raise BadAnswer(f"it scores {len(choice['prompt_logprobs'])} tokens, but {len(sent)} were sent")
         for place in range(len(sent) - count, len(sent)):
-            found = {token: float(each["logprob"]) for token, each in choice["prompt_logprobs"][place].items()}
-            if str(sent[place]) not in found:
-                raise BadAnswer(f"it has no log-prob of token {place}, which is {sent[place]}")
-            if len(found) == num_logprobs + 1:  # the token that was sent is not among the likeliest
-                del found[str(sent[place])]
+            token, found = str(sent[place]), dict(choice["prompt_logprobs"][place])
+            if token not in found:
+                raise BadAnswer(f"it has no log-prob of token {place}, which is {token}")
+            if found[token]["rank"] > num_logprobs:  # it comes in addition to the likeliest tokens
+                del found[token]
             if len(found) != num_logprobs:
-                raise BadAnswer(f"it has {len(found)} log-probs at token {place}, but top_k={num_logprobs}")
+                raise BadAnswer(f"it has log-probs of {len(found)} likely tokens at token {place}, not {num_logprobs}")
             ids += map(int, found)
-            logprobs += found.values()
+            logprobs += [float(each["logprob"]) for each in found.values()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadAnswer(f"a field is missing or malformed ({error!r}): {answer!r:.300}") from error
     top = TopLogprobs(
