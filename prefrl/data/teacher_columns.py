@@ -91,6 +91,7 @@ def check_stored(teacher: object, args: DistillationOptions) -> None:
     named = args.teacher_model_name_or_path if teacher is None else teacher
     for option, value, allowed, why in (
         ("teacher_model", named, None, "both say what the teacher's distributions are"),
+        ("teacher_server_base_url", args.teacher_server_base_url, None, "nothing is asked of a server"),
         ("teacher_model_init_kwargs", args.teacher_model_init_kwargs, None, "there is no model to load"),
         ("later_tokens", args.later_tokens, False, "the importance weights are those of completions that are sampled"),
         ("repetition_penalty", args.repetition_penalty, 1.0, "it changes logits, and the teacher's are not known"),
@@ -98,7 +99,7 @@ def check_stored(teacher: object, args: DistillationOptions) -> None:
         ("on_policy_fraction", args.on_policy_fraction, 0.0, "they are of the dataset's completions, not of others"),
     ):
         if value != allowed:
-            shown = repr(value) if isinstance(value, str | bool | float | dict) else type(value).__name__
+            shown = repr(value) if isinstance(value, str | bool | float | dict | list) else type(value).__name__
             raise ConfigError(
                 f"{option}={shown} and a train_dataset with a column {IDS}: {why}. Set {option}={allowed}, or remove "
                 f"the columns {', '.join(TEACHER_COLUMNS)}."

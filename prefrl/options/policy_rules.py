@@ -313,33 +313,31 @@ def _other_than_sampled(o: Any) -> str:
 _SERVED: dict[str, Any] = {"teacher_server_base_url": ["http://a:1"]}
 DISTILLATION_RULES = (
     when(
-        lambda o: wrong_url(o.teacher_server_base_url or []),
+        lambda o: wrong_url(o.teacher_urls),
         "teacher_server_base_url={found!r}: must be like http://host:8000",
         example("distillation", teacher_server_base_url=["ftp://host"]),
     ),
     when(
-        lambda o: (
-            len({url.rstrip("/") for url in o.teacher_server_base_url or []}) < len(o.teacher_server_base_url or [])
-        ),
+        lambda o: len({*o.teacher_urls}) < len(o.teacher_urls),
         "teacher_server_base_url={teacher_server_base_url}: contains a server twice. Remove one.",
         example("distillation", teacher_server_base_url=["http://a:1", "http://a:1/"]),
     ),
     when(
-        lambda o: o.teacher_server_base_url and o.temperature != 1,
+        lambda o: o.has_teacher_server and o.temperature != 1,
         "temperature={temperature} with teacher_server_base_url: vLLM returns a teacher's log-probs at temperature 1, "
         "whatever is asked for, and student and teacher are compared at the same temperature. Set temperature=1, or "
         "teacher_model_name_or_path.",
         example("distillation", **_SERVED, temperature=0.5),
     ),
     when(
-        lambda o: o.teacher_server_base_url and o.repetition_penalty != 1,
+        lambda o: o.has_teacher_server and o.repetition_penalty != 1,
         "repetition_penalty={repetition_penalty} with teacher_server_base_url: it changes the logits of a teacher, of "
         "which a server returns only the likeliest. Set repetition_penalty=1, or teacher_model_name_or_path.",
         example("distillation", **_SERVED, repetition_penalty=1.1),
     ),
     *unset(
         {"teacher_model_name_or_path": "b", "teacher_model_init_kwargs": {"dtype": "bfloat16"}},
-        lambda o: o.teacher_server_base_url is not None,
+        lambda o: o.has_teacher_server,
         "teacher_server_base_url names servers of the teacher. Remove one of them.",
         example("distillation", **_SERVED),
     ),

@@ -124,7 +124,9 @@ def _check_run(script: CommandArguments, config: Any) -> None:
     The command trains, and `eval_strategy` says when it evaluates.
     """
     # Without sampling, the dataset may have what the teacher finds likely.
-    is_given = isinstance(config, DistillationOptions) and config.on_policy_fraction == 0
+    is_given = isinstance(config, DistillationOptions) and (
+        config.on_policy_fraction == 0 or config.has_teacher_server
+    )
     needed = config.needs_teacher if isinstance(config, TeacherOptions) and not is_given else ""
     if needed and config.teacher_model_name_or_path is None:
         raise ConfigError(

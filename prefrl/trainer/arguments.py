@@ -350,7 +350,8 @@ def chosen_teacher(
 ) -> str | Path | PreTrainedModel | None:
     """The teacher, which an option or the argument `teacher_model` names.
 
-    None if the options need none, or if the training dataset has what the teacher of a distillation finds likely.
+    None if the options need none, or if the teacher of a distillation is on servers, or what it finds likely is in the
+    training dataset.
 
     Raises:
         ConfigError: It is given twice, missing, or has nothing to teach.
@@ -365,16 +366,21 @@ def chosen_teacher(
             f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
             "Remove one of them."
         )
+    if given is not None and isinstance(args, DistillationOptions) and args.has_teacher_server:
+        raise ConfigError(
+            f"teacher_server_base_url={args.teacher_server_base_url} and the argument teacher_model: both name the "
+            "teacher. Remove one of them."
+        )
     if given is not None and not needed:
         raise ConfigError(f"teacher_model has no effect because {reason}")
     if needed and given is None and by_name is None:
         is_distilled = isinstance(args, DistillationOptions)
-        if is_distilled and is_stored(rows):
+        if is_distilled and (is_stored(rows) or args.has_teacher_server):
             return None
-        columns = " Or give a train_dataset that prefrl teacher has written." if is_distilled else ""
+        others = " Or set teacher_server_base_url, or give a train_dataset that prefrl teacher has written."
         raise ConfigError(
             f"teacher_model=None: {needed}. Set it, or the option teacher_model_name_or_path, to a model with the "
-            f"student's vocabulary.{columns}"
+            f"student's vocabulary.{others if is_distilled else ''}"
         )
     return by_name if given is None else given
 
@@ -403,18 +409,22 @@ def loaded_teacher(run: Run, teacher: str | Path | PreTrainedModel) -> PreTraine
 _COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
 
 
+def ids_of_prompts(run: Run) -> dict[str, list[int]]:
+    """The first prompts of the training dataset as texts, and the ids that the policy's tokenizer makes of them."""
+    rows = [row for row, _ in zip(run.train_dataset or (), range(_COMPARED), strict=False)]
+    texts = [run.tokenizer.decode(row["prompt_ids"]) for row in rows]
+    return {text: run.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts}
+
+
 def _check_tokens(run: Run, teacher: str, arguments: Mapping[str, Any] | None) -> None:
     """Reject a teacher whose tokenizer splits the prompts in another way than the student's."""
     place = {key: value for key, value in (arguments or {}).items() if key in ("revision", "subfolder", "token")}
     found = cached_file(teacher, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **place)
-    if run.train_dataset is None or found is None:
+    if found is None:
         return
-    rows = [row for row, _ in zip(run.train_dataset, range(_COMPARED), strict=False)]
-    texts = [run.tokenizer.decode(row["prompt_ids"]) for row in rows]
     other = AutoTokenizer.from_pretrained(teacher, trust_remote_code=run.args.trust_remote_code, **place)
-    for text in texts:
-        ids, others = (each(text, add_special_tokens=False)["input_ids"] for each in (run.tokenizer, other))
-        if ids != others:
+    for text, ids in ids_of_prompts(run).items():
+        if ids != (others := other(text, add_special_tokens=False)["input_ids"]):
             raise ConfigError(
                 f"teacher_model={teacher!r}: its tokenizer makes {others[:8]} of {text[:40]!r}, and the student's "
                 f"makes {ids[:8]}, so their distributions cannot be compared. Choose a teacher of the student's "

@@ -24,7 +24,9 @@ from prefrl.trainer.arguments import check_arguments, loaded_teacher, named
 from prefrl.trainer.configs import DistillationConfig
 from prefrl.trainer.online.learner import Learned
 from prefrl.trainer.online.sampling import OnlineArguments
+from prefrl.trainer.online.served import served_teacher
 from prefrl.trainer.online.trainer import OnlineTrainer
+from prefrl.trainer.scorer import TOP
 from prefrl.types import LossOutput, SampledBatch
 
 if TYPE_CHECKING:
@@ -98,6 +100,9 @@ class DistillationObjective:
         """See `Objective`."""
         if isinstance(batch, TaughtBatch):  # what the teacher finds likely is in the dataset
             return batch
+        if self.args.has_teacher_server:
+            scores = score(batch, TOP)
+            return TaughtBatch.of(batch, teacher_ids=scores.top_ids, teacher_logprobs=scores.top_logprobs)
         return TaughtBatch.of(batch, ref_hidden=score(batch, {"ref_hidden"}).ref_hidden)
 
     def visited(self, batch: TaughtBatch, logprobs: Tensor) -> TaughtBatch:
@@ -213,6 +218,10 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
         """The teacher, which is a reference that is not a copy of the policy."""
         if self._is_stored:
             return
+        if self.args.has_teacher_server:
+            self.scorer.teacher_servers = served_teacher(self)
+            self.scorer.needed(self._idle_batch(), TOP, rows_per_pass=1)  # servers that refuse do so now
+            return
         assert self._teacher is not None
         teacher = loaded_teacher(self, self._teacher)
         self._add_reference(ReferenceOptions(beta=1.0), teacher, name="teacher_model")
@@ -245,6 +254,12 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
         """See `OnlineTrainer`."""
         sampler, fraction = super()._sampler(), self.args.on_policy_fraction
         return sampler if fraction == 1 else GivenCompletions(sampler, fraction, self.args.max_prompt_length)
+
+    def close(self) -> None:
+        """See `OnlineTrainer`."""
+        super().close()
+        if self.scorer.teacher_servers is not None:
+            self.scorer.teacher_servers.close()
 
     def loss(self, model: nn.Module, batch: TaughtBatch) -> LossOutput:
         """See the objective."""

@@ -123,6 +123,11 @@ class TeacherServers(Asker[TextRequest, TopLogprobs]):
             raise GenerationError(f"{self.server} at {url} does not serve model={name!r}, but {list(served)}")
         return served[name]
 
+    @property
+    def longest_text(self) -> int:
+        """The most tokens that a text may have; known after `recover`."""
+        return min(served.max_model_len for served in self._served.values()) - 1  # vLLM always adds one
+
     def check_tokenizer(self, ids_of: Mapping[str, Sequence[int]]) -> None:
         """Refuse servers whose tokenizer makes other ids of some texts. A server without /tokenize is not checked.
 
