@@ -27,10 +27,10 @@ class TeacherServerParams(Params):
     model: str | None = opt(None, "Name of the model on the servers. The default is the first one that they list.")
     request_timeout: Seconds = opt(600.0, "Time limit, in seconds, for the request that scores one text.")
     server_timeout: Seconds = opt(120.0, "Seconds to wait for a server that is starting, unreachable or restarting.")
-    api_key_env: str = opt(
-        "VLLM_API_KEY",
-        "Environment variable with the servers' key. If VLLM_API_KEY is not set, servers on this machine get the key "
-        "of prefrl vllm-serve.",
+    api_key_env: str | None = opt(
+        None,
+        "Environment variable with the servers' key. By default, servers on this machine get the key of prefrl "
+        "vllm-serve, and others get none.",
     )
 
 

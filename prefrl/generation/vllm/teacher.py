@@ -17,7 +17,7 @@ import torch
 
 from prefrl.distributed import is_main, rank
 from prefrl.errors import AbsentServerError, ConfigError, GenerationError
-from prefrl.generation.server import KEY_VARIABLE, key_of_user
+from prefrl.generation.server import key_of_user
 from prefrl.generation.vllm.asking import Asker, Balance, Server
 from prefrl.generation.vllm.handshake import check_server_url, patiently
 from prefrl.generation.vllm.pending import VLLMPending, error_of, raise_shared
@@ -105,8 +105,8 @@ class TeacherServers(Asker[TextRequest, TopLogprobs]):
         except HttpError as error:
             if isinstance(error, Refused) and error.status in (401, 403):
                 raise GenerationError(
-                    f"{self.server} at {url} refuses the key: {error}. Set the environment variable "
-                    f"{self._params.api_key_env} (api_key_env of teacher_server_kwargs) to its key."
+                    f"{self.server} at {url} refuses the key: {error}. Set api_key_env in teacher_server_kwargs to "
+                    "the name of an environment variable that has its key."
                 ) from error
             if isinstance(error, Refused) and error.status < 500:
                 raise GenerationError(f"{self.server} at {url} is no vLLM server: {error}") from error
@@ -232,10 +232,20 @@ class TeacherServers(Asker[TextRequest, TopLogprobs]):
 
 
 def teacher_key(params: TeacherServerParams, *, are_local: bool) -> str | None:
-    """The servers' key: that of the environment; for local servers, that of `prefrl vllm-serve` if none is set."""
-    if are_local and params.api_key_env == KEY_VARIABLE:
-        return key_of_user(os.environ)
-    return os.environ.get(params.api_key_env)
+    """The servers' key; None: they get none.
+
+    Raises:
+        ConfigError: The environment variable is not set.
+    """
+    if params.api_key_env is None:
+        return key_of_user(os.environ) if are_local else None
+    key = os.environ.get(params.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"teacher_server_kwargs: api_key_env={params.api_key_env!r}: this environment variable is not set. Set it "
+            "to the key of the teacher's servers, or leave api_key_env out if they need none."
+        )
+    return key
 
 
 def _bytes(num_entries: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -228,7 +228,7 @@ def test_texts_that_are_lost_with_all_servers_are_sent_again_when_these_are_back
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (Refused("no", status=401), GenerationError, "refuses the key: no. Set the environment variable VLLM_API_KEY"),
+        (Refused("no", status=401), GenerationError, "refuses the key: no. Set api_key_env in teacher_server_kwargs"),
         (Refused("Not Found", status=404), GenerationError, "is no vLLM server: Not Found"),
         (Refused("broken", status=500), AbsentServerError, "did not answer within 0.05 s (server_timeout of"),
         ({"data": [CARD | {"id": "other"}]}, GenerationError, "does not serve model='m', but ['other']"),
@@ -266,22 +266,23 @@ def test_a_tokenizer_that_makes_other_ids_of_a_text_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("environment", "params", "are_local", "expected"),
+    ("params", "are_local", "expected"),
     [
-        ({"VLLM_API_KEY": "of-the-student"}, {}, True, "of-the-student"),
-        ({"VLLM_API_KEY": "of-the-student", "OTHER": "own"}, {"api_key_env": "OTHER"}, False, "own"),
-        ({"VLLM_API_KEY": "of-the-student"}, {"api_key_env": "OTHER"}, True, None),
-        ({}, {}, False, None),
+        ({}, True, "of-the-student"),
+        ({}, False, None),
+        ({"api_key_env": "OTHER"}, True, "own"),
+        ({"api_key_env": "OTHER"}, False, "own"),
     ],
 )
-def test_only_the_key_that_is_named_is_sent(
-    environment: Mapping[str, str],
-    params: dict[str, Any],
-    are_local: bool,
-    expected: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_key_goes_to_the_machine_of_its_user_or_to_the_servers_that_it_is_named_for(
+    params: dict[str, Any], are_local: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-student")
+    monkeypatch.setenv("OTHER", "own")
     assert teacher_key(TeacherServerParams(**params), are_local=are_local) == expected
+
+
+def test_a_key_that_is_named_and_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTHER", raising=False)
+    with pytest.raises(ConfigError, match="api_key_env='OTHER': this environment variable is not set"):
+        teacher_key(TeacherServerParams(api_key_env="OTHER"), are_local=True)
