@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from prefrl import distributed
@@ -161,12 +162,23 @@ class _Separate(Reference):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.own_model = model
+        self._whole_head: list[Tensor] = []  # weight and bias, if they are partitioned: since the last `scores`
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
 
+    def scores(
+        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
+    ) -> TokenScores:
+        head = needed_head(inner_model(self._model)) if "hidden" in want else None
+        if isinstance(head, nn.Linear) and distributed.is_sharded(self._model):
+            self._whole_head = [distributed.whole(each).detach() for each in head.parameters(recurse=False)]
+        return super().scores(batch, scoring, max_tokens=max_tokens, want=want)
+
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        logits: Tensor = head(hidden)
+        # Ranks run it on different numbers of chunks, so a backend must not gather it for each of them.
+        weights = [each.to(hidden.device, hidden.dtype) for each in self._whole_head]
+        logits: Tensor = linear(hidden, *weights) if weights else head(hidden)
         return logits
 
     @contextmanager

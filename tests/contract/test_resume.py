@@ -34,6 +34,7 @@ from tests.contract.cases import (
 SAVED_AT = 3
 STEPS = 6
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
+OWN_TEACHER = {"teacher_model": None, "teacher_prompt": "hint", "teacher_weights": "ema"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
     ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
@@ -64,6 +65,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"critic": "model", "critic_warmup": 4, "critic_learning_rate": 1e-2}),
     ("online_dpo", {"num_iterations": 2}),
     ("distillation", {"later_tokens": True, "steps_per_generation": 2, "num_iterations": 2}),
+    ("distillation", {**OWN_TEACHER, "teacher_weights_kwargs": {"update_rate": 0.5, "sync_steps": 2}}),
 ]
 
 

@@ -148,6 +148,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "distillation": [
         {"beta": 0.5, "updates": 2, "num_iterations": 2, "max_steps": 4},
         {"later_tokens": True, "num_generations": 2, "num_iterations": 2, "max_steps": 2},
+        {"several": True, "teacher_prompt": "hint", "num_generations": 2, "num_iterations": 2, "max_steps": 2},
     ],
 }
 # Groups of 8, of which two processes with 4 completions each cannot take equal numbers.
