@@ -208,6 +208,8 @@ NEUTRAL = {
     "value_model_name_or_path",  # test_ppo
     "teacher_model_name_or_path",  # test_distillation
     "teacher_model_init_kwargs",  # test_distillation
+    "teacher_server_base_url",  # tests/vllm/test_teacher
+    "teacher_server_kwargs",  # tests/vllm/test_teacher
     "temperature_eval",  # test_one_step
     "tool_timeout",  # test_play
     "episode_timeout",  # test_play
