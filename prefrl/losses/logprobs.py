@@ -172,10 +172,11 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         dtype=score_dtype(hidden),
         product_dtype=product_dtype_of(hidden, head.weight),
     )
-    ref_log_probs = ref_log_probs_of(reference, hidden, temperature, truncation, plan.dtype)
-    top = reference if isinstance(reference, TopLogprobs) else None
-    beta = 1.0 if reference is None else reference.beta
-    wanted = _Wanted(frozenset(want), ref_log_probs, top, truncation, beta)
+    wanted = _Wanted(frozenset(want), None, None, truncation, 1.0)
+    if reference is not None:
+        ref_log_probs = ref_log_probs_of(reference, hidden, temperature, truncation, plan.dtype)
+        top = reference if isinstance(reference, TopLogprobs) else None
+        wanted = _Wanted(wanted.names, ref_log_probs, top, truncation, reference.beta)
     logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
