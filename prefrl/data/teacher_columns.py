@@ -92,6 +92,8 @@ def check_stored(teacher: object, args: DistillationOptions) -> None:
     for option, value, allowed, why in (
         ("teacher_model", named, None, "both say what the teacher's distributions are"),
         ("teacher_model_init_kwargs", args.teacher_model_init_kwargs, None, "there is no model to load"),
+        ("teacher_prompt", args.teacher_prompt, None, "no teacher can be asked"),
+        ("teacher_weights", args.teacher_weights, "frozen", "the teacher is not the student"),
         ("later_tokens", args.later_tokens, False, "the importance weights are those of completions that are sampled"),
         ("repetition_penalty", args.repetition_penalty, 1.0, "it changes logits, and the teacher's are not known"),
         ("filter_overlong_prompts", args.filter_overlong_prompts, False, "no prompt may be longer than the limit"),

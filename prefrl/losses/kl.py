@@ -402,7 +402,7 @@ def completion_kl(
     both exactly: the divergence at a token is computed over the whole vocabulary, and A_t is the token's credit for
     the divergence of later tokens. The baseline b_t is the mean over the other rows of the group of their sum over
     s > t, 0 where they have ended. It changes no expectation, because it depends on other samples, and lowers the
-    variance. On samples of pi, all weights are 1.
+    variance where these sums vary less than they are large. On samples of pi, all weights are 1.
 
     Args:
         divergences: [N] nats, KL(pi || ref) over the vocabulary; gradient flows.

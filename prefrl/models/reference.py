@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from prefrl import distributed
@@ -81,6 +82,8 @@ class Reference(ABC):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        # Weight and bias of the head of a model that is partitioned, since the last `scores`.
+        self._whole_head: list[Tensor] = []
         self._fingerprint: str | None = None
 
     @abstractmethod
@@ -111,6 +114,10 @@ class Reference(ABC):
     ) -> TokenScores:
         """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
         self._go_to(batch.device)
+        if "hidden" in want and self.own_model is not None and distributed.is_sharded(self.own_model):
+            head = needed_head(inner_model(self.own_model))
+            parameters = head.parameters(recurse=False) if isinstance(head, nn.Linear) else ()
+            self._whole_head = [distributed.whole(each).detach() for each in parameters]
         with self._in_place() as model, eval_mode(model):
             return scores_in_pieces(model, batch, scoring, max_tokens=max_tokens, want=want)
 
@@ -166,7 +173,9 @@ class _Separate(Reference):
         return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        logits: Tensor = head(hidden)
+        # Ranks run it on different numbers of chunks, so a backend must not gather it for each of them.
+        weights = [each.to(hidden.device, hidden.dtype) for each in self._whole_head]
+        logits: Tensor = linear(hidden, *weights) if weights else head(hidden)
         return logits
 
     @contextmanager
@@ -262,10 +271,10 @@ def _check_given(model: PreTrainedModel, given: PreTrainedModel, name: str, *, b
     if beta == 0:
         raise ConfigError("ref_model has no effect with beta=0, because no reference is scored. Leave ref_model=None.")
     if given is model:
-        raise ConfigError(
-            f"{name} is the model that is trained, so it would change during training. Leave {name}=None: the "
-            "reference is then the model as it is now."
-        )
+        remedy = f"Load {name} separately."
+        if name == "ref_model":
+            remedy = "Leave ref_model=None: the reference is then the model as it is now."
+        raise ConfigError(f"{name} is the model that is trained, so it would change during training. {remedy}")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     shared = [name for name, parameter in given.named_parameters() if id(parameter) in trained]
     if shared:

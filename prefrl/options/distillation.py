@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
-from prefrl.options.fields import apply, flat, opt, parse_json
+from prefrl.errors import ConfigError
+from prefrl.options.fields import apply, flat, json_mapping, opt, parse_json
 from prefrl.options.generation_rules import LEAST_TEMPERATURE
 from prefrl.options.online import OnlineOptions
-from prefrl.options.policy_rules import DISTILLATION_RULES
+from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
+from prefrl.options.policy_rules import DISTILLATION_RULES, MOVING_TEACHER_RULES
+from prefrl.options.preference import ReferenceOptions
 from prefrl.options.types import Length, NumSamples
+
+
+@hyperparameters
+class MovingTeacherParams(Params):
+    """How a teacher moves toward the student."""
+
+    update_rate: Annotated[float, Gt(0), Le(1)] = opt(
+        0.05, "Each update sets the teacher to update_rate * student + (1 - update_rate) * teacher."
+    )
+    sync_steps: Annotated[int, Ge(1)] = opt(1, "Optimizer steps between two updates of the teacher.")
 
 
 @dataclass
 class TeacherOptions:
     """The teacher, a model that the policy moves towards."""
 
-    teacher_model_name_or_path: str | None = opt(
+    teacher_model_name_or_path: dict[str, Any] | str | None = opt(
         None,
-        "Model that teaches, with the same vocabulary: a name on the Hub or a folder. The argument teacher_model of "
-        "the trainer takes an instance, too.",
+        "Model that teaches, with the same vocabulary: a name on the Hub or a folder. A mapping of names to models "
+        "gives each row of the dataset the teacher that its column teacher names; on the command line, give it as "
+        "JSON. The argument teacher_model of the trainer takes instances, too.",
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = opt(
         None,
@@ -31,21 +46,54 @@ class TeacherOptions:
 
     @property
     def needs_teacher(self) -> str:
-        """What needs the teacher, as text; empty: there is none."""
-        return "there is nothing to learn from"
+        """What needs a teacher, as text; empty: nothing does."""
+        return "there is nothing to learn from, unless the student teaches itself with teacher_prompt"
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the policy is the teacher if no other is given."""
+        return False
+
+    @property
+    def lacks_teacher(self) -> bool:
+        """Whether a teacher is needed and options name none."""
+        return bool(self.needs_teacher) and self.teacher_model_name_or_path is None and not self.teaches_itself
+
+    def parse_teachers(self) -> None:
+        """Read what the command line gave as JSON."""
+        parse_json(self, "teacher_model_init_kwargs")
+        if isinstance(given := self.teacher_model_name_or_path, str) and given.lstrip().startswith("{"):
+            self.teacher_model_name_or_path = json_mapping(given, "teacher_model_name_or_path")
 
 
 @dataclass(init=False, repr=False, eq=False)
 class DistillationOptions(TeacherOptions, OnlineOptions):
     """Options of distillation, and shared ones with other defaults."""
 
+    hints: ClassVar[Mapping[str, Any]] = {"teacher_prompt": str | Callable[[Mapping[str, Any]], Any] | None}
     best_metric: ClassVar[str] = "loss"
     learns_from_rewards: ClassVar[bool] = False
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "divergence")
 
     lmbda: float | None = flat("on_policy_fraction")  # of GKD
     teacher_model_revision: str | None = flat("teacher_model_init_kwargs", "revision")
+    teacher_update_rate: float | None = flat("teacher_weights_kwargs", "update_rate")
+    teacher_sync_steps: int | None = flat("teacher_weights_kwargs", "sync_steps")
 
+    teacher_prompt: str | None = opt(
+        None,
+        "Column of the dataset with the prompt that the teacher sees instead of the student's: text or messages, for "
+        "example with the solution. In Python, it can also be a function that makes the prompt from a row. With it, "
+        "the teacher can be the student itself, if no other is given.",
+    )
+    teacher_weights: Literal["frozen", "ema", "live"] = opt(
+        "frozen",
+        "Weights of a teacher that is the student itself: those at the start of training ('frozen'), a moving average "
+        "('ema'), or the current ones, without a gradient ('live').",
+    )
+    teacher_weights_kwargs: KwargsValue = kwargs(
+        "How the weights of a teacher move.", {"ema": MovingTeacherParams}, switch="teacher_weights"
+    )
     beta: Annotated[float, Ge(0), Le(1)] = opt(
         1.0,
         "Divergence of the student from the teacher at each token: 1 is the reverse KL, KL(student || teacher), 0 is "
@@ -71,6 +119,26 @@ class DistillationOptions(TeacherOptions, OnlineOptions):
     )
 
     @property
+    def teaches_itself(self) -> bool:
+        """See `TeacherOptions.teaches_itself`."""
+        return self.teacher_prompt is not None
+
+    moving_teacher_params = ParamsOf("teacher_weights_kwargs", MovingTeacherParams)
+
+    @property
+    def of_teacher(self) -> ReferenceOptions:
+        """The options of a reference model that is the teacher."""
+        if self.teacher_weights != "ema":
+            return ReferenceOptions(beta=1.0)
+        params = self.moving_teacher_params
+        return ReferenceOptions(
+            beta=1.0,
+            sync_ref_model=True,
+            ref_model_mixup_alpha=params.update_rate,
+            ref_model_sync_steps=params.sync_steps,
+        )
+
+    @property
     def corrects_sampling(self) -> bool:
         """False: prefixes may come from any policy, and later_tokens has importance weights of its own."""
         return False
@@ -82,6 +150,16 @@ class DistillationOptions(TeacherOptions, OnlineOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        parse_json(self, "teacher_model_init_kwargs")
+        self.parse_teachers()
         apply(self, DISTILLATION_RULES)
         super().validate()
+        apply(self, MOVING_TEACHER_RULES)
+
+    def validate_episodes(self, *, has_episodes: bool) -> None:
+        """See `OnlineOptions.validate_episodes`."""
+        super().validate_episodes(has_episodes=has_episodes)
+        if has_episodes and self.teacher_prompt is not None:
+            raise ConfigError(
+                f"teacher_prompt={self.teacher_prompt!r} with episodes: what tools and environments add to a prompt, "
+                "and prompts of later turns, are not in the teacher's. Leave it out."
+            )

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from prefrl.errors import ConfigError
 from prefrl.options.balance import BALANCE_PARAMS
 from prefrl.options.distillation import TeacherOptions
-from prefrl.options.fields import Rule, apply, ascending, check_unset, example, flat, opt, parse_json, when
+from prefrl.options.fields import Rule, apply, ascending, check_unset, example, flat, opt, when
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import (
@@ -255,6 +255,7 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
         switch="kl_part",
         label="kl_estimator",
         off="beta=0.0: there is no KL term. Set beta > 0.",
+        same={"bias_correction": True},
     )
     teacher_kl_coef: Annotated[float, Ge(0)] = opt(
         0.0,
@@ -345,18 +346,13 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
     @property
     def needs_teacher(self) -> str:
         """See `TeacherOptions.needs_teacher`."""
-        return f"teacher_kl_coef={self.teacher_kl_coef} is the weight of a KL term" if self.teacher_kl_coef else ""
+        return f"teacher_kl_coef={self.teacher_kl_coef} needs a teacher" if self.teacher_kl_coef else ""
 
     @property
     def needs_rewards(self) -> bool:
         """See `OnlineOptions.needs_rewards`. A critic has to have something to learn, too."""
         learns_values = "values" in ESTIMATOR_FACTS[self.estimator].needs
         return not self.teacher_kl_coef or (learns_values and not self.teacher_kl_params.in_reward)
-
-    @property
-    def has_kl_in_reward(self) -> bool:
-        """Whether some KL is subtracted from the reward."""
-        return (self.kl_in == "reward" and self.beta > 0) or self.teacher_kl_params.in_reward
 
     @property
     def levels(self) -> tuple[ImportanceLevel, ...]:
@@ -382,7 +378,8 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
     def needs_scores_first(self) -> bool:
         """Whether advantages or token selection depend on log-probs of the policy before its first update."""
         return (
-            self.has_kl_in_reward
+            (self.kl_in == "reward" and self.beta > 0)
+            or self.teacher_kl_params.in_reward
             or self.of_tokens
             or self.top_entropy_quantile < 1
             or self.loss_type in ("clip_cov", "kl_cov")
@@ -469,6 +466,7 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        parse_json(self, "teacher_model_init_kwargs")
+        if self.teacher_kl_coef:
+            self.parse_teachers()
         super().validate()
         apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TEACHER_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)

@@ -105,13 +105,19 @@ TEACHER_RULES = (
         example("grpo"),
     ),
     when(
-        lambda o: o.teacher_kl_params.name == o.kl_estimator == "full" and o.teacher_kl_coef and o.beta,
+        lambda o: isinstance(o.teacher_model_name_or_path, dict),
+        "teacher_model_name_or_path={teacher_model_name_or_path!r}: several teachers, of which a column names one for "
+        "each row, are for DistillationTrainer. Name one teacher.",
+        example("grpo", teacher_kl_coef=0.5, teacher_model_name_or_path={"math": "folder"}),
+    ),
+    when(
+        lambda o: o.beta and o.teacher_kl_coef and o.teacher_kl_params.name == o.kl_estimator == "full",
         "teacher_kl_kwargs: estimator='full' with kl_estimator='full' and beta={beta}: a pass compares the policy's "
         "whole distributions with those of one model. Use another estimator for one of the two, or beta=0.",
         example("grpo", teacher_kl_coef=0.5, kl_estimator="full", beta=0.1),
     ),
     when(
-        lambda o: o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
+        lambda o: o.teacher_kl_coef and o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
         "teacher_kl_kwargs: estimator='sequence' with loss_type={loss_type!r}: it weights sequences by 1 / length, "
         "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens.",
         example("grpo", teacher_kl_coef=0.5, teacher_kl_kwargs={"estimator": "sequence"}, loss_type="grpo"),
@@ -275,16 +281,10 @@ CRITIC_RULES = (
 )
 PAIRS_RULES = (
     when(
-        lambda o: (
-            o.max_length is not None
-            and (
-                None in (o.max_prompt_length, o.max_completion_length)
-                or o.max_length < o.max_prompt_length + o.max_completion_length
-            )
-        ),
-        "max_length={max_length}: prompts and completions have bounds of their own, max_prompt_length="
-        "{max_prompt_length} and max_completion_length={max_completion_length}. Set these instead.",
-        example("online_dpo", max_length=512),
+        lambda o: o.max_length is not None and o.max_length <= (o.max_completion_length or o.max_length),
+        "max_length={max_length} with max_completion_length={max_completion_length}: it bounds prompt and completion "
+        "together, and no token is left for the prompt. Set max_completion_length to a number below max_length.",
+        example("online_dpo", max_length=256),
     ),
     when(
         lambda o: o.use_vllm and o.generation_mode == "async",
@@ -310,7 +310,38 @@ def _other_than_sampled(o: Any) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in cuts_of(o).items())
 
 
+def _unusable_teachers(o: Any) -> bool:
+    """Whether teachers by name are not what they must be."""
+    given = o.teacher_model_name_or_path
+    return isinstance(given, dict) and not (given and all(isinstance(path, str) and path for path in given.values()))
+
+
 DISTILLATION_RULES = (
+    when(
+        _unusable_teachers,
+        "teacher_model_name_or_path={teacher_model_name_or_path!r}: must be the name or folder of a model, or a "
+        "mapping such as {{'math': 'folder', 'code': 'other_folder'}}, whose keys are the values of the dataset's "
+        "column teacher.",
+        example("distillation", teacher_model_name_or_path={"math": 1}),
+    ),
+    when(
+        lambda o: o.teacher_weights != "frozen" and o.teacher_model_name_or_path is not None,
+        "teacher_weights={teacher_weights!r} with teacher_model_name_or_path={teacher_model_name_or_path!r}: only a "
+        "teacher that is the student itself moves with it. Leave one of them out.",
+        example("distillation", teacher_weights="ema", teacher_prompt="hint", teacher_model_name_or_path="m"),
+    ),
+    when(
+        lambda o: o.teacher_weights != "frozen" and o.teacher_prompt is None,
+        "teacher_weights={teacher_weights!r} without teacher_prompt: the teacher is the student and sees the same "
+        "prompt, so there is nothing to learn from. Set teacher_prompt, or a teacher.",
+        example("distillation", teacher_weights="live"),
+    ),
+    when(
+        lambda o: o.teacher_prompt == "prompt",
+        "teacher_prompt='prompt': the teacher sees the student's prompt anyway. Name another column, or leave "
+        "teacher_prompt out.",
+        example("distillation", teacher_prompt="prompt"),
+    ),
     when(
         lambda o: o.later_tokens and o.beta < 1,
         "later_tokens=True with beta={beta}: only the reverse KL is a mean over what the student samples. Set beta=1, "
@@ -364,5 +395,14 @@ DISTILLATION_RULES = (
         "rewards are only logged, and the teacher is what is learned from. Leave it out.",
         example("distillation"),
         hint=True,
+    ),
+)
+MOVING_TEACHER_RULES = (
+    when(
+        lambda o: o.teacher_weights != "frozen" and o.steps_of_a_generation > 1,
+        "teacher_weights={teacher_weights!r} with {steps_of_a_generation} updates from a generation batch: a batch is "
+        "scored once, and the teacher's weights would have moved before its last update. Set num_iterations=1 and "
+        "leave steps_per_generation out, or use teacher_weights='frozen'.",
+        example("distillation", teacher_weights="live", teacher_prompt="hint", num_iterations=2),
     ),
 )

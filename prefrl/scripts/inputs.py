@@ -15,6 +15,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.distillation import DistillationOptions, TeacherOptions
 from prefrl.options.fields import flat_names, warn_of_hint
+from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
@@ -123,18 +124,21 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
+    has_no_teacher = isinstance(config, PolicyGradientOptions) and not config.teacher_kl_coef
     # Without sampling, the dataset may have what the teacher finds likely.
-    is_given = isinstance(config, DistillationOptions) and config.on_policy_fraction == 0
-    needed = config.needs_teacher if isinstance(config, TeacherOptions) and not is_given else ""
-    if needed and config.teacher_model_name_or_path is None:
+    may_be_stored = isinstance(config, DistillationOptions) and config.on_policy_fraction == 0
+    if isinstance(config, TeacherOptions) and not has_no_teacher and config.lacks_teacher and not may_be_stored:
         raise ConfigError(
-            f"teacher_model_name_or_path=None: {needed}. Set it to a model with the student's vocabulary."
+            f"teacher_model_name_or_path=None: {config.needs_teacher}. Set it to a model with the student's "
+            "vocabulary."
         )
-    if isinstance(script, RewardArguments) and config.needs_rewards and not script.has_rewards:
-        raise ConfigError(
-            "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-            "module:function, or set reward_model_name_or_path, or an environment that has rewards."
-        )
+    if isinstance(script, RewardArguments):
+        sources = script.reward_funcs or script.reward_model_name_or_path or script.environment
+        if not sources and config.needs_rewards:
+            raise ConfigError(
+                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
+                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
+            )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:
@@ -148,13 +152,10 @@ def _check_run(script: CommandArguments, config: Any) -> None:
         warn_of_hint(config, f"do_predict=True has no effect because this command trains. {remedy}")
     if config.eval_strategy != "no":
         return
-    if script.eval_datasets:
-        paths = ", ".join(part.path for part in script.eval_datasets)
-        warn_of_hint(config, f"eval_datasets={paths} has no effect because eval_strategy='no'. {remedy}")
-    if (own := getattr(script, "eval_reward_funcs", None)) is not None:
-        warn_of_hint(config, f"eval_reward_funcs={own} has no effect because eval_strategy='no'. {remedy}")
-    if config.do_eval:
-        warn_of_hint(config, f"do_eval=True has no effect because eval_strategy='no'. {remedy}")
+    paths, rewards = ", ".join(part.path for part in script.eval_datasets), getattr(script, "eval_reward_funcs", None)
+    for name, value in {"eval_datasets": paths, "eval_reward_funcs": rewards, "do_eval": config.do_eval}.items():
+        if value:
+            warn_of_hint(config, f"{name}={value} has no effect because eval_strategy='no'. {remedy}")
 
 
 def _check_without_dataset(config: Any) -> None:

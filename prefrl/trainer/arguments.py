@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import datasets
 from torch import nn
@@ -69,6 +69,11 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, str | os.PathLike | nn.Module)
 
 
+def _is_teacher(value: Any) -> bool:
+    several = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
+    return all(map(_is_model, value.values())) if several else _is_model(value)
+
+
 def _is_rewards(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping) or _is_model(value) or callable(value)
 
@@ -80,7 +85,8 @@ def _is_pair(value: Any) -> bool:
 # Argument -> test for a value that is not None, and the words of the error message for what it must be.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model, "a name, a path or a model"),
-    **dict.fromkeys(("ref_model", "teacher_model"), (_is_model, "a name, a path, a model or None")),
+    "ref_model": (_is_model, "a name, a path, a model or None"),
+    "teacher_model": (_is_teacher, "a name, a path, a model, a mapping of names to these, or None"),
     "reward_funcs": (
         _is_rewards,
         "a reward, a list of them or a mapping to their weights: functions, and reward models or their names",
@@ -318,6 +324,10 @@ def _order(trainer: type[_Algorithm]) -> str:
     return f"{ours.__name__}({', '.join(names)})"
 
 
+TeacherModel: TypeAlias = str | Path | PreTrainedModel
+GivenTeacher: TypeAlias = TeacherModel | Mapping[str, TeacherModel] | None  # several by name; None: none or the policy
+
+
 def loaded_reference(
     given: str | Path | PreTrainedModel | None, policy: PreTrainedModel, args: BaseConfig
 ) -> PreTrainedModel | None:
@@ -345,12 +355,11 @@ def kept_reference(
     return reference
 
 
-def chosen_teacher(
-    trainer: type[_Algorithm], args: Any, given: str | Path | PreTrainedModel | None, rows: Any
-) -> str | Path | PreTrainedModel | None:
+def chosen_teacher(trainer: type[_Algorithm], args: Any, given: GivenTeacher, rows: Any) -> GivenTeacher:
     """The teacher, which an option or the argument `teacher_model` names.
 
-    None if the options need none, or if the training dataset has what the teacher of a distillation finds likely.
+    None if the options need no other model, or if the training dataset has what the teacher of a distillation finds
+    likely.
 
     Raises:
         ConfigError: It is given twice, missing, or has nothing to teach.
@@ -365,12 +374,15 @@ def chosen_teacher(
             f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
             "Remove one of them."
         )
+    if isinstance(given, Mapping) and not isinstance(args, DistillationOptions):
+        raise ConfigError(
+            "teacher_model: several teachers, of which a column names one for each row, are for DistillationTrainer. "
+            "Give one teacher."
+        )
     if given is not None and not needed:
         raise ConfigError(f"teacher_model has no effect because {reason}")
-    if needed and given is None and by_name is None:
-        is_distilled = isinstance(args, DistillationOptions)
-        if is_distilled and is_stored(rows):
-            return None
+    is_distilled = isinstance(args, DistillationOptions)
+    if needed and given is None and args.lacks_teacher and not (is_distilled and is_stored(rows)):
         columns = " Or give a train_dataset that prefrl teacher has written." if is_distilled else ""
         raise ConfigError(
             f"teacher_model=None: {needed}. Set it, or the option teacher_model_name_or_path, to a model with the "
@@ -379,7 +391,7 @@ def chosen_teacher(
     return by_name if given is None else given
 
 
-def loaded_teacher(run: Run, teacher: str | Path | PreTrainedModel) -> PreTrainedModel:
+def loaded_teacher(run: Run, teacher: TeacherModel) -> PreTrainedModel:
     """A teacher of the policy; one that is given by name or path is loaded, after a look at its tokenizer.
 
     Raises:
@@ -422,7 +434,7 @@ def _check_tokens(run: Run, teacher: str, arguments: Mapping[str, Any] | None) -
             )
 
 
-def add_teacher(run: Run, teacher: str | Path | PreTrainedModel | None, batch: TokenBatch) -> None:
+def add_teacher(run: Run, teacher: GivenTeacher, batch: TokenBatch) -> None:
     """Give the scorer a teacher beside the reference; None: there is none.
 
     Args:

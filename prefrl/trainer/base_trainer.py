@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.models.reference import Reference
+    from prefrl.models.teachers import Teachers
     from prefrl.options.preference import ReferenceOptions
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
@@ -212,7 +213,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         return tokenizer_of(self.processing_class)
 
     @property
-    def reference(self) -> Reference | None:
+    def reference(self) -> Reference | Teachers | None:
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
 

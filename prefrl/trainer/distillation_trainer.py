@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -17,13 +18,22 @@ from prefrl.losses.kl import completion_kl
 from prefrl.losses.per_token import row_items
 from prefrl.losses.top_logprobs import TopLogprobs
 from prefrl.metrics import token_mean
-from prefrl.options.preference import ReferenceOptions
+from prefrl.models.teachers import LiveTeacher
 from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.given import GivenCompletions
-from prefrl.trainer.arguments import check_arguments, loaded_teacher, named
+from prefrl.trainer.arguments import GivenTeacher, check_arguments, loaded_teacher, named
 from prefrl.trainer.configs import DistillationConfig
-from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.learner import Learned, Learner
 from prefrl.trainer.online.sampling import OnlineArguments
+from prefrl.trainer.online.teachers import (
+    as_the_teacher_sees,
+    assigned,
+    check_context,
+    check_weights,
+    several_teachers,
+    with_teacher_prompts,
+    with_teachers,
+)
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import LossOutput, SampledBatch
 
@@ -98,7 +108,7 @@ class DistillationObjective:
         """See `Objective`."""
         if isinstance(batch, TaughtBatch):  # what the teacher finds likely is in the dataset
             return batch
-        return TaughtBatch.of(batch, ref_hidden=score(batch, {"ref_hidden"}).ref_hidden)
+        return TaughtBatch.of(batch, ref_hidden=score(as_the_teacher_sees(batch), {"ref_hidden"}).ref_hidden)
 
     def visited(self, batch: TaughtBatch, logprobs: Tensor) -> TaughtBatch:
         """The batch unchanged: the loss compares with the teacher and with the sampler."""
@@ -132,12 +142,17 @@ class DistillationLearner:
     Args:
         args: Options.
         rewards: Not used: they are only logged.
+        by_column: Whether rows have teachers of their own.
+        has_prompts: Whether the teacher sees other prompts.
     """
 
     needs: frozenset[ScoreNeed] = frozenset()
 
-    def __init__(self, args: DistillationConfig, rewards: RewardRunner) -> None:
+    def __init__(
+        self, args: DistillationConfig, rewards: RewardRunner, *, by_column: bool = False, has_prompts: bool = False
+    ) -> None:
         self.args = args
+        self._assigned = partial(assigned, by_column=by_column, has_prompts=has_prompts)
         self.objective = DistillationObjective(args)
 
     def advantages(
@@ -154,7 +169,7 @@ class DistillationLearner:
         parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
         if rollouts and IDS in rollouts[0].row:
             batch = TaughtBatch.of(batch, **top_of([(rollout.row, len(rollout.sampled_ids)) for rollout in rollouts]))
-        return Learned(batch, [list(part) for part in parts], [0.0] * len(rollouts))
+        return Learned(self._assigned(batch, rollouts), [list(part) for part in parts], [0.0] * len(rollouts))
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: nothing is carried from batch to batch."""
@@ -173,8 +188,9 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
 
     Args:
         model: The student: name, path or instance. An instance is trained in place.
-        teacher_model: The teacher, which has the same vocabulary: name, path or instance. It can also be given as
-            the option `teacher_model_name_or_path`.
+        teacher_model: The teacher, which has the same vocabulary: name, path or instance, or a mapping of names to
+            these, from which each row chooses by its column `teacher`. It can also be given as the option
+            `teacher_model_name_or_path`. None: the student itself, which then sees `teacher_prompt`.
         args: Options. The default options write to `<model name>-DISTILLATION`.
         data: Further arguments in TRL's order: `train_dataset`, `eval_dataset`, `processing_class`, `callbacks`,
             `optimizers`, `quantization_config`, `peft_config`, `tools`.
@@ -191,12 +207,12 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     algorithm = "distillation"
     config_class = DistillationConfig
     args: DistillationConfig
-    learner_class = DistillationLearner
+    learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = DistillationLearner
 
     def __init__(
         self,
         model: str | Path | PreTrainedModel | nn.Module,
-        teacher_model: str | Path | PreTrainedModel | None = None,
+        teacher_model: GivenTeacher = None,
         args: DistillationConfig | None = None,
         *data: Any,
         reward_funcs: RewardSources | None = None,
@@ -210,14 +226,24 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
         super().__init__(model, reward_funcs, args, teacher_model=teacher_model, **given)
 
     def _set_up_reference(self) -> None:
-        """The teacher, which is a reference that is not a copy of the policy."""
+        """The teacher: a reference that is no copy of the policy, or sees other prompts; none if it is stored."""
         if self._is_stored:
             return
-        assert self._teacher is not None
-        teacher = loaded_teacher(self, self._teacher)
-        self._add_reference(ReferenceOptions(beta=1.0), teacher, name="teacher_model")
-        self.scorer.beta = self.args.beta
-        self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
+        teacher, args = self._teacher, self.args
+        by_column, has_prompts = isinstance(teacher, Mapping), args.teacher_prompt is not None
+        self.learner_class = partial(DistillationLearner, by_column=by_column, has_prompts=has_prompts)
+        check_weights(teacher, args)
+        if isinstance(teacher, Mapping):
+            self.scorer.reference = several_teachers(self, teacher)
+        elif teacher is None and args.teacher_weights == "live":
+            self.scorer.reference, self._reference_moves = LiveTeacher(self.policy), True
+        else:
+            given = None if teacher is None else loaded_teacher(self, teacher)
+            self._add_reference(args.of_teacher, given, name="teacher_model")
+        self.scorer.beta = args.beta
+        if self.ref_model is not None:
+            self.scorer.of_reference(self._idle_batch())  # goes to its device, and runs its self-check now
+        check_context(self, self.ref_model or self.policy, has_prompts=has_prompts)
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """See `OnlineTrainer`; also tokenizes completions that are given."""
@@ -237,9 +263,12 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
                 num_proc=self.args.dataset_num_proc,
             )
         dataset = super().prepare_dataset(dataset, processing_class, training=training)
-        if stored is None:
-            return dataset
-        return with_columns(dataset, stored, tokenizer_of(processing_class), self._num_embeddings, self.args)
+        if stored is not None:
+            return with_columns(dataset, stored, tokenizer_of(processing_class), self._num_embeddings, self.args)
+        if isinstance(self._teacher, Mapping):
+            dataset = with_teachers(dataset, list(self._teacher))
+        prompt = self.args.teacher_prompt
+        return dataset if prompt is None else with_teacher_prompts(dataset, prompt, processing_class, self.args)
 
     def _sampler(self) -> RolloutSampler:
         """See `OnlineTrainer`."""

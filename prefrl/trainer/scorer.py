@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord
+    from prefrl.models.teachers import Teachers
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import StepAccount
     from prefrl.types import TokenBatch
@@ -78,7 +79,7 @@ class Scorer:
     accelerator: Any
     account: StepAccount
     policy: Callable[[], PreTrainedModel]  # without the backend's wrapper
-    reference: Reference | None = None
+    reference: Reference | Teachers | None = None
     critic: Critic | None = None
     routers: RouterRecord | None = None  # records the passes of `scores`, if it is set
     teacher: Reference | None = None  # a further model beside the reference
@@ -90,9 +91,9 @@ class Scorer:
         self.scoring = Scoring(args.scoring_temperature, args.scoring_truncation, args.forward_plan)
 
     @property
-    def frozen(self) -> dict[Frozen, Reference]:
+    def frozen(self) -> dict[Frozen, Reference | Teachers]:
         """The models beside the policy that there are."""
-        both: dict[Frozen, Reference | None] = {"reference": self.reference, "teacher": self.teacher}
+        both: dict[Frozen, Reference | Teachers | None] = {"reference": self.reference, "teacher": self.teacher}
         return {name: model for name, model in both.items() if model is not None}
 
     # With gradients.

@@ -287,9 +287,11 @@ def test_other_commands_import_nothing_heavy_for_help_and_mistakes() -> None:
         text = texts[f"{name}--help"]
         assert text.startswith("usage: prefrl ")
         assert len(text.splitlines()) <= 80
+        assert "\n\nGeneral:\n" in text
         assert texts[f"{name}grpo"].startswith(f"prefrl {name}: ConfigError: ")
         assert texts[f"{name}grpo"].count("\n") == 1
     assert "Did you mean '--seed'" in texts["chatgrpo"]
+    assert "--num_generations" not in texts["chat--help"]
 
 
 def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,6 +369,11 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
             ["grpo", "--model_name_or_path", "m", "--dataset_name", "d"],
             "reward_funcs=None: at least one reward is needed",
             id="no reward",
+        ),
+        pytest.param(
+            ["rloo", "--model_name_or_path", "m", "--dataset_name", "d", "--teacher_kl_coef", "0.5"],
+            "teacher_model_name_or_path=None: teacher_kl_coef=0.5 needs a teacher. Set it to a model",
+            id="no teacher",
         ),
         pytest.param(
             ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--lora_r", "4"],

@@ -66,6 +66,10 @@ def _prompt_row(i: int) -> dict[str, Any]:
     return {"prompt": _prompt(i)}
 
 
+def _hinted_row(i: int) -> dict[str, Any]:
+    return {"prompt": _prompt(i), "hint": f"Say {len(_prompt(i))}: {_prompt(i)}"}
+
+
 def _completion_row(i: int) -> dict[str, Any]:
     return {"prompt": _prompt(i), "completion": ANSWERS[(3 * i) % 8]}
 
@@ -97,6 +101,7 @@ _ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bco": _unpaired_row,
     "reward": _margin_row,
     **dict.fromkeys(ONLINE, _prompt_row),
+    "distillation": _hinted_row,
 }
 
 # Options of `make_trainer` that are not the config's.
@@ -169,6 +174,14 @@ def make_trainer(
         options = {"max_prompt_length": None} | options if algorithm in ONLINE else {"max_length": None} | options
         reward = reward_of_text if reward is ragged_reward else reward
     environment = options.pop("environment", None)
+    several = options.pop("several", False)  # teachers of different widths, of which each row names one
+    if several:
+        named = dataset_of(algorithm, rows).add_column("teacher", ["wide", "deep", "wide"] * (rows // 3))
+        deep = tiny_model(seed=8, num_hidden_layers=3)
+        options |= {
+            "train_dataset": named,
+            "teacher_model": {"deep": deep, "wide": tiny_model(seed=9, hidden_size=24)},
+        }
     extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(
         **(
@@ -194,7 +207,7 @@ def make_trainer(
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if streams:
         extra["train_dataset"] = extra["train_dataset"].to_iterable_dataset()
-    if algorithm == "distillation":  # of another width
+    if algorithm == "distillation" or options.get("teacher_kl_coef"):  # of another width
         extra.setdefault("teacher_model", tiny_model(seed=9, hidden_size=24))
     if algorithm in ONLINE:
         arguments |= {"reward_funcs": reward, "environment_factory": environment}

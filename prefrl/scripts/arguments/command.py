@@ -466,8 +466,3 @@ class RewardArguments(CommandArguments, EpisodeArguments):
     def needs_dataset(self) -> bool:
         """See `CommandArguments`."""
         return not isinstance(self.environment, str)  # of several, the dataset has the name of each row's
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether something gives rewards, or may give them."""
-        return bool(self.reward_funcs or self.reward_model_name_or_path or self.environment)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from prefrl.losses.advantage.tokens import reinforce_plus_plus, to_go
 from prefrl.losses.kl import completion_kl, divergence, full_kl, k1, sequence_kl
+from prefrl.losses.logprobs import Head, chunked_logprobs
+from prefrl.losses.top_logprobs import TopLogprobs
 from prefrl.options.policy import SequenceKLParams
 from prefrl.options.policy_gradient import DiscountParams
 from prefrl.scripts.oracle.exact import ObjectiveName, Problem, Samples, make_problem
@@ -106,6 +108,15 @@ def _clamped(samples: Samples) -> Tensor:
     return _sampled(samples).clamp(-CLAMP, CLAMP)
 
 
+def of_kept(samples: Samples, *, beta: float, k: int) -> Tensor:
+    """[N] nats, the divergence from the teacher's k likeliest tokens and one bucket of all others."""
+    logprobs, ids = _teacher(samples).topk(k)
+    head = Head(torch.eye(samples.leaf.size(1), dtype=torch.float64))  # log-probs are logits, too
+    reference = TopLogprobs(ids, logprobs, beta)
+    scores = chunked_logprobs(samples.leaf, samples.tokens, head, temperature=1.0, want=(), reference=reference)
+    return scores.divergence
+
+
 def _kept_only(samples: Samples) -> Tensor:
     """[N] nats, the terms of the forward KL for the teacher's likeliest tokens; the others are left out."""
     teacher, kept = _teacher(samples).topk(TOP_K)
@@ -133,6 +144,9 @@ FORMS: tuple[Form, ...] = (
     Form("`k1` of the sampler, `gamma=0`", _in_reward(_sampled_by_sampler, gamma=0.0, ratio="token")),
     Form("`k1` clamped, `gamma=0`", _in_reward(_clamped, gamma=0.0, ratio="token")),
     Form("`beta: 0`", _loss(functools.partial(of_tokens, beta=0.0)), "forward_kl"),
+    Form("`beta: 0`, top 4 of 4", _loss(functools.partial(of_kept, beta=0.0, k=4)), "forward_kl"),
+    Form("`beta: 0`, top 2 and a tail", _loss(functools.partial(of_kept, beta=0.0, k=TOP_K)), "forward_kl"),
+    Form("`beta: 1`, top 2 and a tail", _loss(functools.partial(of_kept, beta=1.0, k=TOP_K))),
     Form("top 2 without a tail", _loss(_kept_only), "forward_kl"),
     Form("`beta: 0.5`", _loss(functools.partial(of_tokens, beta=0.5)), "jensen_shannon"),
 )

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.losses.per_token import TokenScores
     from prefrl.models.reference import Reference
+    from prefrl.models.teachers import Teachers
     from prefrl.trainer.configs import OfflineConfig
     from prefrl.trainer.evaluation import ComputeMetrics
 
@@ -136,7 +137,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     # With precompute_ref_log_probs:
     _precomputed_from: str | None = None  # fingerprint of the reference's weights
-    _late_reference: Reference | None = None  # for datasets given to evaluate(), where keeping it is for free
+    _late_reference: Reference | Teachers | None = (
+        None  # for datasets given to evaluate(), where keeping it is for free
+    )
     _policy_is_reference = False  # it has the weights that the datasets were scored with
 
     def set_up_reference(self, given: str | Path | PreTrainedModel | None) -> None:

@@ -19,6 +19,7 @@ from prefrl.rollout.journal import Journal
 from prefrl.rollout.selection import visit_order
 from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
 from prefrl.trainer.arguments import (
+    GivenTeacher,
     add_teacher,
     check_arguments,
     check_has_data,
@@ -99,8 +100,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         peft_config: Train an adapter of this kind instead of the model.
         tools: Functions that the model may call, sync or async, with types and docstrings.
         rollout_func: Must be None; it is there for TRL's order.
-        environment_factory: A class of environments, see `prefrl.Environment`, or several by the value of the
-            dataset's column `environment`.
+        environment_factory: A `prefrl.Environment`, or several by the value of the dataset's column `environment`.
         compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
         eval_reward_funcs: Rewards of evaluations instead of `reward_funcs`. Evaluations then have no loss.
         teacher_model: The teacher of `teacher_kl_coef`, with the model's vocabulary: name, path or instance.
@@ -135,7 +135,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         environment_factory: EnvironmentFactory | None = None,
         compute_metrics: ComputeMetrics | None = None,
         eval_reward_funcs: RewardSources | None = None,
-        teacher_model: str | Path | PreTrainedModel | None = None,
+        teacher_model: GivenTeacher = None,
     ) -> None:
         check_arguments(type(self), {"rollout_func": rollout_func, "eval_reward_funcs": eval_reward_funcs})
         shared: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}

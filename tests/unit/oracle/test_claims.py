@@ -500,6 +500,7 @@ EXACT = {
     "own token in full, later ones sampled": {"student"},
     "`k1` in the reward": SAMPLERS.keys(),
     "`beta: 0`": {"teacher"},
+    "`beta: 0`, top 4 of 4": {"teacher"},
 }
 
 
