@@ -117,7 +117,7 @@ def ref_log_probs_of(
     truncation: TokenTruncation | None,
     dtype: torch.dtype,
 ) -> Callable[[slice, Mask | None], Tensor] | None:
-    """See `reference_log_probs`; None without a whole distribution. Rejects those of another number of tokens."""
+    """See `reference_log_probs`; None without a whole distribution. Rejects another number of tokens."""
     if isinstance(reference, ReferenceLogits):
         if reference.hidden.shape[:-1] != hidden.shape[:1]:
             found = f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}"
@@ -132,7 +132,7 @@ def ref_log_probs_of(
         )
     if truncation is not None and truncation.history is not None:
         raise ValueError(
-            "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are not "
-            "known. Set repetition_penalty=1, or compare with whole distributions."
+            "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are "
+            "not known. Set repetition_penalty=1, or compare with whole distributions."
         )
     return None
