@@ -15,6 +15,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.distillation import TeacherOptions
 from prefrl.options.fields import flat_names, warn_of_hint
+from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
@@ -123,7 +124,8 @@ def _check_run(script: CommandArguments, config: Any) -> None:
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    if isinstance(config, TeacherOptions) and config.lacks_teacher:
+    has_no_teacher = isinstance(config, PolicyGradientOptions) and not config.teacher_kl_coef
+    if isinstance(config, TeacherOptions) and not has_no_teacher and config.lacks_teacher:
         raise ConfigError(
             f"teacher_model_name_or_path=None: {config.needs_teacher}. Set it to a model with the student's "
             "vocabulary."
