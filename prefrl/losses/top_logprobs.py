@@ -104,7 +104,7 @@ ReferenceDistribution = ReferenceLogits | TopLogprobs
 
 
 def ref_log_probs_of(
-    reference: ReferenceDistribution | None,
+    reference: ReferenceDistribution,
     hidden: Tensor,
     temperature: float,
     truncation: TokenTruncation | None,
@@ -116,16 +116,15 @@ def ref_log_probs_of(
             found = f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}"
             raise ValueError(f"{found}: need to be [M, h] each")
         return reference_log_probs(reference, temperature=temperature, truncation=truncation, dtype=dtype)
-    if reference is not None:
-        shapes = [tuple(tensor.shape) for tensor in (reference.ids, reference.logprobs)]
-        if shapes[0] != shapes[1] or shapes[0][:-1] != hidden.shape[:1] or not shapes[0][-1]:
-            raise ValueError(
-                f"reference.ids {shapes[0]}, reference.logprobs {shapes[1]}, hidden {tuple(hidden.shape)}: need to be "
-                "[M, k], [M, k] and [M, h]"
-            )
-        if truncation is not None and truncation.history is not None:
-            raise ValueError(
-                "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are "
-                "not known. Set repetition_penalty=1, or compare with whole distributions."
-            )
+    shapes = [tuple(tensor.shape) for tensor in (reference.ids, reference.logprobs)]
+    if shapes[0] != shapes[1] or shapes[0][:-1] != hidden.shape[:1] or not shapes[0][-1]:
+        raise ValueError(
+            f"reference.ids {shapes[0]}, reference.logprobs {shapes[1]}, hidden {tuple(hidden.shape)}: need to be "
+            "[M, k], [M, k] and [M, h]"
+        )
+    if truncation is not None and truncation.history is not None:
+        raise ValueError(
+            "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are not "
+            "known. Set repetition_penalty=1, or compare with whole distributions."
+        )
     return None

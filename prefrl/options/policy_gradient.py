@@ -255,6 +255,7 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
         switch="kl_part",
         label="kl_estimator",
         off="beta=0.0: there is no KL term. Set beta > 0.",
+        same={"bias_correction": True},
     )
     teacher_kl_coef: Annotated[float, Ge(0)] = opt(
         0.0,

@@ -281,16 +281,10 @@ CRITIC_RULES = (
 )
 PAIRS_RULES = (
     when(
-        lambda o: (
-            o.max_length is not None
-            and (
-                None in (o.max_prompt_length, o.max_completion_length)
-                or o.max_length < o.max_prompt_length + o.max_completion_length
-            )
-        ),
-        "max_length={max_length}: prompts and completions have bounds of their own, max_prompt_length="
-        "{max_prompt_length} and max_completion_length={max_completion_length}. Set these instead.",
-        example("online_dpo", max_length=512),
+        lambda o: o.max_length is not None and o.max_length <= (o.max_completion_length or o.max_length),
+        "max_length={max_length} with max_completion_length={max_completion_length}: it bounds prompt and completion "
+        "together, and no token is left for the prompt. Set max_completion_length to a number below max_length.",
+        example("online_dpo", max_length=256),
     ),
     when(
         lambda o: o.use_vllm and o.generation_mode == "async",

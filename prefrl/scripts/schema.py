@@ -292,7 +292,8 @@ def common_options(algorithm: str, options: _Options) -> str:
         f"  prefrl {algorithm} run.yaml --learning_rate 1e-6 --output_dir runs/first",
     ]
     for group, names in GROUPS.items():
-        rows = [_line(by_name[name]) for name in names if name in by_name]
+        # The first sentence; --help WORD has the rest.
+        rows = [_line(by_name[name], _first_sentence(by_name[name])) for name in names if name in by_name]
         lines += ["", f"{group}:", *rows] if rows else []
     return "\n".join([*lines, "", f"{len(options)} options: --help WORD searches them, --help_all shows all of them."])
 
@@ -304,7 +305,7 @@ def found_options(algorithm: str, options: _Options, word: str) -> str:
     told = [option for option in options if word in option.get("help", "").lower() and option not in named]
     if not named + told:
         return f"No option of {algorithm} has {word!r} in its name or description. --help_all shows every option."
-    return option_list(named + told)
+    return "\n".join(map(_entry, named + told))
 
 
 def all_options(algorithm: str, options: _Options) -> str:
@@ -313,11 +314,6 @@ def all_options(algorithm: str, options: _Options) -> str:
     inherited = [_entry(option) for option in options if option.get("is_inherited")]
     usage = f"usage: prefrl {algorithm} [FILE.yaml] [--option value ...]"
     return "\n".join([usage, "", "Options of prefrl:", *own, "", "Options of transformers:", *inherited])
-
-
-def option_list(options: Iterable[Mapping[str, Any]]) -> str:
-    """Options with their whole descriptions."""
-    return "\n".join(map(_entry, options))
 
 
 def kind_of(option: Mapping[str, Any]) -> str:
@@ -330,10 +326,17 @@ def kind_of(option: Mapping[str, Any]) -> str:
     return f"{kind} ..." if option.get("is_list") else kind
 
 
-def _line(option: Mapping[str, Any]) -> str:
+def option_group(title: str, options: Iterable[Mapping[str, Any]]) -> str:
+    """Options with their whole descriptions, below a title, as in the help of other commands."""
+    return "\n".join([f"{title}:", *(_line(option, option.get("help", "")) for option in options)])
+
+
+def _first_sentence(option: Mapping[str, Any]) -> str:
+    return re.split(r"(?<=[a-z0-9)]{2}\.) ", option.get("help", ""), maxsplit=1)[0]
+
+
+def _line(option: Mapping[str, Any], about: str) -> str:
     head = f"  --{option['name']} {kind_of(option) if 'choices' not in option else ''}".rstrip()
-    # The first sentence; --help WORD has the rest.
-    about = re.split(r"(?<=[a-z0-9)]{2}\.) ", option.get("help", ""), maxsplit=1)[0]
     text = about + choices_in_words(option.get("choices")) + default_in_words(option.get("default"))
     first, *rest = textwrap.wrap(text, WIDTH - max(len(head), HEAD) - 1) or [""]
     more = textwrap.wrap(" ".join(rest), WIDTH - HEAD - 1)
@@ -351,6 +354,19 @@ def _entry(option: Mapping[str, Any]) -> str:
 
 
 _USAGE = "usage: prefrl init ALGORITHM > run.yaml"
+_ABOUT = f"""\
+{_USAGE}
+
+Print a commented YAML file with the common options of an algorithm.
+
+Example:
+  prefrl init grpo > run.yaml
+
+Algorithms:
+{textwrap.fill(", ".join(REGISTRY), WIDTH, initial_indent="  ", subsequent_indent="  ")}
+
+General:
+  -h, --help  Show this help."""
 _FILE_WIDTH = 100
 # What a first run has to set; everything else is a comment.
 _FILLED = {
@@ -365,7 +381,7 @@ _FILLED = {
 def init(argv: Sequence[str]) -> int:
     """Print the file for the algorithm that the command line names."""
     if argv and argv[0] in ("-h", "--help"):
-        print(f"{_USAGE}\n\nPrint a commented YAML file of options. Algorithms: {', '.join(REGISTRY)}.")
+        print(_ABOUT)
         return 0
     if len(argv) != 1:
         raise ConfigError(f"{len(argv)} arguments: give one, the algorithm. {_USAGE}")

@@ -182,7 +182,8 @@ class Loop(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """The model, in the backend's wrapper, with what the backend saved."""
-        distributed.tell_ddp(self.accelerator, self.model, self.args)
+        idle = IdleBatch.of_token().to(self.args.device)
+        distributed.tell_ddp(self.accelerator, self.model, self.args, partial(self.forward_sum, self.model, idle))
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -237,8 +238,7 @@ class Loop(Trainer):
         self.account.start()
         if self._averages_weights:
             use_trained_weights(self.optimizer)
-        items = self.plan.next_items(epoch_iterator, num_batches)
-        if not items:
+        if not (items := self.plan.next_items(epoch_iterator, num_batches)):
             return [], 0.0
         step, count = self.make_step(items)
         return [*(SyncStep() for _ in items[1:num_batches]), step], count

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from prefrl.errors import ConfigError, DataError
@@ -21,6 +22,7 @@ from prefrl.scripts import commands
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.checkup.checkup import check_run
+from prefrl.scripts.checkup.dataset import warn_of_blank_prompts
 from prefrl.scripts.checkup.findings import Checkup, Section, check_data
 from prefrl.scripts.checkup.parallel import footprint_of_process
 from prefrl.scripts.checkup.resources import MicroBatch, footprint_of, least_seconds
@@ -121,6 +123,18 @@ def test_pairs_with_equal_sides_duplicates_overlap_and_truncation_are_found(
     assert "warning: 1 of 2 rows repeat an earlier row" in texts
     assert "warning: 2 of 2 rows have more than max_length=8 tokens" in texts
     assert "warning: 1 of 1 rows of eval_dataset are also in train_dataset" in texts
+
+
+def test_blank_prompts_are_counted() -> None:
+    section = Section("Rows")
+    chats = [[{"role": "user", "content": text}] for text in ("1+1", " \n", "")]
+    warn_of_blank_prompts(section, Dataset.from_list([{"prompt": prompt} for prompt in chats]))
+    warn_of_blank_prompts(section, Dataset.from_list([{"prompt": " "}, {"prompt": "1+1"}]))
+    warn_of_blank_prompts(section, Dataset.from_list([{"text": " "}]))
+    assert [(level, text.partition(". ")[0]) for level, text in section.entries] == [
+        ("warning", "2 of 3 rows have a blank prompt; the first is row 1"),
+        ("warning", "1 of 2 rows have a blank prompt; the first is row 0"),
+    ]
 
 
 def test_rewards_are_tried_with_the_answers_of_the_rows(workspace: Path, model_folder: Path) -> None:

@@ -285,9 +285,11 @@ def test_other_commands_import_nothing_heavy_for_help_and_mistakes() -> None:
         text = texts[f"{name}--help"]
         assert text.startswith("usage: prefrl ")
         assert len(text.splitlines()) <= 80
+        assert "\n\nGeneral:\n" in text
         assert texts[f"{name}grpo"].startswith(f"prefrl {name}: ConfigError: ")
         assert texts[f"{name}grpo"].count("\n") == 1
     assert "Did you mean '--seed'" in texts["chatgrpo"]
+    assert "--num_generations" not in texts["chat--help"]
 
 
 def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,6 +273,7 @@ TRL: dict[str, Counterpart] = {
     "local_rollout_forward_batch_size": not_needed("passes without gradients choose their own size"),
     "num_sample_generations": not_needed("log_completions prints what was sampled"),
     "stop_token": not_needed("completions end at the end-of-sequence tokens of model and tokenizer"),
+    "stop_token_id": not_needed("completions end at the end-of-sequence tokens of model and tokenizer"),
     "response_template": instead("set completion_only_loss or assistant_only_loss, which need no template"),
     "token_budget": renamed("max_tokens_per_micro_batch"),
     "request_timeout": renamed("vllm_kwargs", "request_timeout"),
