@@ -54,6 +54,7 @@ KEY_PAGES = {
     ),
     "auto_size_kwargs": "automatic_sizes.md",
     "profile_kwargs": "profiling.md",
+    "teacher_weights_kwargs": "trainers/distillation.md",
     **dict.fromkeys(("checkpoint_kwargs", "upload_kwargs"), "checkpoints.md"),
     **dict.fromkeys(("eval_sampling_kwargs", "pass_at_k_kwargs"), "evaluation.md"),
     **dict.fromkeys(
@@ -160,7 +161,12 @@ def _flags(options: dict[str, Any]) -> str:
 def keys_of(names: Collection[str]) -> str:
     """A table of the keys of options that are mappings."""
     lines = ["| option | with | key | value | default | meaning |", "|---|---|---|---|---|---|"]
-    for option in kwargs_options(load("prefrl.GRPOConfig")):
+    options = {
+        option.name: option
+        for config in ("GRPO", "Distillation")
+        for option in kwargs_options(load(f"prefrl.{config}Config"))
+    }
+    for option in options.values():
         hints = {}
         for params in option.choices.values():
             known = typing.get_type_hints(params, include_extras=True)

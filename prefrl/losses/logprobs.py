@@ -8,7 +8,7 @@ This is for a head that is a matrix; `losses.module_logprobs` takes any head.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, get_args
 
@@ -172,10 +172,14 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         dtype=score_dtype(hidden),
         product_dtype=product_dtype_of(hidden, head.weight),
     )
-    ref_log_probs = ref_log_probs_of(reference, hidden, temperature, truncation, plan.dtype)
-    top = reference if isinstance(reference, TopLogprobs) else None
-    beta = 1.0 if reference is None else reference.beta
-    wanted = _Wanted(frozenset(want), ref_log_probs, top, truncation, beta)
+    wanted = _Wanted(frozenset(want), truncation=truncation)
+    if reference is not None:
+        wanted = replace(
+            wanted,
+            ref_log_probs=ref_log_probs_of(reference, hidden, temperature, truncation, plan.dtype),
+            top=reference if isinstance(reference, TopLogprobs) else None,
+            beta=reference.beta,
+        )
     logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
@@ -218,10 +222,10 @@ def check_inputs(
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     names: frozenset[WantName]
-    ref_log_probs: Callable[[slice, Mask | None], Tensor] | None  # [c, V] log q of some rows
-    top: TopLogprobs | None  # of the reference, if that is all that is known of it
     truncation: TokenTruncation | None
-    beta: float  # which divergence, see `losses.kl.divergence`
+    ref_log_probs: Callable[[slice, Mask | None], Tensor] | None = None  # [c, V] log q of some rows
+    top: TopLogprobs | None = None  # of the reference, if that is all that is known of it
+    beta: float = 1.0  # which divergence, see `losses.kl.divergence`
 
     def log_other(self, rows: slice, mask: Mask | None, logits: Tensor) -> Tensor | None:
         """[c, V] log q of some rows; log m with 0 < beta < 1, where m also depends on their logits [c, V]."""
@@ -470,7 +474,7 @@ def _logits_to_grad(
             mask.restrict(logits)
     compares = grads.differences is not None or grads.probs is not None
     log_other = wanted.log_other(rows, mask, logits) if compares else None
-    top = wanted.top_gradient(rows, mask, logits, grads.top)
+    top = None if wanted.top is None else wanted.top_gradient(rows, mask, logits, grads.top)
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
     if grads.logits is None:
         torch.mul(probs, grads.offsets[rows, None], out=logits)

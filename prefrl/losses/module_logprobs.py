@@ -50,7 +50,9 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     check_inputs(hidden, targets, temperature, want, chunk_size)
-    ref_log_probs = ref_log_probs_of(reference, hidden, temperature, truncation, score_dtype(hidden))
+    ref_log_probs = None
+    if reference is not None:
+        ref_log_probs = ref_log_probs_of(reference, hidden, temperature, truncation, score_dtype(hidden))
 
     def score(rows: slice) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         row_targets = targets[rows]

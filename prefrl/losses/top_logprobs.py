@@ -111,29 +111,28 @@ ReferenceDistribution = ReferenceLogits | TopLogprobs
 
 
 def ref_log_probs_of(
-    reference: ReferenceDistribution | None,
+    reference: ReferenceDistribution,
     hidden: Tensor,
     temperature: float,
     truncation: TokenTruncation | None,
     dtype: torch.dtype,
 ) -> Callable[[slice, Mask | None], Tensor] | None:
-    """See `reference_log_probs`; None without a whole distribution. Rejects those of another number of tokens."""
+    """See `reference_log_probs`; None without a whole distribution. Rejects another number of tokens."""
     if isinstance(reference, ReferenceLogits):
         if reference.hidden.shape[:-1] != hidden.shape[:1]:
             found = f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}"
             raise ValueError(f"{found}: need to be [M, h] each")
         return reference_log_probs(reference, temperature=temperature, truncation=truncation, dtype=dtype)
-    if reference is not None:
-        shapes = [tuple(tensor.shape) for tensor in (reference.ids, reference.logprobs)]
-        has_others = reference.others is None or reference.others.shape == hidden.shape[:1]
-        if not has_others or shapes[0] != shapes[1] or shapes[0][:-1] != hidden.shape[:1] or not shapes[0][-1]:
-            raise ValueError(
-                f"reference.ids {shapes[0]}, reference.logprobs {shapes[1]}, hidden {tuple(hidden.shape)}: need to be "
-                "[M, k], [M, k] and [M, h], and reference.others [M] if it is given"
-            )
-        if truncation is not None and truncation.history is not None:
-            raise ValueError(
-                "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are "
-                "not known. Set repetition_penalty=1, or compare with whole distributions."
-            )
+    shapes = [tuple(tensor.shape) for tensor in (reference.ids, reference.logprobs)]
+    has_others = reference.others is None or reference.others.shape == hidden.shape[:1]
+    if not has_others or shapes[0] != shapes[1] or shapes[0][:-1] != hidden.shape[:1] or not shapes[0][-1]:
+        raise ValueError(
+            f"reference.ids {shapes[0]}, reference.logprobs {shapes[1]}, hidden {tuple(hidden.shape)}: need to be "
+            "[M, k], [M, k] and [M, h], and reference.others [M] if it is given"
+        )
+    if truncation is not None and truncation.history is not None:
+        raise ValueError(
+            "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are "
+            "not known. Set repetition_penalty=1, or compare with whole distributions."
+        )
     return None

@@ -82,6 +82,8 @@ class Reference(ABC):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        # Weight and bias of the head of a model that is partitioned, since the last `scores`.
+        self._whole_head: list[Tensor] = []
         self._fingerprint: str | None = None
 
     @abstractmethod
@@ -112,6 +114,10 @@ class Reference(ABC):
     ) -> TokenScores:
         """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
         self._go_to(batch.device)
+        if "hidden" in want and self.own_model is not None and distributed.is_sharded(self.own_model):
+            head = needed_head(inner_model(self.own_model))
+            parameters = head.parameters(recurse=False) if isinstance(head, nn.Linear) else ()
+            self._whole_head = [distributed.whole(each).detach() for each in parameters]
         with self._in_place() as model, eval_mode(model):
             return scores_in_pieces(model, batch, scoring, max_tokens=max_tokens, want=want)
 
@@ -162,18 +168,9 @@ class _Separate(Reference):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.own_model = model
-        self._whole_head: list[Tensor] = []  # weight and bias, if they are partitioned: since the last `scores`
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
-
-    def scores(
-        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
-    ) -> TokenScores:
-        head = needed_head(inner_model(self._model)) if "hidden" in want else None
-        if isinstance(head, nn.Linear) and distributed.is_sharded(self._model):
-            self._whole_head = [distributed.whole(each).detach() for each in head.parameters(recurse=False)]
-        return super().scores(batch, scoring, max_tokens=max_tokens, want=want)
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         # Ranks run it on different numbers of chunks, so a backend must not gather it for each of them.
@@ -274,10 +271,10 @@ def _check_given(model: PreTrainedModel, given: PreTrainedModel, name: str, *, b
     if beta == 0:
         raise ConfigError("ref_model has no effect with beta=0, because no reference is scored. Leave ref_model=None.")
     if given is model:
-        raise ConfigError(
-            f"{name} is the model that is trained, so it would change during training. Leave {name}=None: the "
-            "reference is then the model as it is now."
-        )
+        remedy = f"Load {name} separately."
+        if name == "ref_model":
+            remedy = "Leave ref_model=None: the reference is then the model as it is now."
+        raise ConfigError(f"{name} is the model that is trained, so it would change during training. {remedy}")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     shared = [name for name, parameter in given.named_parameters() if id(parameter) in trained]
     if shared:

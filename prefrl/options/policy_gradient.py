@@ -466,6 +466,7 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
 
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
-        self.parse_teachers()
+        if self.teacher_kl_coef:
+            self.parse_teachers()
         super().validate()
         apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TEACHER_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)

@@ -15,6 +15,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.distillation import DistillationOptions, TeacherOptions
 from prefrl.options.fields import flat_names, warn_of_hint
+from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
@@ -118,14 +119,19 @@ def options_of(
     return script, config
 
 
+def _needs_no_teacher(config: TeacherOptions) -> bool:
+    """Whether its KL term is off, or the dataset may have what the teacher finds likely."""
+    if isinstance(config, DistillationOptions):
+        return config.on_policy_fraction == 0
+    return isinstance(config, PolicyGradientOptions) and not config.teacher_kl_coef
+
+
 def _check_run(script: CommandArguments, config: Any) -> None:
     """Reject streams without an end, and warn of switches of HuggingFace's scripts that have no effect here.
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    # Without sampling, the dataset may have what the teacher finds likely.
-    is_given = isinstance(config, DistillationOptions) and config.on_policy_fraction == 0
-    if isinstance(config, TeacherOptions) and config.lacks_teacher and not is_given:
+    if isinstance(config, TeacherOptions) and config.lacks_teacher and not _needs_no_teacher(config):
         raise ConfigError(
             f"teacher_model_name_or_path=None: {config.needs_teacher}. Set it to a model with the student's "
             "vocabulary."

@@ -234,12 +234,12 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
         super().__init__(model, reward_funcs, args, teacher_model=teacher_model, **given)
 
     def _set_up_reference(self) -> None:
-        """The teacher, which is a reference that is not a copy of the policy, or one that sees other prompts."""
+        """The teacher: a reference that is no copy of the policy, or sees other prompts; none if it is stored."""
+        if self._is_stored:
+            return
         teacher, args = self._teacher, self.args
         by_column, has_prompts = isinstance(teacher, Mapping), args.teacher_prompt is not None
         self.learner_class = partial(DistillationLearner, by_column=by_column, has_prompts=has_prompts)
-        if self._is_stored:
-            return
         if args.has_teacher_server:
             self.scorer.teacher_servers = served_teacher(self)
             self.scorer.needed(self._idle_batch(), TOP, rows_per_pass=1)  # servers that refuse do so now

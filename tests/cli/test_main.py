@@ -371,6 +371,11 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
             id="no reward",
         ),
         pytest.param(
+            ["rloo", "--model_name_or_path", "m", "--dataset_name", "d", "--teacher_kl_coef", "0.5"],
+            "teacher_model_name_or_path=None: teacher_kl_coef=0.5 needs a teacher. Set it to a model",
+            id="no teacher",
+        ),
+        pytest.param(
             ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--lora_r", "4"],
             "lora_r=4 has no effect because use_peft=False",
             id="LoRA option without LoRA",

@@ -207,7 +207,7 @@ def make_trainer(
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if streams:
         extra["train_dataset"] = extra["train_dataset"].to_iterable_dataset()
-    if algorithm == "distillation":  # of another width
+    if algorithm == "distillation" or options.get("teacher_kl_coef"):  # of another width
         extra.setdefault("teacher_model", tiny_model(seed=9, hidden_size=24))
     if algorithm in ONLINE:
         arguments |= {"reward_funcs": reward, "environment_factory": environment}

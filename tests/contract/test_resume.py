@@ -52,7 +52,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"steps_per_generation": 2, "num_iterations": 2, "shuffle_minibatches": True}),
     # Used in all steps up to the sixth.
     ("grpo", {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 3, "max_steps": 8}),
-    ("grpo", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}),
+    (
+        "grpo",
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2, "teacher_kl_coef": 0.5},
+    ),
     # Weights that move, running moments, rates of success.
     ("grpo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}}),
     ("grpo", {"use_adaptive_entropy": True, "entropy_kwargs": {"target": 5.0}, "entropy_coef": 0.01, "beta": 0.0}),

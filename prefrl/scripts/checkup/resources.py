@@ -23,6 +23,7 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
+from prefrl.options.distillation import TeacherOptions
 from prefrl.options.preference import ReferenceOptions
 from prefrl.scripts.checkup.dataset import Batches, row_lengths
 from prefrl.scripts.checkup.findings import Section
@@ -152,7 +153,9 @@ def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     kept = activations_of(model, batch.num_fed, peft_config=adapter, autocast=autocast)
     head = head_bytes(model, batch.num_scored, device=config.device)
-    keeps_copy = isinstance(config, ReferenceOptions) and config.beta > 0 and adapter is None
+    keeps_copy = (
+        _has_reference(config) or (_teaches_itself(config) and config.teacher_weights != "live")
+    ) and adapter is None
     keeps_copy = keeps_copy and not getattr(config, "precompute_ref_log_probs", False)
     is_cut = config.gradient_accumulation_steps > 1 or config.max_tokens_per_micro_batch is not None
     return Footprint(
@@ -164,6 +167,14 @@ def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
         cache=_cache(subject, batch),
         first_gradients=weights.trained if is_cut else weights.head,
     )
+
+
+def _has_reference(config: Any) -> bool:
+    return isinstance(config, ReferenceOptions) and config.beta > 0
+
+
+def _teaches_itself(config: Any) -> bool:
+    return isinstance(config, TeacherOptions) and config.teaches_itself and config.teacher_model_name_or_path is None
 
 
 def _stored(subject: Subject, total: int) -> int:
@@ -255,7 +266,7 @@ def least_seconds(subject: Subject, batch: MicroBatch, speed: float) -> dict[str
     """
     config, steps = subject.config, int(subject.config.gradient_accumulation_steps)
     body, embedding = _weights_in_products(subject.model)
-    passes = 3 + (isinstance(config, ReferenceOptions) and config.beta > 0) + bool(config.activation_checkpointing)
+    passes = 3 + (_has_reference(config) or _teaches_itself(config)) + bool(config.activation_checkpointing)
     all_passes = [(body, embedding)] * passes + [_weights_in_products(teacher) for teacher in subject.teachers]
     products = sum(2 * (inner * batch.num_fed + head * batch.num_scored) for inner, head in all_passes)
     seconds = {"training": products * steps / speed}
