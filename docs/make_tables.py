@@ -197,6 +197,7 @@ def rows_of(name: str) -> str:
         "verl_sft": (["verl", "prefrl"], _verl_sft),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
         "axolotl": (["axolotl", "prefrl"], lambda: _foreign("others.AXOLOTL")),
+        "ms_swift": (["ms-swift", "prefrl"], lambda: _foreign("others.MS_SWIFT")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
         "ludwig_keys": (["Ludwig", "prefrl"], lambda: _of_sections("ludwig.LUDWIG_KEYS", "trainer.")),
         "errors": (["class", "meaning"], _errors),

@@ -186,6 +186,16 @@ class TokenBatch(Forest):
             return torch.arange(self.num_tokens, device=self.device)
         return torch.nonzero_static(self.trainable, size=self.num_trainable).squeeze(1)
 
+    @cached_property
+    def texts(self) -> list[Tensor]:
+        """R entries: the token ids of each response's context and of the response."""
+        prompts = torch.split(self.prompt_ids, list(self.prompt_lengths))
+        responses = torch.split(self.response_ids, list(self.response_lengths))
+        return [
+            torch.cat([*(prompts[prompt] for prompt in context), response])
+            for context, response in zip(self.contexts, responses, strict=True)
+        ]
+
     def given(self) -> dict[str, Any]:
         """The fields that a batch is made of, by name, without those that follow from others."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}

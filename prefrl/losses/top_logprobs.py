@@ -33,18 +33,21 @@ from prefrl.losses.truncation import FLOOR, Mask, TokenTruncation
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The log-probs of some tokens under a reference, at each of M tokens and at the policy's temperature.
+    """The log-probs of a reference's most likely tokens, at each of M tokens and at the policy's temperature.
 
-    Where rounding has made the kept probabilities sum to 1 or more, the others count as much as the least likely one
-    that is kept.
+    All probabilities are divided by their sum. `others` is for log-probs that were rounded: from those of float16,
+    1 - sum is off by up to 2e-4. Without it, and where the sum is 1 or more, the others have the probability of the
+    least likely token that is kept.
     """
 
     ids: Tensor  # [M, k] integers in 0 .. V-1, none twice in a row
     logprobs: Tensor  # [M, k] nats, of any float dtype; finite
     beta: float = 1.0  # see `losses.kl.divergence`
+    others: Tensor | None = None  # [M] nats, of all other tokens together; None: log(1 - sum)
 
     def __getitem__(self, rows: slice | Tensor) -> Self:
-        return type(self)(self.ids[rows], self.logprobs[rows], self.beta)
+        others = None if self.others is None else self.others[rows]
+        return type(self)(self.ids[rows], self.logprobs[rows], self.beta, others)
 
     def divergence(self, logits: Tensor, mask: Mask | None) -> Tensor:
         """[M] nats, from logits [M, V] divided by the temperature, and restricted to S; gradient flows."""
@@ -64,16 +67,20 @@ class TopLogprobs:
     def _log_probs(self, logits: Tensor, mask: Mask | None) -> Tensor:
         """[M, k + 1] log q'."""
         ids, kept = self.ids.long(), self.logprobs.double()
-        rest = 1 - kept.exp().sum(1, keepdim=True)
-        others = rest.where(rest > 0, kept.amin(1, keepdim=True).exp()).log()
-        if ids.size(1) == logits.size(1):
-            others = torch.full_like(others, FLOOR)
+        num_others = logits.size(1) - ids.size(1)
+        if num_others == 0:
+            others = torch.full_like(kept[:, :1], FLOOR)
+        elif self.others is None:
+            rest = 1 - kept.exp().sum(1, keepdim=True)
+            others = rest.log().where(rest > 0, kept.amin(1, keepdim=True))
+        else:
+            others = self.others.double()[:, None].clamp(min=FLOOR)
         if mask is not None:
             is_outside = mask.is_outside.gather(1, ids)
             is_equal = None if mask.is_equal is None else mask.is_equal.gather(1, ids)
             kept = Mask(is_outside, is_equal, mask.log_share).restrict(kept.clone())
             num_outside = [outside.sum(1, keepdim=True) for outside in (mask.is_outside, is_outside)]
-            others = others.where(num_outside[0] - num_outside[1] < logits.size(1) - ids.size(1), FLOOR)
+            others = others.where(num_outside[0] - num_outside[1] < num_others, FLOOR)
         return torch.cat([kept, others], 1).log_softmax(1).to(logits.dtype)
 
 
@@ -110,21 +117,22 @@ def ref_log_probs_of(
     truncation: TokenTruncation | None,
     dtype: torch.dtype,
 ) -> Callable[[slice, Mask | None], Tensor] | None:
-    """See `reference_log_probs`; None without a whole distribution. Rejects those of another number of tokens."""
+    """See `reference_log_probs`; None without a whole distribution. Rejects another number of tokens."""
     if isinstance(reference, ReferenceLogits):
         if reference.hidden.shape[:-1] != hidden.shape[:1]:
             found = f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}"
             raise ValueError(f"{found}: need to be [M, h] each")
         return reference_log_probs(reference, temperature=temperature, truncation=truncation, dtype=dtype)
     shapes = [tuple(tensor.shape) for tensor in (reference.ids, reference.logprobs)]
-    if shapes[0] != shapes[1] or shapes[0][:-1] != hidden.shape[:1] or not shapes[0][-1]:
+    has_others = reference.others is None or reference.others.shape == hidden.shape[:1]
+    if not has_others or shapes[0] != shapes[1] or shapes[0][:-1] != hidden.shape[:1] or not shapes[0][-1]:
         raise ValueError(
             f"reference.ids {shapes[0]}, reference.logprobs {shapes[1]}, hidden {tuple(hidden.shape)}: need to be "
-            "[M, k], [M, k] and [M, h]"
+            "[M, k], [M, k] and [M, h], and reference.others [M] if it is given"
         )
     if truncation is not None and truncation.history is not None:
         raise ValueError(
-            "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are not "
-            "known. Set repetition_penalty=1, or compare with whole distributions."
+            "repetition_penalty with log-probs of likely tokens: it changes the logits of a reference, which are "
+            "not known. Set repetition_penalty=1, or compare with whole distributions."
         )
     return None

@@ -41,12 +41,6 @@ def token_truncation(batch: TokenBatch, cuts: Truncation) -> TokenTruncation:
 
 def _history(batch: TokenBatch) -> TokenHistory:
     """The context of each response and its tokens, and how many of these come before each trainable token."""
-    prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
-    responses = torch.split(batch.response_ids, list(batch.response_lengths))
-    texts = [
-        torch.cat([*(prompts[prompt] for prompt in batch.contexts[number]), response])
-        for number, response in enumerate(responses)
-    ]
     lengths = [
         start + place
         for start, count in zip(batch.context_lengths, batch.response_lengths, strict=True)
@@ -54,7 +48,7 @@ def _history(batch: TokenBatch) -> TokenHistory:
     ]
     numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
     index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]
-    return TokenHistory(pad_sequence(texts, batch_first=True), *index)
+    return TokenHistory(pad_sequence(batch.texts, batch_first=True), *index)
 
 
 T = TypeVar("T")

@@ -15,7 +15,26 @@ from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy_rules import DISTILLATION_RULES, MOVING_TEACHER_RULES
 from prefrl.options.preference import ReferenceOptions
-from prefrl.options.types import Length, NumSamples
+from prefrl.options.types import Length, NumSamples, Seconds
+
+
+@hyperparameters
+class TeacherServerParams(Params):
+    """Settings of requests to servers that serve the teacher."""
+
+    top_k: Annotated[int, Ge(1)] = opt(
+        20,
+        "Number of likeliest tokens whose log-probs are asked for, at each token. The others are compared as one. "
+        "More than 20 need a server that was started with --max-logprobs.",
+    )
+    model: str | None = opt(None, "Name of the model on the servers. The default is the first one that they list.")
+    request_timeout: Seconds = opt(600.0, "Time limit, in seconds, for the request that scores one text.")
+    server_timeout: Seconds = opt(120.0, "Seconds to wait for a server that is starting, unreachable or restarting.")
+    api_key_env: str | None = opt(
+        None,
+        "Environment variable with the servers' key. By default, servers on this machine get the key of prefrl "
+        "vllm-serve, and others get none.",
+    )
 
 
 @hyperparameters
@@ -77,9 +96,23 @@ class DistillationOptions(TeacherOptions, OnlineOptions):
 
     lmbda: float | None = flat("on_policy_fraction")  # of GKD
     teacher_model_revision: str | None = flat("teacher_model_init_kwargs", "revision")
+    teacher_model_server_url: str | None = flat("teacher_server_base_url")
+    loss_top_k: int | None = flat("teacher_server_kwargs", "top_k")
     teacher_update_rate: float | None = flat("teacher_weights_kwargs", "update_rate")
     teacher_sync_steps: int | None = flat("teacher_weights_kwargs", "sync_steps")
 
+    teacher_server_base_url: list[str] | None = opt(
+        None,
+        "URLs of vLLM servers that serve the teacher, in place of a teacher in the trainer's memory. They share the "
+        "requests. The divergence is computed from their log-probs of the likeliest tokens.",
+        decides=False,
+    )
+    teacher_server_kwargs: KwargsValue = kwargs(
+        "Settings of requests to servers of the teacher.",
+        {True: TeacherServerParams},
+        switch="has_teacher_server",
+        off="teacher_server_base_url=None. Set teacher_server_base_url.",
+    )
     teacher_prompt: str | None = opt(
         None,
         "Column of the dataset with the prompt that the teacher sees instead of the student's: text or messages, for "
@@ -118,10 +151,27 @@ class DistillationOptions(TeacherOptions, OnlineOptions):
         512, "Maximum completion length in tokens. None means what max_prompt_length leaves of the model's context."
     )
 
+    teacher_server_params = ParamsOf("teacher_server_kwargs", TeacherServerParams)
+
+    @property
+    def teacher_urls(self) -> list[str]:
+        """Base URLs of the teacher's servers, without trailing slashes."""
+        return [url.rstrip("/") for url in self.teacher_server_base_url or []]
+
+    @property
+    def has_teacher_server(self) -> bool:
+        """Whether the teacher is on servers."""
+        return bool(self.teacher_urls)
+
     @property
     def teaches_itself(self) -> bool:
         """See `TeacherOptions.teaches_itself`."""
         return self.teacher_prompt is not None
+
+    @property
+    def lacks_teacher(self) -> bool:
+        """See `TeacherOptions.lacks_teacher`."""
+        return super().lacks_teacher and not self.has_teacher_server
 
     moving_teacher_params = ParamsOf("teacher_weights_kwargs", MovingTeacherParams)
 

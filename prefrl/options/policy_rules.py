@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, unset, when
-from prefrl.options.generation_rules import cuts_of, unscored
+from prefrl.options.generation_rules import cuts_of, unscored, wrong_url
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.policy import IN_REWARD
 from prefrl.options.schedule import takes_warmup
@@ -316,7 +316,41 @@ def _unusable_teachers(o: Any) -> bool:
     return isinstance(given, dict) and not (given and all(isinstance(path, str) and path for path in given.values()))
 
 
+_SERVED: dict[str, Any] = {"teacher_server_base_url": ["http://a:1"]}
 DISTILLATION_RULES = (
+    when(
+        lambda o: wrong_url(o.teacher_urls),
+        "teacher_server_base_url={found!r}: must be like http://host:8000",
+        example("distillation", teacher_server_base_url=["ftp://host"]),
+    ),
+    when(
+        lambda o: len({*o.teacher_urls}) < len(o.teacher_urls),
+        "teacher_server_base_url={teacher_server_base_url}: contains a server twice. Remove one.",
+        example("distillation", teacher_server_base_url=["http://a:1", "http://a:1/"]),
+    ),
+    when(
+        lambda o: o.has_teacher_server and o.temperature != 1,
+        "temperature={temperature} with teacher_server_base_url: vLLM returns a teacher's log-probs at temperature 1, "
+        "whatever is asked for, and student and teacher are compared at the same temperature. Set temperature=1, or "
+        "teacher_model_name_or_path.",
+        example("distillation", **_SERVED, temperature=0.5),
+    ),
+    when(
+        lambda o: o.has_teacher_server and o.repetition_penalty != 1,
+        "repetition_penalty={repetition_penalty} with teacher_server_base_url: it changes the logits of a teacher, of "
+        "which a server returns only the likeliest. Set repetition_penalty=1, or teacher_model_name_or_path.",
+        example("distillation", **_SERVED, repetition_penalty=1.1),
+    ),
+    *unset(
+        {
+            "teacher_model_name_or_path": "b",
+            "teacher_model_init_kwargs": {"dtype": "bfloat16"},
+            "teacher_weights": "ema",
+        },
+        lambda o: o.has_teacher_server,
+        "the teacher is on the servers of teacher_server_base_url. Leave one of them out.",
+        example("distillation", **_SERVED),
+    ),
     when(
         _unusable_teachers,
         "teacher_model_name_or_path={teacher_model_name_or_path!r}: must be the name or folder of a model, or a "

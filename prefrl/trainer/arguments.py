@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from prefrl import distributed
 from prefrl.data.collate import flat_batch
 from prefrl.data.images import ImageReader, ProcessingClass, image_reader, tokenizer_of
+from prefrl.data.teacher_columns import is_stored
 from prefrl.errors import ConfigError, DataError, require
 from prefrl.models.flops import model_cost
 from prefrl.models.forward import set_image_example
@@ -354,8 +355,11 @@ def kept_reference(
     return reference
 
 
-def chosen_teacher(trainer: type[_Algorithm], args: Any, given: GivenTeacher) -> GivenTeacher:
-    """The teacher, which an option or the argument `teacher_model` names; None if the options need no other model.
+def chosen_teacher(trainer: type[_Algorithm], args: Any, given: GivenTeacher, rows: Any) -> GivenTeacher:
+    """The teacher, which an option or the argument `teacher_model` names.
+
+    None if the options need no other model, or if the teacher of a distillation is on servers, or what it finds likely
+    is in the training dataset.
 
     Raises:
         ConfigError: It is given twice, missing, or has nothing to teach.
@@ -370,7 +374,13 @@ def chosen_teacher(trainer: type[_Algorithm], args: Any, given: GivenTeacher) ->
             f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
             "Remove one of them."
         )
-    if isinstance(given, Mapping) and not isinstance(args, DistillationOptions):
+    is_distilled = isinstance(args, DistillationOptions)
+    if given is not None and is_distilled and args.has_teacher_server:
+        raise ConfigError(
+            f"teacher_server_base_url={args.teacher_server_base_url} and the argument teacher_model: both name the "
+            "teacher. Remove one of them."
+        )
+    if isinstance(given, Mapping) and not is_distilled:
         raise ConfigError(
             "teacher_model: several teachers, of which a column names one for each row, are for DistillationTrainer. "
             "Give one teacher."
@@ -378,9 +388,12 @@ def chosen_teacher(trainer: type[_Algorithm], args: Any, given: GivenTeacher) ->
     if given is not None and not needed:
         raise ConfigError(f"teacher_model has no effect because {reason}")
     if needed and given is None and args.lacks_teacher:
+        if is_distilled and is_stored(rows):
+            return None
+        others = " Or set teacher_server_base_url, or give a train_dataset that prefrl teacher has written."
         raise ConfigError(
             f"teacher_model=None: {needed}. Set it, or the option teacher_model_name_or_path, to a model with the "
-            "student's vocabulary."
+            f"student's vocabulary.{others if is_distilled else ''}"
         )
     return by_name if given is None else given
 
@@ -409,18 +422,22 @@ def loaded_teacher(run: Run, teacher: TeacherModel) -> PreTrainedModel:
 _COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
 
 
+def ids_of_prompts(run: Run) -> dict[str, list[int]]:
+    """The first prompts of the training dataset as texts, and the ids that the policy's tokenizer makes of them."""
+    rows = [row for row, _ in zip(run.train_dataset or (), range(_COMPARED), strict=False)]
+    texts = [run.tokenizer.decode(row["prompt_ids"]) for row in rows]
+    return {text: run.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts}
+
+
 def _check_tokens(run: Run, teacher: str, arguments: Mapping[str, Any] | None) -> None:
     """Reject a teacher whose tokenizer splits the prompts in another way than the student's."""
     place = {key: value for key, value in (arguments or {}).items() if key in ("revision", "subfolder", "token")}
     found = cached_file(teacher, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **place)
-    if run.train_dataset is None or found is None:
+    if found is None:
         return
-    rows = [row for row, _ in zip(run.train_dataset, range(_COMPARED), strict=False)]
-    texts = [run.tokenizer.decode(row["prompt_ids"]) for row in rows]
     other = AutoTokenizer.from_pretrained(teacher, trust_remote_code=run.args.trust_remote_code, **place)
-    for text in texts:
-        ids, others = (each(text, add_special_tokens=False)["input_ids"] for each in (run.tokenizer, other))
-        if ids != others:
+    for text, ids in ids_of_prompts(run).items():
+        if ids != (others := other(text, add_special_tokens=False)["input_ids"]):
             raise ConfigError(
                 f"teacher_model={teacher!r}: its tokenizer makes {others[:8]} of {text[:40]!r}, and the student's "
                 f"makes {ids[:8]}, so their distributions cannot be compared. Choose a teacher of the student's "

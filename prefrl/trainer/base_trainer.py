@@ -405,7 +405,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     @cached_property
     def phases(self) -> list[str]:
         """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
-        return ["forward", "backward", "optimizer", *self.scorer.frozen]
+        return ["forward", "backward", "optimizer", *self.scorer.phases]
 
     # Changes of what HuggingFace does.
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import datasets
 
+from prefrl.data.images import tokenizer_of
+from prefrl.data.teacher_columns import IDS, check_stored, is_stored, top_of, with_columns, without_columns
 from prefrl.data.tokenize import with_given_ids
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import completion_kl
 from prefrl.losses.per_token import row_items
+from prefrl.losses.top_logprobs import TopLogprobs
 from prefrl.metrics import token_mean
 from prefrl.models.teachers import LiveTeacher
 from prefrl.rollout.batches import rows_of_parts
@@ -27,11 +30,13 @@ from prefrl.trainer.online.teachers import (
     assigned,
     check_context,
     check_weights,
+    served_teacher,
     several_teachers,
     with_teacher_prompts,
     with_teachers,
 )
 from prefrl.trainer.online.trainer import OnlineTrainer
+from prefrl.trainer.scorer import TOP
 from prefrl.types import LossOutput, SampledBatch
 
 if TYPE_CHECKING:
@@ -54,7 +59,17 @@ if TYPE_CHECKING:
 class TaughtBatch(SampledBatch):
     """Completions, and what the teacher's distributions at their tokens are computed from."""
 
-    ref_hidden: Tensor  # [N, h] the teacher's last hidden states
+    ref_hidden: Tensor | None = None  # [N, h] the last hidden states of a teacher that is here
+    # Of another one, its most likely tokens: [N, k] ids, [N, k] nats and [N] nats of all others, see `TopLogprobs`.
+    teacher_ids: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    teacher_other_logprobs: Tensor | None = None
+
+    def top(self, beta: float) -> TopLogprobs | None:
+        """What is known of a teacher that is not here."""
+        if self.teacher_ids is None or self.teacher_logprobs is None:
+            return None
+        return TopLogprobs(self.teacher_ids, self.teacher_logprobs, beta, self.teacher_other_logprobs)
 
 
 class DistillationObjective:
@@ -93,7 +108,13 @@ class DistillationObjective:
         is_first: bool,
     ) -> TaughtBatch:
         """See `Objective`."""
-        return TaughtBatch.of(batch, ref_hidden=score(as_the_teacher_sees(batch), {"ref_hidden"}).ref_hidden)
+        if isinstance(batch, TaughtBatch):  # what the teacher finds likely is in the dataset
+            return batch
+        seen = as_the_teacher_sees(batch)
+        if self.args.has_teacher_server:
+            scores = score(seen, TOP)
+            return TaughtBatch.of(batch, teacher_ids=scores.top_ids, teacher_logprobs=scores.top_logprobs)
+        return TaughtBatch.of(batch, ref_hidden=score(seen, {"ref_hidden"}).ref_hidden)
 
     def visited(self, batch: TaughtBatch, logprobs: Tensor) -> TaughtBatch:
         """The batch unchanged: the loss compares with the teacher and with the sampler."""
@@ -152,7 +173,11 @@ class DistillationLearner:
     ) -> Learned[SampledBatch]:
         """See `Learner`; all advantages are 0."""
         parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
-        return Learned(self._assigned(batch, rollouts), [list(part) for part in parts], [0.0] * len(rollouts))
+        if rollouts and IDS in rollouts[0].row:
+            batch = TaughtBatch.of(batch, **top_of([(rollout.row, len(rollout.sampled_ids)) for rollout in rollouts]))
+        else:
+            batch = self._assigned(batch, rollouts)
+        return Learned(batch, [list(part) for part in parts], [0.0] * len(rollouts))
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: nothing is carried from batch to batch."""
@@ -203,13 +228,22 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     ) -> None:
         given = named(type(self), data, arguments)
         check_arguments(type(self), {"model": model, "teacher_model": teacher_model, "args": args, **given})
+        self._is_stored = is_stored(given.get("train_dataset"))
+        if self._is_stored:
+            check_stored(teacher_model, args or DistillationConfig())
         super().__init__(model, reward_funcs, args, teacher_model=teacher_model, **given)
 
     def _set_up_reference(self) -> None:
-        """The teacher, which is a reference that is not a copy of the policy, or one that sees other prompts."""
+        """The teacher: a reference that is no copy of the policy, or sees other prompts; none if it is stored."""
+        if self._is_stored:
+            return
         teacher, args = self._teacher, self.args
         by_column, has_prompts = isinstance(teacher, Mapping), args.teacher_prompt is not None
         self.learner_class = partial(DistillationLearner, by_column=by_column, has_prompts=has_prompts)
+        if args.has_teacher_server:
+            self.scorer.teacher_servers = served_teacher(self)
+            self.scorer.needed(self._idle_batch(), TOP, rows_per_pass=1)  # servers that refuse do so now
+            return
         check_weights(teacher, args)
         if isinstance(teacher, Mapping):
             self.scorer.reference = several_teachers(self, teacher)
@@ -225,7 +259,10 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
         """See `OnlineTrainer`; also tokenizes completions that are given."""
-        if training and self.args.on_policy_fraction < 1:
+        stored: Dataset | None = None
+        if self._is_stored:  # for evaluations, too: no teacher can be asked about other completions
+            dataset, stored = without_columns(dataset, "train_dataset" if training else "eval_dataset")
+        if stored is not None or (training and self.args.on_policy_fraction < 1):
             if isinstance(dataset, datasets.IterableDataset) or self.episodes.exist:
                 raise ConfigError(
                     f"on_policy_fraction={self.args.on_policy_fraction} with an IterableDataset, tools or an "
@@ -238,6 +275,8 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
                 num_proc=self.args.dataset_num_proc,
             )
         dataset = super().prepare_dataset(dataset, processing_class, training=training)
+        if stored is not None:
+            return with_columns(dataset, stored, tokenizer_of(processing_class), self._num_embeddings, self.args)
         if isinstance(self._teacher, Mapping):
             dataset = with_teachers(dataset, list(self._teacher))
         prompt = self.args.teacher_prompt
@@ -248,10 +287,17 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
         sampler, fraction = super()._sampler(), self.args.on_policy_fraction
         return sampler if fraction == 1 else GivenCompletions(sampler, fraction, self.args.max_prompt_length)
 
+    def close(self) -> None:
+        """See `OnlineTrainer`."""
+        super().close()
+        if self.scorer.teacher_servers is not None:
+            self.scorer.teacher_servers.close()
+
     def loss(self, model: nn.Module, batch: TaughtBatch) -> LossOutput:
         """See the objective."""
         want = self.objective.want
-        return self._policy_loss(batch, self.scorer.scores(model, batch, want, ref_hidden=batch.ref_hidden))
+        top = batch.top(self.args.beta)
+        return self._policy_loss(batch, self.scorer.scores(model, batch, want, ref_hidden=batch.ref_hidden, top=top))
 
     def cut(self, batch: TaughtBatch, rows_per_micro_batch: int) -> list[TaughtBatch]:
         """See `BaseTrainer`; with `later_tokens`, never splits a group."""

@@ -11,6 +11,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.kl import ReferenceLogits
+from prefrl.losses.top_logprobs import ReferenceDistribution, TopLogprobs
 from prefrl.models.forward import Scoring, in_pieces, scores_in_pieces, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inside, packed, unpacked
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from prefrl.generation.vllm.teacher import TeacherServers
     from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
@@ -31,16 +33,26 @@ if TYPE_CHECKING:
 
 # What is found out about the tokens of a batch before the first update from it, in nats but for the last two:
 # log-probs, entropies and log sum p^2 of the policy, log-probs of reference and teacher; [N] values of the critic;
-# [N, h] the last hidden states of the reference, or of the teacher, to compute its full distribution.
+# [N, h] the last hidden states of the reference, or of the teacher, to compute its full distribution; [N, k] the
+# likeliest tokens of a teacher on servers, and their log-probs.
 ScoreNeed = Literal[
-    "old_logprobs", "entropies", "log_collision", "ref_logprobs", "teacher_logprobs", "values", "ref_hidden"
+    "old_logprobs",
+    "entropies",
+    "log_collision",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "values",
+    "ref_hidden",
+    "top_ids",
+    "top_logprobs",
 ]
 
 _PolicyScore = Literal["entropy", "log_collision"]
 _OF_POLICY: dict[ScoreNeed, _PolicyScore] = {"entropies": "entropy", "log_collision": "log_collision"}
 Frozen = Literal["reference", "teacher"]
 _OF_FROZEN: dict[Frozen, ScoreNeed] = {"reference": "ref_logprobs", "teacher": "teacher_logprobs"}
-_NOT_OF_POLICY: frozenset[ScoreNeed] = frozenset({*_OF_FROZEN.values(), "ref_hidden"})
+TOP: frozenset[ScoreNeed] = frozenset({"top_ids", "top_logprobs"})
+_NOT_OF_POLICY: frozenset[ScoreNeed] = frozenset({*_OF_FROZEN.values(), "ref_hidden", *TOP})
 
 # A no-grad pass keeps the activations of one layer at a time, so it may hold this many times more tokens than a
 # training pass, which keeps those of all layers.
@@ -82,6 +94,7 @@ class Scorer:
     critic: Critic | None = None
     routers: RouterRecord | None = None  # records the passes of `scores`, if it is set
     teacher: Reference | None = None  # a further model beside the reference
+    teacher_servers: TeacherServers | None = None  # of a teacher that is not here
     compared: Frozen = "reference"  # whose whole distributions `scores` compares
     beta: float = 1.0  # which divergence from it is computed, see `losses.kl.divergence`
 
@@ -95,10 +108,21 @@ class Scorer:
         both: dict[Frozen, Reference | Teachers | None] = {"reference": self.reference, "teacher": self.teacher}
         return {name: model for name, model in both.items() if model is not None}
 
+    @property
+    def phases(self) -> list[str]:
+        """Those of a step in which others than the policy score."""
+        return [*self.frozen, *(["teacher"] if self.teacher_servers is not None else [])]
+
     # With gradients.
 
     def scores(
-        self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName], *, ref_hidden: Tensor | None = None
+        self,
+        model: nn.Module,
+        batch: TokenBatch,
+        want: Sequence[WantName],
+        *,
+        ref_hidden: Tensor | None = None,
+        top: TopLogprobs | None = None,
     ) -> TokenScores:
         """[N] scores of the response tokens under `model`: the policy, with or without the backend's wrapper.
 
@@ -107,8 +131,9 @@ class Scorer:
             batch: At least one row.
             want: What to compute besides log-probs.
             ref_hidden: [N, h] the hidden states of the model that is compared, for `divergence`.
+            top: What is known of a model that is compared and is not here, for `divergence`.
         """
-        reference = None
+        reference: ReferenceDistribution | None = top
         if ref_hidden is not None:
             reference = ReferenceLogits(ref_hidden, self.frozen[self.compared].logits, self.beta)
         return token_logprobs(model, batch, **vars(self.scoring), want=want, reference=reference, routers=self.routers)
@@ -138,6 +163,8 @@ class Scorer:
     def needed(self, batch: TokenBatch, needs: Collection[ScoreNeed], *, rows_per_pass: int) -> Scores:
         """The scores that `needs` names: at most one pass each of the policy, the reference and the teacher.
 
+        A teacher on servers gets one request for each response.
+
         Args:
             batch: The rows to score, on the host.
             needs: Those of the policy are computed with its current weights, without dropout.
@@ -154,6 +181,11 @@ class Scorer:
                 found[need] = scores.logprobs
                 if want:
                     found["ref_hidden"] = scores.hidden
+        if set(needs) & TOP:
+            assert self.teacher_servers is not None
+            with self.account.phase("teacher"):
+                top = self.teacher_servers.top_logprobs(batch)
+            found |= {"top_ids": top.ids, "top_logprobs": top.logprobs}
         return Scores(found)
 
     def _of_policy(

@@ -24,7 +24,7 @@ from tests.contract.cases import ONLINE
 ROOT = Path(__file__).parents[2]
 OTHERS = (
     *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "play"),
-    *("replay", "report", "resume", "soup", "verify", "vllm-serve", "watch"),
+    *("replay", "report", "resume", "soup", "teacher", "verify", "vllm-serve", "watch"),
 )
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
@@ -61,6 +61,8 @@ CHEAP: list[tuple[list[str], str]] = [
     *(([name, "--help"], "") for name in REGISTRY),
     (["soup"], "output_dir: not given"),
     (["soup", "--output_dir", "o", "--checkpoints", "no/a", "no/b"], "'no/a': there is no such folder"),
+    (["teacher"], "model_name_or_path: not given. Set it to a teacher"),
+    (["teacher", "m", "rows.jsonl", "--output", "rows.jsonl"], "output_file='rows.jsonl': must end in .parquet"),
     (["verify"], "function: not given"),
     (["verify", "no_module:f"], "the module 'no_module' cannot be imported"),
     (["replay"], "run: not given"),

@@ -127,6 +127,19 @@ def test_gkd_is_distillation_with_its_defaults() -> None:
     assert said.endswith("True cannot be converted: it is on")
 
 
+def test_self_distillation_has_its_teacher_and_its_lengths() -> None:
+    options = (
+        'distillation_mode="full_logits", teacher_model_kind="base", teacher_update_rate=0.1, distillation_alpha=1.0'
+    )
+    script = f"from trl.experimental.sdft import SDFTConfig\nSDFTConfig({options})\n"
+    result = migrate_script(script)
+    expected = 'DistillationConfig(teacher_weights="frozen", teacher_update_rate=0.1, beta=1.0, num_generations=8, '
+    assert expected + "max_completion_length=256, max_prompt_length=512, " in result.text  # not TRL's of distillation
+    ((_, said),) = result.open
+    assert said.startswith("SDFTConfig is DistillationConfig here: set teacher_prompt to a function that puts")
+    assert len(migrate_script(script.replace("full_logits", "topk_logits")).open) == 2
+
+
 OPEN = [
     pytest.param("SFTConfig(is_encoder_decoder=True, **MORE)", "SFTConfig(is_encoder_decoder=...) has no", id="none"),
     pytest.param(

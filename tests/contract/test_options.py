@@ -208,6 +208,8 @@ NEUTRAL = {
     "value_model_name_or_path",  # test_ppo
     "teacher_model_name_or_path",  # test_distillation
     "teacher_model_init_kwargs",  # test_distillation
+    "teacher_server_base_url",  # tests/vllm/test_teacher
+    "teacher_server_kwargs",  # tests/vllm/test_teacher
     "temperature_eval",  # test_one_step
     "tool_timeout",  # test_play
     "episode_timeout",  # test_play
@@ -267,7 +269,7 @@ def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]
         for option in kwargs_options(REGISTRY[algorithm].load_config())
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith(("vllm_", "critic_", "reward_model_", "teacher_weights_"))
+        if not option.name.startswith(("vllm_", "critic_", "reward_model_", "teacher_weights_", "teacher_server_"))
         and option not in kwargs_options(BaseConfig)
     }
 

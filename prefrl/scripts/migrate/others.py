@@ -1,4 +1,4 @@
-"""What names of axolotl, and names that belong to no library in particular, are here."""
+"""What names of axolotl and ms-swift, and names that belong to no library in particular, are here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ AXOLOTL: dict[str, Counterpart] = {
     "train_on_inputs": instead("set completion_only_loss=False to train on prompts, too"),
     "val_set_size": renamed("test_split_size"),
     "rl": instead("choose the command: prefrl dpo, kto, orpo or grpo"),
+    "kd_trainer": instead("use prefrl distillation"),
+    "kd_temperature": renamed("temperature"),
+    "kd_beta": renamed("beta"),
+    **dict.fromkeys(("kd_alpha", "kd_ce_alpha"), not_there("the loss is the divergence alone")),
+    **dict.fromkeys(
+        ("kd_normalize_topk", "kd_online_topk"), not_needed("the divergence is over the whole vocabulary")
+    ),
     "rl_beta": renamed("beta"),
     "adapter": instead("use use_peft=True for LoRA; add load_in_4bit=True for QLoRA"),
     "lora_target_linear": instead("set lora_target_modules=all-linear"),
@@ -33,6 +40,18 @@ AXOLOTL: dict[str, Counterpart] = {
     "chat_template_jinja": instead("write it into a file and set chat_template_path"),
     "default_system_message": renamed("system_prompt"),
     "field_messages": instead("set columns={messages: ...}, for one dataset or for each of datasets"),
+}
+
+# Options of distillation.
+MS_SWIFT: dict[str, Counterpart] = {
+    "rlhf_type": instead("choose the command: prefrl dpo, kto, orpo, cpo, reward, ppo, grpo, or distillation for gkd"),
+    "teacher_model": renamed("teacher_model_name_or_path"),
+    "teacher_adapters": instead("merge them into the teacher with prefrl merge"),
+    "teacher_model_type": not_needed("the teacher's config says it"),
+    "teacher_deepspeed": not_needed("a teacher is partitioned like the student"),
+    "offload_teacher_model": instead("partition it with ZeRO-3 or FSDP2; see docs/distributed.md"),
+    "gkd_logits_topk": not_needed("the divergence is over the whole vocabulary"),
+    "sft_alpha": not_there("the loss is the divergence alone"),
 }
 
 

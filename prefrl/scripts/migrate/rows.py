@@ -257,6 +257,19 @@ TRL: dict[str, Counterpart] = {
         ),
         not_needed("it is for a teacher with another tokenizer, which is not supported"),
     ),
+    "teacher_model_kind": asked("teacher_weights", {"base": "frozen", "live": "live", "ema": "ema"}),
+    "teacher_prompt_template": instead("set teacher_prompt to a function that makes the prompt from a row"),
+    "distillation_alpha": renamed("beta"),
+    "distillation_mode": becomes(
+        "nothing for full_logits; the divergence is over the whole vocabulary",
+        lambda value: {"full_logits": {}}[value],
+    ),
+    **dict.fromkeys(
+        ("distillation_topk", "distillation_add_tail"), not_needed("the divergence is over the whole vocabulary")
+    ),
+    "distillation_is_clip": not_there("the divergence has no importance weight"),
+    "generate_from_teacher": becomes("nothing if it is off; completions are always the student's", _off),
+    "num_loss_tokens_to_skip": becomes("nothing if it is 0; all tokens of a completion count", _off),
     "ref_model_init_kwargs": instead("load the reference model yourself, and give the instance as ref_model"),
     "force_use_ref_model": not_needed("a reference beside an adapter is used if it is given"),
     "model_adapter_name": instead("call model.set_adapter first; the active adapter is the policy"),
@@ -316,7 +329,16 @@ NAMES: dict[str, str] = {
         "tokenizer is not supported",
         "GOLD",
     ),
-    **_classes("self-distillation is not supported; DistillationTrainer learns from a teacher", "SDFT", "SDPO"),
+    **_classes(
+        "DistillationTrainer without a teacher, whose config has beta=0.5, num_generations=8 and teacher_prompt, a "
+        "function that puts privileged_context into the prompt",
+        "SDFT",
+    ),
+    **_classes(
+        "DistillationTrainer with teacher_prompt and teacher_weights='ema'; a teacher that sees the successful "
+        "completions of the same step is not supported",
+        "SDPO",
+    ),
     **_classes("A*-PO is not supported; GRPOTrainer and RLOOTrainer learn from the same rewards", "A2PO"),
     **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
     **_classes("use OnlineDPOTrainer, whose loss is that of DPO", "NashMD", "XPO"),
@@ -367,6 +389,14 @@ _GKD_ROWS = (
     "temperature, which in TRL is for sampling alone"
 )
 _GOLD_ROWS = f"the teacher needs the student's tokenizer; {_GKD_ROWS}"
+_SDFT = {
+    **{"beta": 0.5, "num_generations": 8, "max_completion_length": 256, "max_prompt_length": 512},
+    **{"learning_rate": 5e-5, "disable_dropout": True},
+}
+_SDFT_ROWS = (
+    "set teacher_prompt to a function that puts privileged_context into the prompt; the divergence is over the whole "
+    "vocabulary, and the loss is its mean over all tokens"
+)
 SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}, ""),
     "GMPOTrainer": ("GRPOTrainer", {}, ""),
@@ -374,6 +404,8 @@ SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "GKDTrainer": ("DistillationTrainer", {}, ""),
     "GOLDConfig": ("DistillationConfig", {**_GKD, "top_p": 0.95}, _GOLD_ROWS),
     "GOLDTrainer": ("DistillationTrainer", {}, ""),
+    "SDFTConfig": ("DistillationConfig", _SDFT, _SDFT_ROWS),
+    "SDFTTrainer": ("DistillationTrainer", {}, ""),
 }
 # The functions of trl.rewards, which prefrl.rewards has, too.
 REWARDS = (

@@ -87,7 +87,8 @@ def missing_defaults(config: str, values: Mapping[str, Any], own: Mapping[str, A
         values: The options that are given.
         own: Defaults of the class of TRL, where that is another one.
     """
-    defaults = {**(own or {}), **DEFAULTS.get(config, {})}
+    own = own or {}
+    defaults = {**own, **DEFAULTS.get(config, {}), **own}
     defaults = {**defaults, **{name: LENIENT[name] for name in LENIENT.keys() & accepted(config) if defaults}}
     off = {name for name, needs in switches().items() if any(values.get(switch) is not True for switch in needs)}
     given = {*values, *(option for name, option in other_names(config).items() if name in values)}

@@ -15,15 +15,18 @@ from prefrl.data.checks import check_positions
 from prefrl.data.collate import share_equal
 from prefrl.data.formats import check_not_reserved, get_dataset_column_names
 from prefrl.data.images import image_reader
-from prefrl.data.packing import map_rows
+from prefrl.data.packing import list_lengths, map_rows
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
+from prefrl.generation.vllm.teacher import TeacherServers, teacher_key
+from prefrl.http import Http
 from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.plans import position_limit
 from prefrl.models.teachers import AssignedBatch, Teachers
 from prefrl.options.preference import ReferenceOptions
+from prefrl.options.rollout import are_local
 from prefrl.rollout.journal import TEACHER_COLUMNS
-from prefrl.trainer.arguments import GivenTeacher, TeacherModel, kept_reference, loaded_teacher
+from prefrl.trainer.arguments import GivenTeacher, TeacherModel, ids_of_prompts, kept_reference, loaded_teacher
 from prefrl.trainer.configs import DistillationConfig
 
 if TYPE_CHECKING:
@@ -209,3 +212,36 @@ def check_context(trainer: BaseTrainer[Any], model: PreTrainedModel, *, has_prom
         bound = replace(bound, max_length=None) if has_prompts else bound
         column = _PROMPT_IDS if has_prompts else "prompt_ids"
         check_positions(trainer.train_dataset, position_limit(model), bound, columns=(column,))
+
+
+def served_teacher(trainer: BaseTrainer[Any]) -> TeacherServers:
+    """The servers of the teacher, which answer and were compared with the student. All ranks must call it.
+
+    Raises:
+        ConfigError: Their tokenizer splits prompts in another way than the student's, or the student reads images.
+        DataError: A prompt is too long for them, with what is sampled after it.
+        GenerationError: They do not answer, or not as they should.
+    """
+    if trainer.images is not None:
+        raise ConfigError(
+            f"teacher_server_base_url with a {type(trainer.processing_class).__name__}, which reads images: only "
+            "texts are sent to a teacher's servers. Pass its tokenizer as processing_class, or give a teacher_model."
+        )
+    args: Any = trainer.args
+    urls, params = args.teacher_urls, args.teacher_server_params
+    vocab_size = trainer.policy.config.get_text_config().vocab_size
+    http = Http(key=teacher_key(params, are_local=are_local(urls)))
+    servers = TeacherServers(urls, params, vocab_size=vocab_size, http=http)
+    servers.recover()
+    servers.check_tokenizer(ids_of_prompts(trainer))
+    if isinstance(trainer.train_dataset, datasets.Dataset):
+        column = "prompt_ids" if args.teacher_prompt is None else _PROMPT_IDS
+        lengths, sampled = list_lengths(trainer.train_dataset, column), args.length_bound.sampled
+        row = int(lengths.argmax())
+        if lengths[row] + sampled > servers.longest_text:
+            raise DataError(
+                f"row {row} of the dataset has {lengths[row]} tokens in the prompt, and {sampled} are sampled, but "
+                f"the teacher's servers take texts of {servers.longest_text} tokens. Start them with a larger "
+                "--max-model-len, or lower max_prompt_length or max_completion_length."
+            )
+    return servers

@@ -145,7 +145,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **given})
         check_has_data(given)
         args = cast("PolicyGradientConfig", own_config(type(self), args, model, self.algorithm.upper()))
-        self._teacher = chosen_teacher(type(self), args, teacher_model)
+        self._teacher = chosen_teacher(type(self), args, teacher_model, train_dataset)
         check_stream(train_dataset, args)
         self.episodes = Episodes(args, tools, environment_factory)
         shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))

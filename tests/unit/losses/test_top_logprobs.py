@@ -149,6 +149,16 @@ def test_rounded_probabilities_above_1_leave_the_others_what_the_least_likely_ke
     torch.testing.assert_close(top.divergence(p, None), expected)
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_others_can_be_given_and_all_probabilities_are_divided_by_their_sum(beta):
+    p = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
+    top = TopLogprobs(torch.tensor([[1]]), torch.tensor([[0.6]]).log(), beta, torch.tensor([0.1]).log())
+    expected = plain_divergence(torch.tensor([[0.3, 0.7]]).double(), torch.tensor([[6 / 7, 1 / 7]]).double(), beta)
+    torch.testing.assert_close(top.divergence(p, None), expected, rtol=1e-6, atol=0)
+    everything = TopLogprobs(torch.tensor([[1, 0, 2]]), p[:, [1, 0, 2]], beta, torch.tensor([-torch.inf]))
+    assert float(everything.divergence(p, None)) == pytest.approx(0.0, abs=1e-12)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradients_are_finite_where_no_probability_is_left_for_the_others(beta, function):
