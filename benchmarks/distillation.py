@@ -54,8 +54,8 @@ class Learned:
     cpu_s: float  # of training, without the measurements
     reverse: list[float]  # of each step, on its own samples
     entropy: list[float]  # of each step, in nats per token
-    length: list[float]  # of the completions of each step, in tokens
     forward: list[tuple[int, float]]  # step and value, on the held-out texts
+    length: list[float]  # of the completions of each step, in tokens
 
 
 def first_layers(folder: str, count: int) -> PreTrainedModel:
@@ -136,7 +136,7 @@ def learn(folder: str, *, later_tokens: bool, seed: int, steps: int) -> Learned:
     logs = [log for log in trainer.state.log_history if "divergence" in log]
     names = ("divergence", "entropy", "completions/mean_length")
     reverse, entropy, length = ([round(log[name], 4) for log in logs] for name in names)
-    return Learned(later_tokens, seed, round(seconds, 1), reverse, entropy, length, measure.found)
+    return Learned(later_tokens, seed, round(seconds, 1), reverse, entropy, measure.found, length)
 
 
 def figures(runs: Sequence[Mapping[str, Any]], folder: Path = FIGURES) -> None:
@@ -157,7 +157,7 @@ def _points(values: Sequence[Any]) -> list[Point]:
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table with a line for each run."""
     steps = [step for step in (60, 200) if step <= len(runs[0]["reverse"])]
-    names = {"length": "tokens", "entropy": "entropy", "reverse": "reverse KL", "forward": "forward KL"}
+    names = {"entropy": "entropy", "reverse": "reverse KL", "forward": "forward KL"}
     heads = ["`later_tokens`", "seed", *(f"{name}, step {step}" for name in names.values() for step in (0, *steps))]
     lines = [heads, ["---"] * len(heads)]
     for run in runs:
