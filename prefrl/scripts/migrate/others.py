@@ -22,10 +22,12 @@ AXOLOTL: dict[str, Counterpart] = {
     "kd_trainer": instead("use prefrl distillation"),
     "kd_temperature": renamed("temperature"),
     "kd_beta": renamed("beta"),
+    "kd_online_server_base_url": renamed("teacher_server_base_url"),
+    "kd_online_server_model": renamed("teacher_server_kwargs", "model"),
+    "kd_online_timeout": renamed("teacher_server_kwargs", "request_timeout"),
+    "kd_online_topk": renamed("teacher_server_kwargs", "top_k"),
     **dict.fromkeys(("kd_alpha", "kd_ce_alpha"), not_there("the loss is the divergence alone")),
-    **dict.fromkeys(
-        ("kd_normalize_topk", "kd_online_topk"), not_needed("the divergence is over the whole vocabulary")
-    ),
+    "kd_normalize_topk": not_needed("all tokens that are left out count as one"),
     "rl_beta": renamed("beta"),
     "adapter": instead("use use_peft=True for LoRA; add load_in_4bit=True for QLoRA"),
     "lora_target_linear": instead("set lora_target_modules=all-linear"),
@@ -50,7 +52,8 @@ MS_SWIFT: dict[str, Counterpart] = {
     "teacher_model_type": not_needed("the teacher's config says it"),
     "teacher_deepspeed": not_needed("a teacher is partitioned like the student"),
     "offload_teacher_model": instead("partition it with ZeRO-3 or FSDP2; see docs/distributed.md"),
-    "gkd_logits_topk": not_needed("the divergence is over the whole vocabulary"),
+    "teacher_model_server": renamed("teacher_server_base_url"),
+    "gkd_logits_topk": renamed("teacher_server_kwargs", "top_k"),
     "sft_alpha": not_there("the loss is the divergence alone"),
 }
 

@@ -190,6 +190,12 @@ def _off(value: Any) -> Mapping[str, Any]:
     return {}
 
 
+def _one(value: Any) -> Mapping[str, Any]:
+    if value != 1:  # or True
+        raise ValueError("it is not")
+    return {}
+
+
 def _server_mode(mode: Any) -> Mapping[str, Any]:
     if mode != "server":
         raise ValueError("that server shares the GPUs of training")
@@ -257,6 +263,16 @@ TRL: dict[str, Counterpart] = {
         ),
         not_needed("it is for a teacher with another tokenizer, which is not supported"),
     ),
+    "teacher_server_urls": together(
+        "teacher_server_base_url, a list; several teachers, each on a server of its own, are not supported",
+        "teacher_server_base_url",
+    ),
+    "teacher_top_k": renamed("teacher_server_kwargs", "top_k"),
+    "teacher_temperature": becomes("nothing if it is 1; temperature is that of student and teacher", _one),
+    **dict.fromkeys(
+        ("loss_add_tail", "add_tail_bucket"), becomes("nothing if it is on; all other tokens count as one", _one)
+    ),
+    "reverse_kl_top_1_mode": not_needed("the teacher's likeliest tokens are compared"),
     "teacher_model_kind": asked("teacher_weights", {"base": "frozen", "live": "live", "ema": "ema"}),
     "teacher_prompt_template": instead("set teacher_prompt to a function that makes the prompt from a row"),
     "distillation_alpha": renamed("beta"),
@@ -322,8 +338,15 @@ NAMES: dict[str, str] = {
         "the teacher are not supported",
         "IWOPD",
     ),
-    **_classes("DistillationTrainer with use_vllm=True and generation_mode='async'", "AsyncDistillation"),
-    **_classes("a teacher on a server is not supported; DistillationTrainer loads it", "ServerDistillation"),
+    **_classes(
+        "DistillationTrainer, whose config has use_vllm=True, generation_mode='async', teacher_server_base_url, "
+        "beta=0.0 and max_completion_length=2048",
+        "AsyncDistillation",
+    ),
+    **_classes(
+        "DistillationTrainer, whose config has teacher_server_base_url, and loss_top_k=1 for TRL's default",
+        "ServerDistillation",
+    ),
     **_classes(
         "DistillationTrainer with GKD's defaults and top_p=0.95, as with use_uld_loss=False; a teacher with another "
         "tokenizer is not supported",
@@ -343,7 +366,7 @@ NAMES: dict[str, str] = {
     **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
     **_classes("use OnlineDPOTrainer, whose loss is that of DPO", "NashMD", "XPO"),
     **_classes("process rewards are not supported; RewardTrainer learns one reward of a whole text", "PRM"),
-    "build_teacher_request_inputs": "a teacher on a server is not supported; DistillationTrainer loads it",
+    "build_teacher_request_inputs": "the option teacher_server_base_url",
     **dict.fromkeys(
         ("HfPairwiseJudge", "PairRMJudge", "BasePairwiseJudge", "BaseRankJudge", "BaseJudge"),
         "prefrl.rewards.get_judge_reward turns any judge into a reward",
@@ -389,14 +412,13 @@ _GKD_ROWS = (
     "temperature, which in TRL is for sampling alone"
 )
 _GOLD_ROWS = f"the teacher needs the student's tokenizer; {_GKD_ROWS}"
-_SDFT = {
-    **{"beta": 0.5, "num_generations": 8, "max_completion_length": 256, "max_prompt_length": 512},
-    **{"learning_rate": 5e-5, "disable_dropout": True},
-}
+_SDFT = {"beta": 0.5, "num_generations": 8, "max_completion_length": 256, "max_prompt_length": 512}
+_SDFT |= {"learning_rate": 5e-5, "disable_dropout": True}
 _SDFT_ROWS = (
     "set teacher_prompt to a function that puts privileged_context into the prompt; the divergence is over the whole "
     "vocabulary, and the loss is its mean over all tokens"
 )
+_SERVED_ROWS = "with beta > 0, TRL compares the sampled token alone, prefrl the likeliest tokens of the teacher"
 SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}, ""),
     "GMPOTrainer": ("GRPOTrainer", {}, ""),
@@ -404,6 +426,8 @@ SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "GKDTrainer": ("DistillationTrainer", {}, ""),
     "GOLDConfig": ("DistillationConfig", {**_GKD, "top_p": 0.95}, _GOLD_ROWS),
     "GOLDTrainer": ("DistillationTrainer", {}, ""),
+    "ServerDistillationConfig": ("DistillationConfig", {"loss_top_k": 1}, _SERVED_ROWS),
+    "ServerDistillationTrainer": ("DistillationTrainer", {}, ""),
     "SDFTConfig": ("DistillationConfig", _SDFT, _SDFT_ROWS),
     "SDFTTrainer": ("DistillationTrainer", {}, ""),
 }
