@@ -7,7 +7,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,7 +260,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Algorithm": (
         *("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
-        *("teacher_model_name_or_path", "teacher_kl_coef", "on_policy_fraction", "later_tokens"),
+        *("teacher_model_name_or_path", "on_policy_fraction", "later_tokens"),
     ),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
@@ -291,11 +291,19 @@ def common_options(algorithm: str, options: _Options) -> str:
         f"  prefrl init {algorithm} > run.yaml",
         f"  prefrl {algorithm} run.yaml --learning_rate 1e-6 --output_dir runs/first",
     ]
-    for group, names in GROUPS.items():
+    for group, common in _groups(by_name):
         # The first sentence; --help WORD has the rest.
-        rows = [_line(by_name[name], _first_sentence(by_name[name])) for name in names if name in by_name]
-        lines += ["", f"{group}:", *rows] if rows else []
+        lines += ["", f"{group}:", *(_line(option, _first_sentence(option)) for option in common)]
     return "\n".join([*lines, "", f"{len(options)} options: --help WORD searches them, --help_all shows all of them."])
+
+
+def _groups(by_name: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """The common options of an algorithm by group. A teacher is one of them where nothing is learned without it."""
+    left_out = "teacher_model_name_or_path" if "teacher_kl_coef" in by_name else None
+    for group, names in GROUPS.items():
+        common = [by_name[name] for name in names if name in by_name and name != left_out]
+        if common:
+            yield group, common
 
 
 def found_options(algorithm: str, options: _Options, word: str) -> str:
@@ -398,14 +406,11 @@ def _file_of(algorithm: str) -> str:
         f"take precedence; prefrl {algorithm} --help WORD searches all of them."
     ]
     filled = {**_FILLED, "output_dir": f"runs/{algorithm}"}
-    if "teacher_kl_coef" in by_name:
-        del filled["teacher_model_name_or_path"]  # one of many options
-    elif "teacher_model_name_or_path" in by_name:
+    if algorithm == "distillation":
         del filled["reward_funcs"]
-    for group, names in GROUPS.items():
-        entries = [_commented(by_name[name], filled) for name in names if name in by_name]
-        if entries:
-            blocks.append("\n".join([f"# ---- {group} ----", *entries]))
+    for group, common in _groups(by_name):
+        entries = [_commented(option, filled) for option in common]
+        blocks.append("\n".join([f"# ---- {group} ----", *entries]))
     return "\n\n".join(blocks)
 
 

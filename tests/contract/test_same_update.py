@@ -153,7 +153,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"loss_type": "ipo", "num_generations": 4, "learning_rate": 0.01, "max_steps": 2},
     ],
     "distillation": [
-        {"beta": 0.5, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {"beta": 0.5, "num_generations": 1, "updates": 2, "num_iterations": 2, "max_steps": 4},
         {"later_tokens": True, "num_generations": 2, "num_iterations": 2, "max_steps": 2},
         {"several": True, "teacher_prompt": "hint", "num_generations": 2, "num_iterations": 2, "max_steps": 2},
     ],

@@ -115,7 +115,11 @@ class TeacherServers(Asker[TextRequest, TopLogprobs]):
                 f"teacher_server_kwargs). Last error: {error}. Start it with `vllm serve <teacher>`."
             ) from error
         try:
-            served = {card["id"]: _Served(card["id"], int(card["max_model_len"])) for card in answer["data"]}
+            lengths = {card["id"]: card["max_model_len"] for card in answer["data"]}
+            served = {  # an adapter has the length of the model below it
+                card["id"]: _Served(card["id"], int(card["max_model_len"] or lengths[card["parent"]]))
+                for card in answer["data"]
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise GenerationError(f"GET {path}: unexpected answer ({error!r}): {answer!r:.200}") from error
         name = next(iter(served), None) if self._params.model is None else self._params.model

@@ -202,7 +202,8 @@ def test_a_request_that_fails_says_which_option_would_help(
 
 
 def test_a_text_that_is_too_long_for_the_server_is_not_sent(make: Make, servers: Servers) -> None:
-    servers.answers["/v1/models"] = {"data": [CARD | {"max_model_len": 4}]}
+    adapter = {"id": "adapter", "object": "model", "max_model_len": None, "parent": "m"}
+    servers.answers["/v1/models"] = {"data": [CARD | {"max_model_len": 4}, adapter]}
     teacher = make()
     teacher.recover()
     with pytest.raises(GenerationError, match=r"takes texts of at most 3 tokens, and this one has 4\. Start it with"):
