@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -430,10 +429,8 @@ class Loop(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Arguments are saved as JSON without secrets, not as a pickle with them."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        (folder / TRAINING_ARGS_NAME).unlink()
-        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+        with checkpointing.arguments_as_json(self.args, Path(output_dir or self.args.output_dir)):
+            super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpointing.write_optimizer(
