@@ -21,7 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import IntervalStrategy
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError
+from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError, plain
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
 from prefrl.run.folder import Stopped, check_space, how_to_resume, leave, write_identity
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prefrl.models.reference import Reference
     from prefrl.options.preference import ReferenceOptions
     from prefrl.options.run import CheckpointParams
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.parts import Run
     from prefrl.trainer.run_folder import StartingPoint
 
@@ -199,6 +200,23 @@ def write(run: Run, folder: Path, save: Callable[[], None]) -> Path:
     final = place.publish(folder, step=step, resumable=complete, best=state.best_model_checkpoint)
     place.last_saved = step
     return final
+
+
+@contextmanager
+def arguments_as_json(args: BaseConfig, folder: Path) -> Iterator[None]:
+    """After HuggingFace has saved the arguments inside, the folder has them as JSON without secrets, not as a pickle.
+
+    Functions among them, which not every pickle can have, are named inside.
+    """
+    options: dict[str, Any] = args.__dict__
+    functions = {name: value for name, value in options.items() if callable(value)}
+    options.update({name: plain(value) for name, value in functions.items()})
+    try:
+        yield
+    finally:
+        options.update(functions)
+    (folder / TRAINING_ARGS_NAME).unlink()
+    (folder / "training_args.json").write_text(args.to_json_string(), encoding="utf-8")
 
 
 def write_model_of_checkpoint(run: Run, folder: Path) -> None:

@@ -428,7 +428,7 @@ class Loop(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """See `arguments_as_json`."""
+        """Arguments are saved as JSON without secrets, not as a pickle with them."""
         with checkpointing.arguments_as_json(self.args, Path(output_dir or self.args.output_dir)):
             super()._save(output_dir, state_dict)
 
