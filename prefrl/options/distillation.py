@@ -166,7 +166,8 @@ class DistillationOptions(TeacherOptions, OnlineOptions):
     @property
     def teaches_itself(self) -> bool:
         """See `TeacherOptions.teaches_itself`."""
-        return self.teacher_prompt is not None
+        others = self.teacher_model_name_or_path is not None or self.has_teacher_server
+        return self.teacher_prompt is not None and not others
 
     @property
     def lacks_teacher(self) -> bool:

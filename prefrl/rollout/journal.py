@@ -29,8 +29,12 @@ from prefrl.rollout.summary import as_text, messages_of_turn
 from prefrl.run.checkpoints import sync_folder
 from prefrl.types import Completion, Episode, Rollout, Turn
 
-# Columns of prepared datasets that are learned from: a row's teacher, by number, and the prompt that it sees, as ids.
-TEACHER_COLUMNS = ("teacher_number", "teacher_prompt_ids")
+# Columns of prepared datasets that are learned from: a row's teacher, by number, and the prompt that it sees, as ids;
+# and what `prefrl teacher` has stored of its distributions.
+TEACHER_COLUMNS = (
+    *("teacher_number", "teacher_prompt_ids"),
+    *("teacher_ids", "teacher_logprobs", "teacher_other_logprobs"),
+)
 _METADATA = b"prefrl"
 # The last value of the metadata: a hash of all other bytes of the file. No text that a run writes comes after it.
 _SEAL, _HASH = b"prefrl.seal", b"sha256:"

@@ -261,8 +261,8 @@ def own_options(algorithm: str) -> list[str]:
 def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]]]:
     """Each key of each option that is a mapping: a value, and what it may need to act.
 
-    Those about servers are not here. PPO's critic is in test_optimizers, reward models are in test_model, and teachers
-    in test_distillation.
+    Those about servers are not here. PPO's critic is in test_optimizers, reward models are in test_model, and weights
+    of a teacher in test_distillation.
     """
     return {
         (option.name, choices, key.name): ((default_of(key) or 0.5) * 2, {_switch(option): choices.split(", ")[0]})

@@ -57,7 +57,7 @@ def make(name: str, case: Case, folder: Path, **options: Any) -> BaseTrainer:
         arguments["per_device_eval_batch_size"] = 8
     leave_training()
     arguments["model"] = model_of(case.algorithm, **case.model)
-    if case.algorithm == "distillation":
+    if case.algorithm == "distillation" or "teacher_kl_coef" in case.options:  # made before a config partitions models
         arguments["teacher_model"] = tiny_model(seed=9, hidden_size=24)
     if case.by_name:
         path = str(folder / "models" / name)

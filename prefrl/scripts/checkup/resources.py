@@ -174,7 +174,7 @@ def _has_reference(config: Any) -> bool:
 
 
 def _teaches_itself(config: Any) -> bool:
-    return isinstance(config, TeacherOptions) and config.teaches_itself and config.teacher_model_name_or_path is None
+    return isinstance(config, TeacherOptions) and config.teaches_itself
 
 
 def _stored(subject: Subject, total: int) -> int:

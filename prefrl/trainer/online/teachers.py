@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TeacherPrompt: TypeAlias = str | Callable[[Mapping[str, Any]], Any]
 
-_NUMBER, _PROMPT_IDS = TEACHER_COLUMNS  # are added
+_NUMBER, _PROMPT_IDS, *_ = TEACHER_COLUMNS  # are added
 
 
 def check_weights(teacher: GivenTeacher, args: DistillationConfig) -> None:

@@ -191,8 +191,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.learner: Learner[Any, Ready] = self.learner_class(args, self.rewards)
         self.objective = self.learner.objective
         self.buffer = RolloutBuffer(args.num_iterations, self.objective.stage)
-        cut = partial(self.cut, rows_per_micro_batch=args.rows_per_micro_batch)
         hidden_size = self.policy.config.get_text_config().hidden_size
+        cut = lambda batch: self.cut(batch, args.rows_per_micro_batch)  # noqa: E731 - the number may change
         self._minibatches = MinibatchMaker(args, self.objective, self.scorer, cut, hidden_size)
         place = (distributed.rank(), distributed.world_size())
         self._tables = Tables(args.report_to)
