@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,24 +41,6 @@ if TYPE_CHECKING:
 
 # HuggingFace's names of Adam with two moments for each weight.
 _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
-
-
-@contextmanager
-def arguments_as_json(args: Any, folder: Path) -> Iterator[None]:
-    """While HuggingFace writes a folder: its options then are JSON without secrets, not a pickle with them.
-
-    Functions of the user, which need not have a name by which they can be pickled, are left out of the pickle.
-    """
-    functions = {name: value for name, value in vars(args).items() if isfunction(value)}
-    for name in functions:
-        setattr(args, name, None)
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(args, name, function)
-    (folder / TRAINING_ARGS_NAME).unlink()
-    (folder / "training_args.json").write_text(args.to_json_string(), encoding="utf-8")
 
 
 def begin(run: Run, given: str | bool | None) -> StartingPoint:
