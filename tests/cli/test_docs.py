@@ -226,7 +226,7 @@ STEP = ["--max_steps", "1", "--use_cpu"]
 @pytest.fixture
 def folder(workspace: Path, model_folder: Path) -> Path:
     (workspace / "smollm2").symlink_to(model_folder)
-    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k"):
+    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k", "distillation"):
         for text, name in FILE.findall((TUTORIALS / f"{page}.md").read_text(encoding="utf-8")):
             (workspace / name).write_text(text, encoding="utf-8")
     return workspace
@@ -251,6 +251,13 @@ def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
     runpy.run_path("make_pairs.py")
     assert main(["dpo", "dpo.yaml", *STEP]) == 0
     assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
+
+
+def test_the_distillation_tutorial_trains(folder: Path) -> None:
+    module(ROOT / "examples/first_layers.py").main("smollm2", "1", "small")
+    runpy.run_path("make_questions.py")
+    assert main(["distillation", "smollm2.yaml", *STEP]) == 0
+    assert json.loads(Path("runs/small/config.json").read_text(encoding="utf-8"))["num_hidden_layers"] == 1
 
 
 MAKER = module(ROOT / "docs/make_notebooks.py")
@@ -286,7 +293,7 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
-    *("cd", "export", "ln", "mkdir"),
+    *("cd", "export", "ln", "mkdir", "vllm"),
 }
 
 
