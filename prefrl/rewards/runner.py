@@ -84,6 +84,13 @@ _ENVIRONMENTS, _RESULT = "environments", "result"
 _HIDDEN = ("prompt", "prompt_ids", "unexpanded_ids")
 
 
+def _of_episodes(environments: Mapping[str, Callable[..., Any]] | None) -> tuple[str, ...]:
+    """What rewards get of episodes: the environments and, of agents, which are functions, what they returned."""
+    if environments is None:
+        return ()
+    return (_ENVIRONMENTS,) if all(map(inspect.isclass, environments.values())) else (_ENVIRONMENTS, _RESULT)
+
+
 @dataclass(frozen=True, slots=True)
 class RewardScores:
     """The values of K rewards for B completions, and what the functions logged."""
@@ -122,6 +129,7 @@ class RewardRunner:
         environments: Classes of environments that have rewards of their own, and functions of agents, by name. Each is
             one more reward, of weight 1, after the others. None means there are none, so rewards cannot ask for them.
             With agents, rewards get what each has returned as `result`.
+        needed: Whether there must be at least one reward.
         device: Device for reward models. By default, they stay where they are.
         model_init_kwargs: See `ModelReward`. They are used for models given by name or folder.
         model_kwargs: Other arguments of `ModelReward`, for models that are not given as its instances.
@@ -143,25 +151,23 @@ class RewardRunner:
         processing_classes: ProcessingClass | Sequence[ProcessingClass | None] | None = None,
         columns: Collection[str] | None = None,
         environments: Mapping[str, Callable[..., Any]] | None = None,
+        needed: bool = True,
         device: torch.device | str | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._warn, self._told_of_columns = warn, False
-        sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
-        has_agents = not all(map(inspect.isclass, self._environments.values()))
-        self._of_episodes = () if environments is None else (_ENVIRONMENTS, *([_RESULT] * has_agents))
-        self._standard = (*_STANDARD, *self._of_episodes)
+        self._standard = (*_STANDARD, *_of_episodes(environments))
         if isinstance(reward_funcs, Mapping) and any(map(is_number, reward_funcs.values())):
             weights = _given_weights(reward_funcs, weights)
             reward_funcs = cast("list[RewardSource]", [*reward_funcs])
         if isinstance(reward_funcs, Mapping):
-            sources = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
+            sources: list[RewardSource] = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
         else:
             sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if not sources and not self._environments:
+        if needed and not sources and not self._environments:
             raise ConfigError(
                 "reward_funcs=[]: at least one reward is needed, or an environment_factory whose environments have "
                 "get_reward"
@@ -197,7 +203,7 @@ class RewardRunner:
     def _make_pool(self, num_workers: int, *, is_needed: bool) -> RewardPool | None:
         from prefrl.rewards.pool import RewardPool, can_be_sent  # few runs have one
 
-        of_episodes = set(self._of_episodes)  # they need not be sent to other processes
+        of_episodes = set(self._standard) - set(_STANDARD)  # they cannot be sent to other processes
         functions = {
             reward.name: (reward.function, reward.accepted)
             for reward in self._rewards
@@ -304,9 +310,9 @@ class RewardRunner:
                 calls.append(Call(reward.name, self._pool.score, pooled, is_async=False))
                 continue
             available |= {"trainer_state": trainer_state, "log_metric": log.metric, "log_extra": log.extra}
-            if _ENVIRONMENTS in self._of_episodes:
+            if _ENVIRONMENTS in self._standard:
                 available[_ENVIRONMENTS] = [episode.environment for episode in episodes or ()]
-            if _RESULT in self._of_episodes:
+            if _RESULT in self._standard:
                 available[_RESULT] = [episode.result for episode in episodes or ()]
             accepted = reward.accepted
             arguments = {name: v for name, v in available.items() if accepted is None or name in accepted}

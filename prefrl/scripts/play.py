@@ -27,7 +27,7 @@ from prefrl.scripts.arguments.command import Given, RewardArguments
 from prefrl.scripts.declaration import uncollected
 from prefrl.scripts.inputs import check_files, datasets_of, options_of
 from prefrl.scripts.parsing.option_parser import EarlyParser
-from prefrl.scripts.schema import SchemaParser, option_list
+from prefrl.scripts.schema import SchemaParser, option_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,18 +41,20 @@ if TYPE_CHECKING:
 
 _USAGE = "prefrl play [ENVIRONMENT] [FILE.yaml] [--model MODEL] [--option value ...]"
 _ABOUT = """\
-Play an episode of an environment, turn by turn: by hand, or with a model.
+Play an episode of an environment, turn by turn: by hand, or with a model. By hand, type what the assistant says, or a
+call such as open(number=3). End a line with \\ to go on in the next one; Ctrl-D ends the episode. All options of
+prefrl grpo are options of prefrl play, too; prefrl play ppo run.yaml takes those of another algorithm.
 
-  prefrl play my_env.py:Game                   you play
-  prefrl play my_env.py:Game --model MODEL     the model plays
-  prefrl play run.yaml --row 3                 what `prefrl grpo run.yaml` would play with row 3 of its dataset
-  prefrl play run.yaml --model runs/game       the same with the trained model
-
-By hand, type what the assistant says, or a call such as open(number=3). End a line with \\ to go on in the next one;
-Ctrl-D ends the episode.
-
-Options of prefrl grpo are options of prefrl play, too; prefrl play ppo run.yaml takes those of another algorithm.
---help WORD searches all of them. These are its own:"""
+Examples:
+  prefrl play my_env.py:Game                   # you play
+  prefrl play my_env.py:Game --model MODEL     # the model plays
+  prefrl play run.yaml --row 3                 # what prefrl grpo run.yaml would play with row 3 of its dataset
+  prefrl play run.yaml --model runs/game       # the same with the trained model
+"""
+_GENERAL = (
+    {"name": "help", "kind": "[WORD]", "help": "Show this help; with a word, the options that contain it."},
+    {"name": "help_all", "kind": "", "help": "Show every option."},
+)
 
 
 @dataclass
@@ -90,11 +92,6 @@ class PlayArguments(RewardArguments):
         """See `CommandArguments`."""
         return False
 
-    @property
-    def needs_reward(self) -> bool:
-        """See `RewardArguments`."""
-        return False
-
 
 class _Parser(SchemaParser):
     """The options of an algorithm, of which none has to be given."""
@@ -108,7 +105,7 @@ class _Parser(SchemaParser):
             super().show_help(argv, early)
             return
         own = [self._options[name] for name in ("model_name_or_path", *PlayArguments.own)]
-        print(f"usage: {_USAGE}\n\n{_ABOUT}\n{option_list(own)}")
+        print(f"usage: {_USAGE}\n\n{_ABOUT}\n{option_group('Options', own)}\n\n{option_group('General', _GENERAL)}")
 
 
 def main(argv: Sequence[str]) -> int:

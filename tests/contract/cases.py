@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.registry import REGISTRY
+from prefrl.rollout.episodes.environment import Agent
 from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.types import Completion
@@ -66,6 +67,10 @@ def _prompt_row(i: int) -> dict[str, Any]:
     return {"prompt": _prompt(i)}
 
 
+def _hinted_row(i: int) -> dict[str, Any]:
+    return {"prompt": _prompt(i), "hint": f"Say {len(_prompt(i))}: {_prompt(i)}"}
+
+
 def _completion_row(i: int) -> dict[str, Any]:
     return {"prompt": _prompt(i), "completion": ANSWERS[(3 * i) % 8]}
 
@@ -83,7 +88,7 @@ def _margin_row(i: int) -> dict[str, Any]:
 
 
 # Algorithms that learn from their own completions.
-ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo", "distillation")
 
 # Others share with one of these all code but their loss, what they keep and what they evaluate.
 REPRESENTATIVES = ("sft", "reward", "dpo", "bco", "grpo", "ppo")
@@ -97,6 +102,7 @@ _ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bco": _unpaired_row,
     "reward": _margin_row,
     **dict.fromkeys(ONLINE, _prompt_row),
+    "distillation": _hinted_row,
 }
 
 # Options of `make_trainer` that are not the config's.
@@ -108,6 +114,7 @@ ARGUMENTS = (
     "processing_class",
     "train_dataset",
     "ref_model",
+    "teacher_model",
     "embedding_func",
     "embedding_tokenizer",
     "value_model",
@@ -151,10 +158,13 @@ def make_trainer(
     row = REGISTRY[algorithm]
     arrival = options.pop("arrival", None)  # seed of the order in which groups arrive, see ArrivingGenerator
     streams = options.pop("streams", False)  # the training data as a stream
-    talks = options.pop("talks", None)  # "forgetful" or "faithful": episodes instead of single completions
+    # Episodes instead of single completions: "forgetful", "faithful", or "agent", with a forgetful template.
+    talks = options.pop("talks", None)
     if talks is not None:
+        if talks == "agent":
+            options = {"environment": Agent(episodes.wander), "max_turns": None} | options
         options = {"tool_parser": episodes.parsed, "max_completion_length": 40, "max_turns": 4} | options
-        options.setdefault("processing_class", episodes.tokenizer(forgets=talks == "forgetful"))
+        options.setdefault("processing_class", episodes.tokenizer(forgets=talks != "faithful"))
         options.setdefault("train_dataset", Dataset.from_list(episodes.prompts(rows)))
         options.setdefault("environment", episodes.Talk)
         reward = None
@@ -168,6 +178,14 @@ def make_trainer(
         options = {"max_prompt_length": None} | options if algorithm in ONLINE else {"max_length": None} | options
         reward = reward_of_text if reward is ragged_reward else reward
     environment = options.pop("environment", None)
+    several = options.pop("several", False)  # teachers of different widths, of which each row names one
+    if several:
+        named = dataset_of(algorithm, rows).add_column("teacher", ["wide", "deep", "wide"] * (rows // 3))
+        deep = tiny_model(seed=8, num_hidden_layers=3)
+        options |= {
+            "train_dataset": named,
+            "teacher_model": {"deep": deep, "wide": tiny_model(seed=9, hidden_size=24)},
+        }
     extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(
         **(
@@ -193,6 +211,8 @@ def make_trainer(
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if streams:
         extra["train_dataset"] = extra["train_dataset"].to_iterable_dataset()
+    if algorithm == "distillation" or options.get("teacher_kl_coef"):  # of another width
+        extra.setdefault("teacher_model", tiny_model(seed=9, hidden_size=24))
     if algorithm in ONLINE:
         arguments |= {"reward_funcs": reward, "environment_factory": environment}
     trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+import httpx
 from transformers import PreTrainedTokenizerBase
 
 from prefrl import Environment, Observation
@@ -118,3 +121,71 @@ class Guess(Environment):
 def secrets(num_rows: int) -> list[dict[str, Any]]:
     """Rows of a dataset: equal prompts with the secrets 1 to 3."""
     return [{"prompt": [{"role": "user", "content": "?"}], "secret": i % 3 + 1} for i in range(num_rows)]
+
+
+# Agents: programs that ask over a chat API.
+
+
+async def ask(http: httpx.AsyncClient, client: Any, messages: Sequence[Any], **body: Any) -> str:
+    """What the policy says."""
+    answer = await http.post(
+        f"{client.base_url}/chat/completions",
+        headers={"authorization": f"Bearer {client.api_key}"},
+        json={"model": client.model, "messages": list(messages), **body},
+    )
+    answer.raise_for_status()
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def answer_to(text: str) -> str:
+    """What the other side says."""
+    return f"{sum(map(ord, text)) % 10}{'?' * (len(text) % 3)}"
+
+
+class Echo(Environment):
+    """Answers twice; the reward depends on all that was said."""
+
+    def reset(self, **row: Any) -> None:
+        self.said: list[str] = []
+
+    def respond(self, message: Any) -> Observation | None:
+        self.said.append(message["content"])
+        if len(self.said) == 3:
+            return None
+        return Observation(answer_to(message["content"]), reward=len(message["content"]) % 3)
+
+    def get_reward(self) -> float:
+        return sum(map(ord, "".join(self.said))) % 17 / 4
+
+
+async def echo(row: Any, client: Any) -> float:
+    """The same as an agent."""
+    messages, said = list(row["prompt"]), []
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+        while True:
+            said.append(await ask(http, client, messages))
+            if len(said) == 3:
+                return sum(map(ord, "".join(said))) % 17 / 4
+            client.reward(len(said[-1]) % 3)
+            messages += [
+                {"role": "assistant", "content": said[-1]},
+                {"role": "user", "content": answer_to(said[-1])},
+            ]
+
+
+async def wander(row: Any, client: Any) -> float:
+    """Goes on, branches off, summarizes, asks in parallel and edits what was said."""
+    begun, more = list(row["prompt"]), {"role": "user", "content": "!"}
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+        first = {"role": "assistant", "content": await ask(http, client, begun)}
+        second = {"role": "assistant", "content": await ask(http, client, [*begun, first, more])}
+        histories = [
+            [*begun, first, more, second, more],
+            [*begun, first, {"role": "user", "content": "another"}],
+            [{"role": "system", "content": "so far"}, second, more],
+            [*begun, {"role": "assistant", "content": "edited"}, more],
+            begun,
+        ]
+        said = await asyncio.gather(*(ask(http, client, messages, max_tokens=9) for messages in histories))
+    client.reward(0.5)
+    return sum(map(ord, "".join(said))) % 11 / 3

@@ -34,6 +34,7 @@ from tests.contract.cases import (
 SAVED_AT = 3
 STEPS = 6
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
+OWN_TEACHER = {"teacher_model": None, "teacher_prompt": "hint", "teacher_weights": "ema"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
     ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
@@ -51,18 +52,24 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"steps_per_generation": 2, "num_iterations": 2, "shuffle_minibatches": True}),
     # Used in all steps up to the sixth.
     ("grpo", {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 3, "max_steps": 8}),
-    ("grpo", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}),
+    (
+        "grpo",
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2, "teacher_kl_coef": 0.5},
+    ),
     # Weights that move, running moments, rates of success.
     ("grpo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}}),
     ("grpo", {"use_adaptive_entropy": True, "entropy_kwargs": {"target": 5.0}, "entropy_coef": 0.01, "beta": 0.0}),
     ("grpo", {"reward_shaping_kwargs": {"normalize": True, "clip_range": [-1.0, 1.0], "missing_eos_penalty": 1.0}}),
     ("grpo", {"curriculum": "band", "curriculum_kwargs": {"band": [0.4, 0.6]}, "dynamic_sampling": True}),
     ("grpo", {"talks": "forgetful", "turn_credit": "return", "steps_per_generation": 2}),
+    ("grpo", {"talks": "agent", "turn_credit": "return", "steps_per_generation": 2, "max_steps": 4}),
     ("rloo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}}),
     ("reinforce_plus_plus", {"gamma": 0.9}),
     ("ppo", {"steps_per_generation": 2, "num_iterations": 2, "critic_learning_rate": 1e-2}),
     ("ppo", {"critic": "model", "critic_warmup": 4, "critic_learning_rate": 1e-2}),
     ("online_dpo", {"num_iterations": 2}),
+    ("distillation", {"later_tokens": True, "steps_per_generation": 2, "num_iterations": 2}),
+    ("distillation", {**OWN_TEACHER, "teacher_weights_kwargs": {"update_rate": 0.5, "sync_steps": 2}}),
 ]
 
 

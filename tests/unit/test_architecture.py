@@ -56,6 +56,8 @@ OPTIONAL = {
     "weave": ("prefrl/trainer/callbacks.py",),
     "harbor": ("prefrl/rollout/episodes/harbor.py",),
     "openreward": ("prefrl/rollout/episodes/openreward.py",),
+    "starlette": ("prefrl/rollout/episodes/environment.py",),
+    "uvicorn": ("prefrl/rollout/episodes/environment.py",),
 }
 
 
@@ -175,7 +177,23 @@ def test_optional_packages_are_never_imported() -> None:
         for package in packages & _imported_packages(nodes)
     }
     # Runs inside vLLM's processes, and nothing imports it.
-    assert imported == {("prefrl/generation/vllm/plugin.py", "vllm")}
+    plugin = {("prefrl/generation/vllm/plugin.py", "vllm")}
+    # Has classes of theirs as bases, and is imported inside functions, as the next test sees.
+    assert imported == plugin | {("prefrl/rollout/gateway/server.py", package) for package in ("starlette", "uvicorn")}
+
+
+def test_trainers_import_no_server() -> None:
+    found, left = set[str](), ["prefrl.trainer.online.trainer"]
+    while left:
+        module = left.pop()
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        if module in found or not path.exists():
+            continue
+        found.add(module)
+        top = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+        left += [name for node in top for name in (str(node.module), *(f"{node.module}.{n.name}" for n in node.names))]
+    assert "prefrl.rollout.episodes.driver" in found
+    assert "prefrl.rollout.gateway.server" not in found
 
 
 def _imported_packages(every: list[ast.AST]) -> set[str]:

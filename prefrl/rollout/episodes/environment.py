@@ -15,7 +15,7 @@ from typing import Any
 
 from prefrl.data.formats import Message
 from prefrl.data.tools import Schema, tool_schemas
-from prefrl.errors import ConfigError, reason_of
+from prefrl.errors import ConfigError, reason_of, require
 from prefrl.rollout.episodes.threads import MainThread, Worker, reported
 
 # The prompt of a dataset without prompts, which `reset` fills.
@@ -161,9 +161,12 @@ def with_agents(factory: Any, agent: Any) -> Any:
 
     Raises:
         ConfigError: There are both, and not by the column.
+        MissingPackageError: There is no server for agents.
     """
     if agent is None:
         return factory
+    require("starlette", extra="agents", feature="agent")
+    require("uvicorn", extra="agents", feature="agent")
     if not isinstance(agent, Mapping):
         if factory is not None:
             raise ConfigError(

@@ -17,33 +17,40 @@ from prefrl.rollout.gateway.formats import (
     arguments_of,
     call_message,
     given,
+    kind_of,
     limit_of,
     needed,
+    objects,
+    of_calls,
+    openai_error,
     schema,
     stops_of,
     text_of,
     tool_message,
 )
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
+    *("reasoning_effort", "verbosity"),
+)
 _REFUSED = ("functions", "function_call", "audio", "prediction", "web_search_options")
 
 
 def _read(body: Body) -> Asked:
     _check(body)
     messages: list[Message] = []
-    for number, message in enumerate(needed(body.get("messages"), list, "messages")):
-        messages.append(_message(message, messages, f"messages[{number}]"))
+    for where, message in objects(body.get("messages"), "messages"):
+        messages.append(_message(message, messages, where))
     tools = []
-    for number, tool in enumerate(body.get("tools") or ()):
-        function = needed(tool.get("function"), dict, f"tools[{number}].function")
-        tools.append(schema(function.get("name"), function.get("description"), function.get("parameters")))
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    for where, tool in objects(body.get("tools") or [], "tools"):
+        own = needed(tool.get("function"), dict, f"{where}.function")
+        tools.append(schema(own.get("name"), own.get("description"), own.get("parameters"), f"{where}.function"))
+    limit = body.get("max_completion_tokens")
+    limit = body.get("max_tokens") if limit is None else limit
     sampling = given(body, _SAMPLING)
     if body.get("tool_choice") == "none":
         tools = []
-    elif body.get("tool_choice") not in (None, "auto"):
-        sampling["tool_choice"] = body["tool_choice"]
+    sampling |= of_calls(body)
     return Asked(messages, tools, limit_of(limit, "max_tokens"), stops_of(body.get("stop"), "stop"), sampling)
 
 
@@ -53,15 +60,15 @@ def _check(body: Body) -> None:
     for name in _REFUSED:
         if body.get(name):
             raise RequestError(f"{name} is not supported: use messages and tools")
-    kind = (body.get("response_format") or {}).get("type", "text")
+    kind = kind_of(body.get("response_format"), "response_format", "text")
     if kind != "text":
         raise RequestError(f"response_format.type={kind!r}: must be 'text', because answers are sampled freely")
     if body.get("logprobs") or body.get("top_logprobs"):
         raise RequestError("logprobs are not returned: leave logprobs and top_logprobs out")
 
 
-def _message(message: Any, earlier: list[Message], where: str) -> Message:
-    role = needed(message, dict, where).get("role")
+def _message(message: dict[str, Any], earlier: list[Message], where: str) -> Message:
+    role = message.get("role")
     content = text_of(message.get("content"), f"{where}.content")
     if role == "tool":
         return tool_message(message.get("tool_call_id"), content, earlier)
@@ -70,18 +77,17 @@ def _message(message: Any, earlier: list[Message], where: str) -> Message:
         raise RequestError(f"{where}.role={role!r}: must be system, developer, user, assistant or tool")
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
     if reasoning is not None:
-        found["reasoning_content"] = reasoning
+        found["reasoning_content"] = needed(reasoning, str, f"{where}.reasoning_content")
     if message.get("tool_calls"):
-        found["tool_calls"] = [
-            _call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(message["tool_calls"])
-        ]
+        calls = objects(message["tool_calls"], f"{where}.tool_calls")
+        found["tool_calls"] = [_call(call, place) for place, call in calls]
     return found
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = needed(needed(call, dict, where).get("function"), dict, f"{where}.function")
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = needed(call.get("function"), dict, f"{where}.function")
     arguments = arguments_of(function.get("arguments"), f"{where}.function.arguments")
-    return call_message(call.get("id"), function.get("name"), arguments)
+    return call_message(call.get("id"), function.get("name"), arguments, f"{where}.function")
 
 
 def _write(reply: Reply, body: Body) -> dict[str, Any]:
@@ -96,7 +102,8 @@ def _events(reply: Reply, body: Body) -> Iterator[Event]:
         delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
     yield None, {**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
     yield None, {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(reply)}]}
-    if (body.get("stream_options") or {}).get("include_usage"):
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
         yield None, {**chunk, "choices": [], "usage": _usage(reply)}
     yield None, "[DONE]"
 
@@ -127,9 +134,4 @@ def _usage(reply: Reply) -> dict[str, int]:
     return {"prompt_tokens": reply.num_sent, "completion_tokens": reply.num_sampled, "total_tokens": total}
 
 
-def _error(error: RequestError) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
-
-
-CHAT = WireFormat(_read, _write, _events, _error)
+CHAT = WireFormat(_read, _write, _events, openai_error)

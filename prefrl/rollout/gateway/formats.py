@@ -119,9 +119,14 @@ def arguments_of(text: Any, where: str) -> dict[str, Any]:
     return arguments
 
 
-def call_message(call_id: Any, name: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call inside a message."""
-    return {"type": "function", "id": str(call_id), "function": {"name": str(name), "arguments": dict(arguments)}}
+def call_message(call_id: Any, name: Any, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A tool call inside a message.
+
+    Raises:
+        RequestError: It names no tool.
+    """
+    function = {"name": needed(name, str, f"{where}.name"), "arguments": dict(arguments)}
+    return {"type": "function", "id": str(call_id), "function": function}
 
 
 def tool_message(call_id: Any, content: str, earlier: Sequence[Message]) -> Message:
@@ -132,13 +137,36 @@ def tool_message(call_id: Any, content: str, earlier: Sequence[Message]) -> Mess
     return {**message, "content": content, "tool_call_id": str(call_id)}
 
 
-def schema(name: Any, description: Any, parameters: Any) -> Schema:
-    """A tool as chat templates read it."""
-    function: dict[str, Any] = {"name": str(name)}
+def schema(name: Any, description: Any, parameters: Any, where: str) -> Schema:
+    """A tool as chat templates read it.
+
+    Raises:
+        RequestError: It has no name, or its parameters are no JSON schema.
+    """
+    function: dict[str, Any] = {"name": needed(name, str, f"{where}.name")}
     if description is not None:
         function["description"] = str(description)
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    function["parameters"] = needed(parameters or {"type": "object", "properties": {}}, dict, f"{where}.parameters")
     return {"type": "function", "function": function}
+
+
+def objects(values: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects in an array, each with the name of its place.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    for number, value in enumerate(needed(values, list, where)):
+        yield f"{where}[{number}]", needed(value, dict, f"{where}[{number}]")
+
+
+def kind_of(value: Any, where: str, default: str) -> Any:
+    """The type of an object that may be left out.
+
+    Raises:
+        RequestError: It is no object.
+    """
+    return default if value is None else needed(value, dict, where).get("type", default)
 
 
 def needed(value: Any, kind: type, where: str) -> Any:
@@ -150,6 +178,12 @@ def needed(value: Any, kind: type, where: str) -> Any:
     if not isinstance(value, kind):
         raise RequestError(f"{where}={value!r:.200}: must be a JSON {_JSON_NAMES[kind]}")
     return value
+
+
+def openai_error(error: RequestError) -> dict[str, Any]:
+    """An error as OpenAI's APIs tell it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
 _JSON_NAMES = {list: "array", dict: "object", str: "string", int: "number"}
@@ -183,3 +217,9 @@ def stops_of(value: Any, where: str) -> tuple[str, ...]:
 def given(body: Body, names: Sequence[str]) -> dict[str, Any]:
     """The options of these names that a request sets."""
     return {name: body[name] for name in names if body.get(name) is not None}
+
+
+def of_calls(body: Body) -> dict[str, Any]:
+    """The options of a request to an API of OpenAI that would change which calls are sampled."""
+    options = {"tool_choice": (None, "auto", "none"), "parallel_tool_calls": (None, True)}
+    return {name: body[name] for name, same in options.items() if body.get(name) not in same}

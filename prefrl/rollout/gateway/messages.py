@@ -17,8 +17,10 @@ from prefrl.rollout.gateway.formats import (
     WireFormat,
     call_message,
     given,
+    kind_of,
     limit_of,
     needed,
+    objects,
     schema,
     stops_of,
     text_of,
@@ -32,15 +34,15 @@ def _read(body: Body) -> Asked:
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": text_of(body["system"], "system")})
-    for number, message in enumerate(needed(body.get("messages"), list, "messages")):
-        messages += _messages(message, messages, f"messages[{number}]")
+    for where, message in objects(body.get("messages"), "messages"):
+        messages += _messages(message, messages, where)
     tools = []
-    for number, tool in enumerate(body.get("tools") or ()):
-        if needed(tool, dict, f"tools[{number}]").get("type", "custom") != "custom":
-            raise RequestError(f"tools[{number}].type={tool['type']!r}: only tools that the client runs can be called")
-        tools.append(schema(tool.get("name"), tool.get("description"), tool.get("input_schema")))
+    for where, tool in objects(body.get("tools") or [], "tools"):
+        if tool.get("type", "custom") not in ("custom", None):
+            raise RequestError(f"{where}.type={tool['type']!r:.200}: only tools that the client runs can be called")
+        tools.append(schema(tool.get("name"), tool.get("description"), tool.get("input_schema"), where))
     sampling = given(body, _SAMPLING)
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    choice = kind_of(body.get("tool_choice"), "tool_choice", "auto")
     if choice == "none":
         tools = []
     elif choice != "auto":
@@ -49,14 +51,13 @@ def _read(body: Body) -> Asked:
     return Asked(messages, tools, limit_of(body.get("max_tokens"), "max_tokens"), stop, sampling)
 
 
-def _messages(message: Any, earlier: list[Message], where: str) -> list[Message]:
+def _messages(message: dict[str, Any], earlier: list[Message], where: str) -> list[Message]:
     """The messages of one: results of tools stand in those of the user."""
-    role, content = needed(message, dict, where).get("role"), message.get("content")
+    role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role={role!r}: must be user or assistant")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    for number, part in enumerate(needed(parts, list, f"{where}.content")):
-        needed(part, dict, f"{where}.content[{number}]")
+    parts = [part for _, part in objects(parts, f"{where}.content")]
     found = [
         tool_message(part.get("tool_use_id"), text_of(part.get("content"), f"{where}.content"), earlier)
         for part in parts
@@ -69,7 +70,7 @@ def _messages(message: Any, earlier: list[Message], where: str) -> list[Message]
     own: Message = {"role": role, "content": text_of(said, f"{where}.content")}
     thoughts = "".join(str(part.get("thinking", "")) for part in rest if part.get("type") == "thinking")
     calls = [
-        call_message(part.get("id"), part.get("name"), needed(part.get("input"), dict, f"{where}.content.input"))
+        call_message(part.get("id"), part.get("name"), needed(part.get("input"), dict, f"{where}.input"), where)
         for part in rest
         if part.get("type") == "tool_use"
     ]

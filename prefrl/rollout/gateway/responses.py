@@ -18,14 +18,18 @@ from prefrl.rollout.gateway.formats import (
     arguments_of,
     call_message,
     given,
+    kind_of,
     limit_of,
     needed,
+    objects,
+    of_calls,
+    openai_error,
     schema,
     text_of,
     tool_message,
 )
 
-_SAMPLING = ("temperature", "top_p")
+_SAMPLING = ("temperature", "top_p", "reasoning")
 _REFUSED = ("previous_response_id", "conversation", "prompt", "background")
 
 
@@ -37,18 +41,17 @@ def _read(body: Body) -> Asked:
     items = body.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    for number, item in enumerate(needed(items, list, "input")):
-        _add(needed(item, dict, f"input[{number}]"), messages, f"input[{number}]")
+    for where, item in objects(items, "input"):
+        _add(item, messages, where)
     tools = []
-    for number, tool in enumerate(body.get("tools") or ()):
-        if needed(tool, dict, f"tools[{number}]").get("type") != "function":
-            raise RequestError(f"tools[{number}].type={tool.get('type')!r}: must be 'function'")
-        tools.append(schema(tool.get("name"), tool.get("description"), tool.get("parameters")))
+    for where, tool in objects(body.get("tools") or [], "tools"):
+        if tool.get("type") != "function":
+            raise RequestError(f"{where}.type={tool.get('type')!r:.200}: must be 'function'")
+        tools.append(schema(tool.get("name"), tool.get("description"), tool.get("parameters"), where))
     sampling = given(body, _SAMPLING)
     if body.get("tool_choice") == "none":
         tools = []
-    elif body.get("tool_choice") not in (None, "auto"):
-        sampling["tool_choice"] = body["tool_choice"]
+    sampling |= of_calls(body)
     return Asked(messages, tools, limit_of(body.get("max_output_tokens"), "max_output_tokens"), (), sampling)
 
 
@@ -56,7 +59,7 @@ def _check(body: Body) -> None:
     for name in _REFUSED:
         if body.get(name):
             raise RequestError(f"{name} is not supported: send the whole conversation as input")
-    kind = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+    kind = kind_of(needed(body.get("text") or {}, dict, "text").get("format"), "text.format", "text")
     if kind != "text":
         raise RequestError(f"text.format.type={kind!r}: must be 'text', because answers are sampled freely")
 
@@ -80,7 +83,7 @@ def _add(item: dict[str, Any], messages: list[Message], where: str) -> None:
     elif kind == "function_call":
         arguments = arguments_of(item.get("arguments"), f"{where}.arguments")
         _turn(messages).setdefault("tool_calls", []).append(
-            call_message(item.get("call_id"), item.get("name"), arguments)
+            call_message(item.get("call_id"), item.get("name"), arguments, where)
         )
     elif kind == "function_call_output":
         messages.append(tool_message(item.get("call_id"), text_of(item.get("output"), f"{where}.output"), messages))
@@ -127,20 +130,30 @@ def _events(reply: Reply, body: Body) -> Iterator[Event]:
     yield event("response.created", response=begun)
     for index, item in enumerate(whole["output"]):
         place = {"item_id": item["id"], "output_index": index}
-        yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
+        yield event("response.output_item.added", output_index=index, item=_begun(item))
         if item["type"] == "message":
             (part,) = item["content"]
             yield event("response.content_part.added", **place, content_index=0, part={**part, "text": ""})
             yield event("response.output_text.delta", **place, content_index=0, delta=part["text"], logprobs=[])
             yield event("response.output_text.done", **place, content_index=0, text=part["text"], logprobs=[])
             yield event("response.content_part.done", **place, content_index=0, part=part)
-        elif item["type"] == "function_call":
+        elif item["type"] == "reasoning":
+            (thought,) = item["content"]
+            yield event("response.reasoning_text.delta", **place, content_index=0, delta=thought["text"])
+            yield event("response.reasoning_text.done", **place, content_index=0, text=thought["text"])
+        else:
             yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
             yield event(
                 "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
             )
         yield event("response.output_item.done", output_index=index, item=item)
     yield event(f"response.{whole['status']}", response=whole)
+
+
+def _begun(item: dict[str, Any]) -> dict[str, Any]:
+    """An item before its content."""
+    own: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    return {**item, **own, "status": "in_progress"}
 
 
 def _output(reply: Reply) -> list[dict[str, Any]]:
@@ -170,16 +183,11 @@ def _output(reply: Reply) -> list[dict[str, Any]]:
 def _usage(reply: Reply) -> dict[str, Any]:
     return {
         "input_tokens": reply.num_sent,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": reply.num_sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": reply.num_sent + reply.num_sampled,
     }
 
 
-def _error(error: RequestError) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
-
-
-RESPONSES = WireFormat(_read, _write, _events, _error)
+RESPONSES = WireFormat(_read, _write, _events, openai_error)

@@ -189,6 +189,11 @@ class Session:
             rewards[turn] += reward
         return rewards
 
+    @property
+    def num_open(self) -> int:
+        """Answers that are being sampled."""
+        return len(self._open)
+
     async def answer(self, asked: Asked, *, is_retry: bool = False) -> Reply:
         """The answer to a request.
 
@@ -287,10 +292,10 @@ class Session:
         longest = 0
         for one in self._nodes:
             common = common_prefix_length(asked.messages, one.seen)
-            if common >= max(one.root, longest):
+            if common >= one.root and common > longest:  # of equal ones, the first: others went on from it
                 parent, longest = one, common
             num_answers = sum(answer.message in asked.messages for answer in one.answers) if one.tools == tools else 0
-            if num_answers and (common, num_answers) >= best:
+            if num_answers and (common, num_answers) > best:
                 node, best = one, (common, num_answers)
         return _Request(asked, tools, node, parent, template, reader)
 

@@ -271,18 +271,8 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
         self.eval_reward_funcs = reward_entries(self.eval_reward_funcs, "eval_reward_funcs")
-        if not self.reward_funcs and self.reward_model_name_or_path is None and self.needs_reward:
-            raise ConfigError(
-                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-                "module:function, or set reward_model_name_or_path, or an environment or an agent that has rewards."
-            )
 
     @property
     def needs_dataset(self) -> bool:
         """See `CommandArguments`."""
         return not self.has_one_kind
-
-    @property
-    def needs_reward(self) -> bool:
-        """Whether nothing else gives rewards."""
-        return not self.has_rewards

@@ -28,7 +28,7 @@ _OF_ENVIRONMENTS = ("reset", "respond", "edit", "get_reward", "close")
 
 @dataclass
 class EpisodeArguments:
-    """Environments, agents and tools, for the online algorithms. See docs/environments.md."""
+    """Environments, agents and tools, for the online algorithms. See docs/environments.md and docs/agents.md."""
 
     environment: dict[str, Any] | str | None = opt(
         None,
@@ -45,7 +45,7 @@ class EpisodeArguments:
         "the address of the model in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. "
         "episode_timeout ends it, with all that it has started. For several agents, give a mapping from the values of "
         "the dataset's column environment to such names, on the command line as JSON. A program in a sandbox is a "
-        "mapping with the key command, and keys such as files and tests, see docs/environments.md.",
+        "mapping with the key command, and keys such as files and tests, see docs/agents.md.",
     )
     tools: list[str] | None = opt(
         None,

@@ -35,7 +35,7 @@ from prefrl.options.names import about_evaluations, nearest
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.named import named_rewards
 from prefrl.rewards.runner import RewardRunner, reward_fingerprint
-from prefrl.rollout.collect import CompletionSampler, RolloutSampler
+from prefrl.rollout.collect import Collector, CompletionSampler, RolloutSampler
 from prefrl.rollout.episodes.command import CommandAgent
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Seats, environment_kinds
@@ -306,6 +306,7 @@ def reward_runner(
         on_error=args.on_reward_error,
         processing_classes=processors,
         environments=environments,
+        needed=args.needs_rewards,
         device=args.device,
         model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
         model_kwargs=asdict(args.reward_model_params) if args.reward_model_kwargs else None,
@@ -330,6 +331,23 @@ def evaluation_rewards(
             "training. Give eval_reward_funcs, or remove it."
         )
     return None
+
+
+def collector_of(
+    args: PolicyGradientConfig,
+    sampler: RolloutSampler,
+    state: Callable[[], object],
+    clock: Callable[[], float],
+    rewards: RewardRunner,
+) -> Collector:
+    """See `Collector`; `state` is asked each time, because HuggingFace makes a new one for each training.
+
+    Ranks may share the weights of reward models, so that they run equally many passes.
+    """
+    if not rewards.models:
+        return Collector(rewards, sampler, state, clock)
+    company = partial(distributed.in_company, device=args.device)
+    return Collector(rewards, sampler, state, clock, lambda: company(rewards.passes))
 
 
 def make_generator(

@@ -653,3 +653,18 @@ def test_functions_may_ask_for_the_environments() -> None:
     with pytest.raises(ConfigError, match="reward 'score_of' needs 'environments', which is not a column"):
         RewardRunner(score_of, columns=["a"])
     RewardRunner(score_of, columns=["environments"])  # a column like any other where there are none
+
+
+def test_functions_may_ask_for_the_results_of_agents() -> None:
+    def solve(row: Any, client: Any) -> str:
+        return "text"
+
+    def score_of(result: list[str | None], **columns: Any) -> list[float]:
+        return [len(one or "") for one in result]
+
+    episodes = [Episode("solve", "stop", [0.0], result="text"), Episode("World", "stop", [0.0], reward=1.0)]
+    runner = RewardRunner(score_of, environments={"solve": solve, "World": World}, columns=["a"])
+    scores = runner.score(["p"] * 2, TEXTS[:2], [[1]] * 2, {}, episodes=episodes)
+    assert scores.by_name == {"score_of": [4.0, 0.0], "solve": [None, None], "World": [None, 1.0]}
+    with pytest.raises(ConfigError, match="reward 'score_of' needs 'result', which is not a column"):
+        RewardRunner(score_of, environments={"World": World}, columns=["a"])

@@ -24,7 +24,7 @@ from prefrl.rollout.curriculum import (
     signal_values,
 )
 from prefrl.rollout.selection import random_generator
-from prefrl.types import Completion, Rollout, Turn
+from prefrl.types import Completion, Episode, Rollout, Turn
 
 NAN = math.nan
 
@@ -306,6 +306,15 @@ def test_replaced_groups_bring_their_columns_along() -> None:
     assert both.logged_metrics == {"m": 3.0}
     assert both.logged_columns == {"note": ["a", "B", "c"]}
     assert both.reward_s == 1.5
+
+
+def test_tokens_of_replaced_episodes_are_dropped() -> None:
+    rollouts = [rollout(group, 1.0) for group in (0, 1, 1, 1)]
+    for one, count in zip(rollouts, (5, 7, 11, 13), strict=True):
+        one.episode = Episode("World", "stop", [0.0], num_sampled=count, num_dropped=1)
+    both = replace_groups(Collected(rollouts[:3]), Collected(rollouts[3:]))
+    told = [(one.episode.num_sampled, one.episode.num_dropped) for one in both.rollouts if one.episode]
+    assert told == [(5, 1), (13 + 7 + 11, 1 + 7 + 11)]
 
 
 def test_columns_stay_with_their_rollouts() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
 import pytest
 
-from prefrl import ConfigError, Environment
-from prefrl.rollout.episodes.environment import environment_kinds
+from prefrl import ConfigError, Environment, MissingPackageError
+from prefrl.rollout.episodes.environment import environment_kinds, with_agents
 
 
 def add(a: int, b: int) -> int:
@@ -178,3 +179,11 @@ class NeedsPort(Plain):
 def test_errors_say_what_to_do(tools: Any, factory: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         environment_kinds(tools, factory)
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+def test_agents_need_a_server(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_agents(Plain, None) is Plain
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=rf"agent needs {package}: pip install 'prefrl\[agents\]'"):
+        with_agents(None, add)

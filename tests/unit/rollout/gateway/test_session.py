@@ -116,7 +116,7 @@ def test_a_branch_and_a_compaction_begin_no_conversation_anew_that_they_do_not_b
         lengths[0] + 100,
         lengths[3] + 100,
     ]
-    assert world.session.parents == [-1, 0, 1, -1]
+    assert world.session.parents == [-1, 0, 0, -1]
 
 
 def test_what_a_turn_said_is_told_with_what_followed_it() -> None:
@@ -129,6 +129,7 @@ def test_what_a_turn_said_is_told_with_what_followed_it() -> None:
         await world.ask([ASK, *then(first, other)])
 
     run(work)
+    assert world.session.parents == [-1, 0, 0], "a branch goes on from the turn where it leaves"
     said = [[message["content"] for message in messages] for messages in world.session.said]
     assert said == [["one", "hi"], ["two"], ["other", "three"]]
 
@@ -176,6 +177,27 @@ def test_a_client_that_hung_up_and_asks_again_without_saying_so_gets_the_answer_
         assert (await world.ask([ASK])).message["content"] == "one"
         assert (await world.ask([ASK])).message["content"] == "two"
         assert len(world.session.turns) == 2
+
+    asyncio.run(work())
+
+
+def test_an_answer_that_a_retry_got_is_not_given_away_again() -> None:
+    async def work() -> None:
+        gate = asyncio.Event()
+
+        async def slow() -> str:
+            await gate.wait()
+            return "one"
+
+        world = World(slow, "two")
+        first = asyncio.ensure_future(world.ask([ASK]))
+        again = asyncio.ensure_future(world.ask([ASK], is_retry=True))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        gate.set()
+        assert (await again).message["content"] == "one"
+        assert (await world.ask([ASK])).message["content"] == "two"
 
     asyncio.run(work())
 
