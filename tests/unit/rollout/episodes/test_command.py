@@ -167,9 +167,9 @@ print(__import__("json").dumps(seen))
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
 def test_an_agent_in_a_sandbox_has_its_folder_and_the_gateway(gateway: Client, isolation: Any) -> None:
-    agent = CommandAgent(f"{PYTHON} agent.py /etc/passwd {{port}}", files="files", isolation=isolation)
+    agent = CommandAgent(f"{PYTHON} agent.py {{path}} {{port}}", files="files", isolation=isolation)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Gateway) as other:
-        row = {"port": other.server_address[1], "files": {"agent.py": _AGENT, "a.txt": "A"}}
+        row = {"path": "/etc/passwd", "port": other.server_address[1], "files": {"agent.py": _AGENT, "a.txt": "A"}}
         seen = json.loads(ran(agent, row, gateway))
     is_open = isolation == "process"
     assert seen == {"files": ["a.txt", "agent.py"], "home": is_open, "answer": "an answer", "other": is_open}
