@@ -273,6 +273,12 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         self.eval_reward_funcs = reward_entries(self.eval_reward_funcs, "eval_reward_funcs")
 
     @property
+    def has_episodes(self) -> bool:
+        """Whether the model acts, instead of completing a prompt."""
+        return bool(self.environment or self.agent or self.tools)
+
+    @property
     def needs_dataset(self) -> bool:
         """See `CommandArguments`."""
-        return not self.has_one_kind
+        # Of several environments and agents, the dataset has the name of each row's.
+        return not (self.environment or self.agent) or not self.has_one_kind

@@ -37,6 +37,12 @@ class EpisodeArguments:
         "environments, give a mapping from the values of the dataset's column environment to such names, on the "
         "command line as JSON.",
     )
+    tools: list[str] | None = opt(
+        None,
+        "Tools that the model may call, such as my_tools.py:search or module.search. Each is a function with type "
+        "hints and a docstring, or a class, whose public methods are tools. A class is instantiated once for each "
+        "process.",
+    )
     agent: dict[str, Any] | str | None = opt(
         None,
         "Agent that asks the model over a chat API, as the clients of OpenAI and Anthropic do. It is a function of a "
@@ -46,12 +52,6 @@ class EpisodeArguments:
         "episode_timeout ends it, with all that it has started. For several agents, give a mapping from the values of "
         "the dataset's column environment to such names, on the command line as JSON. A program in a sandbox is a "
         "mapping with the key command, and keys such as files and tests, see docs/agents.md.",
-    )
-    tools: list[str] | None = opt(
-        None,
-        "Tools that the model may call, such as my_tools.py:search or module.search. Each is a function with type "
-        "hints and a docstring, or a class, whose public methods are tools. A class is instantiated once for each "
-        "process.",
     )
 
     def check_names(self) -> None:
@@ -89,15 +89,9 @@ class EpisodeArguments:
         return {} if given is None else {None: _agent(given, "agent")}
 
     @property
-    def has_episodes(self) -> bool:
-        """Whether the model acts, instead of completing a prompt."""
-        return bool(self.environment or self.agent or self.tools)
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether environments or agents may give rewards."""
-        agents = self._agents().values()
-        return bool(self.environment) or any(isinstance(one, CodeName) or one.has_reward for one in agents)
+    def agents_have_rewards(self) -> bool:
+        """Whether an agent may give rewards: a function, or a command with tests."""
+        return any(isinstance(one, CodeName) or one.has_reward for one in self._agents().values())
 
     @property
     def has_one_kind(self) -> bool:
