@@ -201,8 +201,16 @@ def test_example_scripts_train(script: str, data: str, workspace: Path, model_fo
     assert (workspace / "out/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("script", ["grpo_calculator.py", "grpo_guessing_game.py"])
-@pytest.mark.parametrize("is_tiny", [True, False])
+@pytest.mark.parametrize(
+    ("script", "is_tiny"),
+    [
+        ("grpo_calculator.py", True),
+        ("grpo_calculator.py", False),
+        ("grpo_guessing_game.py", True),
+        ("grpo_guessing_game.py", False),
+        ("grpo_coding_agent.py", True),
+    ],
+)
 def test_examples_of_episodes_train(
     script: str, is_tiny: bool, workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
