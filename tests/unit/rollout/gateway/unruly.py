@@ -126,8 +126,19 @@ async def call_after_the_end(row: Any, client: Any) -> float:
     return 1.0
 
 
+async def outlast(row: Any, client: Any) -> float:
+    """It behaves, and ends after those who call after their end, so that the gateway is still there."""
+    async with Web(client) as web:
+        await web.say([ASK])
+    while len(LATE) < row["num_late"]:
+        await asyncio.sleep(0.01)
+    await asyncio.wait(LATE)
+    return 1.0
+
+
 UNRULY = {
-    agent.__name__: agent for agent in (talk, never_call, exit_1, send_100_mb, flood, fork_20, call_after_the_end)
+    agent.__name__: agent
+    for agent in (talk, never_call, exit_1, send_100_mb, flood, fork_20, call_after_the_end, outlast)
 }
 
 
