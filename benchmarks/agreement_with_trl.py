@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefrl.registry import REGISTRY
-from tests.golden.cases import AGREEMENT_CASES, AgreementCase, Inputs, inputs_of, prefrl_values
+from tests.golden.cases import AGREEMENT_CASES, AgreementCase, Inputs, inputs_of, model_beside, prefrl_values
 from tests.golden.trl_script import SCRIPT, values_of
 
 TOLERANCE = 1e-4
@@ -30,15 +30,15 @@ def trl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str, f
     """The loss, gradient norm and metrics of TRL's first step, from those inputs or the case's own."""
     import trl
 
-    if case.trainer in ("orpo", "cpo"):
+    if case.peer or case.trainer in ("orpo", "cpo"):
         from importlib import import_module
 
-        module: Any = import_module(f"trl.experimental.{case.trainer}")
+        module: Any = import_module(f"trl.experimental.{(case.peer or case.trainer).lower()}")
     else:
         module = trl
-    config_name, trainer_name = (REGISTRY[case.trainer].config, REGISTRY[case.trainer].trainer)
-    config_class = getattr(module, config_name.partition(":")[2])
-    trainer_class = getattr(module, trainer_name.partition(":")[2])
+    row = REGISTRY[case.trainer]
+    title = case.peer or row.config.partition(":")[2].removesuffix("Config")
+    config_class, trainer_class = (getattr(module, f"{title}{kind}") for kind in ("Config", "Trainer"))
     inputs = inputs or inputs_of(case)
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(
@@ -57,7 +57,7 @@ def trl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str, f
             gradient_checkpointing=False,
             **case.trl_options,
         )
-        extra = {"ref_model": inputs.reference} if inputs.reference is not None else {}
+        extra = model_beside(case, inputs)
         trainer = trainer_class(
             inputs.model, args=args, train_dataset=inputs.rows, processing_class=inputs.tokenizer, **extra
         )

@@ -15,18 +15,22 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from prefrl.registry import REGISTRY
 from prefrl.run.folder import read_metrics
 
-__all__ = ["curve", "draw", "main", "train"]
+__all__ = ["curve", "curves", "draw", "main", "train"]
+
+Point = tuple[float, float]  # step and value
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
 _WIDTH, _HEIGHT = 560, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 24, 34  # margins
 _POINTS = 200  # of a curve at most; each is a mean of neighbors
+_COLORS = ("#3b82f6", "#f59e0b")
 
 
 # The metric that is drawn, and options that differ from those of all.
@@ -41,8 +45,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **dict.fromkeys(("grpo", "rloo", "reinforce_plus_plus"), ("reward", {"num_generations": 8})),
     "ppo": ("reward", {"critic_learning_rate": 1e-3}),
     "online_dpo": ("reward", {}),
+    "distillation": ("divergence", {}),
 }
-ON_PROMPTS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+ON_PROMPTS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo", "distillation")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(name: str, folder: Path, **options: Any) -> None:
-    """Train the model of examples/first_run.py on sums, with any trainer."""
+    """Train the model of examples/first_run.py on sums, with any trainer; it teaches a model with random weights."""
     from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from prefrl.rewards import numeric_reward
 
@@ -79,9 +85,13 @@ def train(name: str, folder: Path, **options: Any) -> None:
         **({"max_completion_length": 4, "temperature": 1.0} if name in ON_PROMPTS else {}),
         **options,
     )
-    rewards: dict[str, Any] = {"reward_funcs": numeric_reward} if name in ON_PROMPTS else {}
-    data = Dataset.from_list([*_rows(name)])
-    REGISTRY[name].load_trainer()(str(folder / "model"), args=config, train_dataset=data, **rewards).train()
+    more: dict[str, Any] = {"reward_funcs": numeric_reward} if name in ON_PROMPTS else {}
+    data, model = Dataset.from_list([*_rows(name)]), str(folder / "model")
+    student: Any = model
+    if name == "distillation":
+        student = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        more |= {"teacher_model": model, "processing_class": AutoTokenizer.from_pretrained(model)}
+    REGISTRY[name].load_trainer()(student, args=config, train_dataset=data, **more).train()
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
@@ -107,21 +117,29 @@ def draw(run: Path, metric: str, figure: Path) -> None:
     figure.write_text(curve(found, metric), encoding="utf-8")
 
 
-def curve(points: Sequence[tuple[float, float]], title: str) -> str:
+def curve(points: Sequence[Point], title: str) -> str:
     """An SVG of values by step.
 
     Args:
         points: Step and value, in the order of the steps.
         title: Written above the curve.
     """
-    size = math.ceil(len(points) / _POINTS)
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    steps = [sum(step for step, _ in part) / len(part) for part in parts]
-    values = [sum(value for _, value in part) / len(part) for part in parts]
+    return curves([("", points)], title)
+
+
+def curves(lines: Sequence[tuple[str, Sequence[Point]]], title: str) -> str:
+    """An SVG of several runs. Runs of the same name have the same color.
+
+    Args:
+        lines: The name of each run, and its steps and values.
+        title: Written above the curves, before the names.
+    """
+    means = [_means(points) for _, points in lines]
+    values = [value for points in means for _, value in points]
     low, high = min(0.0, *values), max(values)
     unit = _unit(high - low)
     low, high = math.floor(low / unit) * unit, math.ceil(high / unit) * unit
-    last = points[-1][0]
+    last = max(points[-1][0] for _, points in lines)
 
     def x(step: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last
@@ -129,25 +147,38 @@ def curve(points: Sequence[tuple[float, float]], title: str) -> str:
     def y(value: float) -> float:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - value) / (high - low)
 
-    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, values, strict=True))
     marks = [low + i * unit for i in range(round((high - low) / unit) + 1)]
     grid = [f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}"/>' for mark in marks]
-    names = [f'<text x="{_LEFT - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:.4g}</text>' for mark in marks]
-    names += [
+    numbers = [f'<text x="{_LEFT - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:.4g}</text>' for mark in marks]
+    numbers += [
         f'<text x="{x(step):.1f}" y="{_HEIGHT - 14}" text-anchor="{anchor}">{text}</text>'
         for step, anchor, text in ((0, "middle", "0"), (last, "end", f"step {last:g}"))
+    ]
+    colors = dict(zip(dict.fromkeys(name for name, _ in lines), _COLORS, strict=False))
+    legend = "".join(f'<tspan fill="{color}" dx="14">{escape(name)}</tspan>' for name, color in colors.items() if name)
+    drawn = [
+        f'<polyline points="{" ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)}" fill="none" '
+        f'stroke="{colors[name]}" stroke-width="2" stroke-linejoin="round"/>'
+        for (name, _), points in zip(lines, means, strict=True)
     ]
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
             f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="#7f8793">',
-            f'<text x="{_LEFT}" y="15" font-weight="bold">{escape(title)}</text>',
+            f'<text x="{_LEFT}" y="15" font-weight="bold">{escape(title)}{legend}</text>',
             f'<g stroke="#7f8793" stroke-opacity="0.3">{"".join(grid)}</g>',
-            *names,
-            f'<polyline points="{line}" fill="none" stroke="#3b82f6" stroke-width="2" stroke-linejoin="round"/>',
+            *numbers,
+            *drawn,
             "</svg>\n",
         ]
     )
+
+
+def _means(points: Sequence[Point]) -> list[Point]:
+    """At most `_POINTS` means of neighbors."""
+    size = math.ceil(len(points) / _POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
 
 
 def _unit(span: float) -> float:

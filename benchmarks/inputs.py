@@ -47,6 +47,7 @@ TEMPLATE = (
     "{% for message in messages %}{% for block in message['content'] %}"
     "{{ '<image> ' if block['type'] == 'image' else block['text'] }}{% endfor %}{% endfor %}"
 )
+CHAT = "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
 
 
 def build_model(sizes: ModelSizes, *, seed: int, is_classifier: bool = False, device: str = "cpu") -> PreTrainedModel:
@@ -131,10 +132,12 @@ def _tokenizer(vocabulary: dict[str, int], **options: Any) -> PreTrainedTokenize
 
 
 def build_processor(workload: Workload) -> Any:
-    """The tokenizer of a workload of GRPO, or the processor if its prompts have images."""
+    """The tokenizer of a workload with completions, or the processor if its prompts have images."""
     size = workload.model.vocab_size
     if not workload.image_side:
-        return build_tokenizer(size)
+        tokenizer = build_tokenizer(size)
+        tokenizer.chat_template = CHAT if workload.task == "gkd" else None
+        return tokenizer
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil  # needs pillow
 
     vocabulary = {"<end>": END, "<pad>": PAD, "<image>": IMAGE, **{f"t{i}": i for i in range(IMAGE + 1, size)}}
@@ -173,6 +176,11 @@ def rows_of(workload: Workload) -> Dataset:
 
     if workload.image_side:
         return Dataset.from_list([_row_with_image(workload, prompt) for prompt in prompts_of(workload)])
+    if workload.task == "gkd":
+        rows = [(words(workload.prompt_length), words(length - 1)) for length in workload.lengths]
+        roles = ("user", "assistant")
+        turns = [[{"role": role, "content": text} for role, text in zip(roles, row, strict=True)] for row in rows]
+        return Dataset.from_list([{"prompt": [asked], "completion": [said]} for asked, said in turns])
     if workload.is_online:
         return Dataset.from_list([{"prompt": _words(prompt)} for prompt in prompts_of(workload)])
     if workload.task == "sft":

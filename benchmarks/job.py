@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback
 
-from benchmarks.inputs import POLICY_SEED, REFERENCE_SEED, TokenCounter, build_model, build_tokenizer, rows_of
+from benchmarks.inputs import (
+    POLICY_SEED,
+    REFERENCE_SEED,
+    TokenCounter,
+    build_model,
+    build_processor,
+    build_tokenizer,
+    rows_of,
+)
 from benchmarks.meter import MeterCallback, TurnMeter
 from benchmarks.worker import Outcome
 
 if TYPE_CHECKING:
     from benchmarks.workloads import Workload
 
-__all__ = ["Job", "Setup", "job_of", "offline_arguments"]
+__all__ = ["Job", "Setup", "job_of", "offline_arguments", "taught_arguments"]
 
 # Runs all turns, and returns what the library logged.
 Job = Callable[[], Outcome]
@@ -83,6 +91,17 @@ def offline_arguments(setup: Setup) -> dict[str, Any]:
     if workload.task in ("dpo", "kto"):
         arguments["ref_model"] = build_model(workload.model, seed=REFERENCE_SEED, device=setup.device)
     return arguments
+
+
+def taught_arguments(setup: Setup) -> dict[str, Any]:
+    """The arguments of both libraries' trainers that learn from a teacher."""
+    sizes = setup.workload.model
+    return {
+        "model": build_model(sizes, seed=POLICY_SEED, device=setup.device),
+        "teacher_model": build_model(sizes, seed=REFERENCE_SEED, device=setup.device),
+        "processing_class": build_processor(setup.workload),
+        "callbacks": [setup.callback()],
+    }
 
 
 def job_of(setup: Setup, trainer: Any) -> Job:

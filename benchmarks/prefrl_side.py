@@ -17,7 +17,7 @@ from benchmarks.inputs import (
     prompts_of,
     rows_of,
 )
-from benchmarks.job import Job, Setup, job_of, offline_arguments
+from benchmarks.job import Job, Setup, job_of, offline_arguments, taught_arguments
 from prefrl.generation.base import OnDemand, Pending, SamplingParams, WeightSource
 from prefrl.generation.local import generator as local
 from prefrl.generation.local.decoding import uniform_numbers
@@ -30,6 +30,8 @@ __all__ = ["ScriptedGenerator", "build", "config_of", "force_lengths"]
 
 def build(setup: Setup) -> Job:
     """Prepare everything up to the first step."""
+    if setup.workload.task in ("distillation", "gkd"):
+        return _build_distillation(setup)
     if setup.workload.is_online:
         return _build_grpo(setup)
     trainer = REGISTRY[setup.workload.task].load_trainer()(args=config_of(setup), **offline_arguments(setup))
@@ -47,7 +49,10 @@ def config_of(setup: Setup) -> BaseConfig:
             "temperature": 1.0,
             "top_k": None,
         }
-        return REGISTRY["grpo"].load_config()(**(own | setup.arguments()))
+        if workload.task == "gkd":
+            own |= {"num_generations": 1}
+        name = "distillation" if workload.task in ("distillation", "gkd") else "grpo"
+        return REGISTRY[name].load_config()(**(own | setup.arguments()))
     return REGISTRY[workload.task].load_config()(**setup.arguments(), max_length=None)
 
 
@@ -71,6 +76,19 @@ def _build_grpo(setup: Setup) -> Job:
     if workload.task == "grpo":
         return job_of(setup, trainer)
     return _generation_job(setup, trainer)
+
+
+def _build_distillation(setup: Setup) -> Job:
+    workload = setup.workload
+    trainer = REGISTRY["distillation"].load_trainer()(
+        args=config_of(setup),
+        train_dataset=rows_of(workload),
+        reward_funcs=setup.counter.reward(),  # which only counts tokens
+        **taught_arguments(setup),
+    )
+    if workload.task == "distillation":
+        trainer.generator = ScriptedGenerator(completions_of(workload), workload.prompt_length)
+    return job_of(setup, trainer)
 
 
 def _generation_job(setup: Setup, trainer: Any) -> Job:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import concatenate_datasets
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from benchmarks.inputs import (
@@ -23,7 +24,7 @@ from benchmarks.inputs import (
     prompts_of,
     rows_of,
 )
-from benchmarks.job import Job, Setup, job_of, offline_arguments
+from benchmarks.job import Job, Setup, job_of, offline_arguments, taught_arguments
 from benchmarks.workloads import Workload
 
 __all__ = ["ForcedEnd", "ForcedGenerate", "ScriptedGenerate", "build"]
@@ -32,6 +33,10 @@ __all__ = ["ForcedEnd", "ForcedGenerate", "ScriptedGenerate", "build"]
 def build(setup: Setup) -> Job:
     """Prepare everything up to the first step."""
     own = {"gradient_checkpointing": False, **setup.arguments(), **setup.workload.trl_options}
+    if setup.workload.task == "distillation":
+        return _build_distillation(setup, own)
+    if setup.workload.task == "gkd":
+        return _build_gkd(setup, own)
     if setup.workload.is_online:
         return _build_grpo(setup, own)
     name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "sft": "SFT"}[setup.workload.task]
@@ -72,6 +77,43 @@ def _build_grpo(setup: Setup, own: dict[str, Any]) -> Job:
     if workload.task == "grpo":
         return job_of(setup, trainer)
     return _generation_job(setup, trainer)
+
+
+def _build_distillation(setup: Setup, own: dict[str, Any]) -> Job:
+    from trl import DistillationConfig, DistillationTrainer
+
+    workload = setup.workload
+    rows, scripted = rows_of(workload), ScriptedGenerate(completions_of(workload), workload.prompt_length)
+    trainer = DistillationTrainer(
+        args=DistillationConfig(max_completion_length=max(workload.lengths), **own),
+        train_dataset=concatenate_datasets([rows] * len(workload.lengths)),  # it samples each row once
+        **taught_arguments(setup),
+    )
+
+    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        ids = scripted(input_ids)
+        setup.counter.total += int((ids[:, input_ids.shape[1] :] != PAD).sum())
+        return ids
+
+    trainer.model.generate = generate
+    return job_of(setup, trainer)
+
+
+def _build_gkd(setup: Setup, own: dict[str, Any]) -> Job:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    rows = rows_of(setup.workload).map(
+        lambda row: {"messages": row["prompt"] + row["completion"]}, remove_columns=["prompt", "completion"]
+    )
+    trainer = GKDTrainer(args=GKDConfig(**own), train_dataset=rows, **taught_arguments(setup))
+    divergence = trainer.generalized_jsd_loss
+
+    def counted(*logits: torch.Tensor, labels: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        setup.counter.total += int((labels != -100).sum())
+        return divergence(*logits, labels=labels, **arguments)
+
+    trainer.generalized_jsd_loss = counted
+    return job_of(setup, trainer)
 
 
 def _generation_job(setup: Setup, trainer: Any) -> Job:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 __all__ = ["CPU_WORKLOADS", "CUDA_WORKLOADS", "LENGTHS", "Gate", "ModelSizes", "Task", "Workload"]
 
-# grpo_loss: GRPO on given completions. grpo: whole steps with generation. generation: only generation.
-Task = Literal["grpo_loss", "grpo", "generation", "dpo", "kto", "reward", "sft"]
+# grpo_loss and distillation: on given completions of prompts. gkd: distillation on completions of the dataset.
+# grpo: whole steps with generation. generation: only generation.
+Task = Literal["grpo_loss", "grpo", "generation", "distillation", "gkd", "dpo", "kto", "reward", "sft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Workload:
 
     | task | lengths |
     |---|---|
-    | grpo_loss, grpo, generation | completions of each prompt |
+    | grpo_loss, grpo, generation, distillation | completions of each prompt |
+    | gkd | completions; each has its own prompt |
     | dpo, reward | chosen, rejected, chosen, rejected, ...: each pair has its own prompt |
     | kto | responses, desirable and undesirable in turn; each has its own prompt |
     | sft | texts; there are no prompts |
@@ -55,7 +57,7 @@ class Workload:
     model: ModelSizes
     lengths: tuple[int, ...]
     prompt_length: int = 256
-    num_prompts: int = 1  # of grpo_loss, grpo and generation
+    num_prompts: int = 1  # of grpo_loss, grpo, generation and distillation
     image_side: int = 0  # pixels; each prompt begins with a square image, which the model of LLaVA's kind reads
     options: Mapping[str, Any] = field(default_factory=dict)  # of both libraries' configs
     trl_options: Mapping[str, Any] = field(default_factory=dict)  # of TRL's config only
@@ -67,7 +69,7 @@ class Workload:
     @property
     def is_online(self) -> bool:
         """Whether the task has completions of prompts."""
-        return self.task in ("grpo_loss", "grpo", "generation")
+        return self.task in ("grpo_loss", "grpo", "generation", "distillation", "gkd")
 
     @property
     def has_equal_inputs(self) -> bool:
@@ -263,6 +265,47 @@ GRPO_WORKLOADS = (
         gate=Gate(must=1.9, aim=2.2),
     ),
 )
+DISTILLATION_WORKLOADS = (
+    Workload(
+        "distillation",
+        "distillation loss step, reverse KL, S teaches S, prompt 256, 8 completions",
+        "distillation",
+        MODEL_S,
+        LENGTHS,
+        options={"beta": 1.0},
+        turns=4,
+        quick_turns=2,
+    ),
+    Workload(
+        "distillation_8_prompts",
+        "distillation loss step, reverse KL, S teaches S, 8 prompts of 256, a completion of 128 each",
+        "distillation",
+        MODEL_S,
+        (128,),
+        num_prompts=8,
+        options={"beta": 1.0},
+        turns=4,
+    ),
+    Workload(
+        "distillation_b",
+        "distillation loss step, reverse KL, B teaches B (vocabulary 151,936), prompt 256, 8 completions",
+        "distillation",
+        MODEL_B,
+        LENGTHS,
+        options={"beta": 1.0},
+        turns=2,
+    ),
+    Workload(
+        "gkd",
+        "GKD on given completions, beta 0.5, S teaches S, 8 rows, prompts of 256, completions 64 to 256",
+        "gkd",
+        MODEL_S,
+        PAIR_LENGTHS,
+        options={"beta": 0.5, "lmbda": 0.0},
+        turns=4,
+        quick_turns=2,
+    ),
+)
 OFFLINE_WORKLOADS = (
     Workload(
         "dpo",
@@ -341,7 +384,7 @@ OFFLINE_WORKLOADS = (
         gate=Gate(must=1.25, aim=1.4),
     ),
 )
-CPU_WORKLOADS = GRPO_LOSS_WORKLOADS + GRPO_WORKLOADS + OFFLINE_WORKLOADS
+CPU_WORKLOADS = GRPO_LOSS_WORKLOADS + GRPO_WORKLOADS + DISTILLATION_WORKLOADS + OFFLINE_WORKLOADS
 
 # Realistic sizes, in bfloat16 as they are trained on a GPU. The most telling rows come first: a run may be cut.
 MODEL_1_5B = ModelSizes(

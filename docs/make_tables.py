@@ -54,6 +54,7 @@ KEY_PAGES = {
     ),
     "auto_size_kwargs": "automatic_sizes.md",
     "profile_kwargs": "profiling.md",
+    "teacher_weights_kwargs": "trainers/distillation.md",
     **dict.fromkeys(("checkpoint_kwargs", "upload_kwargs"), "checkpoints.md"),
     **dict.fromkeys(("eval_sampling_kwargs", "pass_at_k_kwargs"), "evaluation.md"),
     **dict.fromkeys(
@@ -160,7 +161,12 @@ def _flags(options: dict[str, Any]) -> str:
 def keys_of(names: Collection[str]) -> str:
     """A table of the keys of options that are mappings."""
     lines = ["| option | with | key | value | default | meaning |", "|---|---|---|---|---|---|"]
-    for option in kwargs_options(load("prefrl.GRPOConfig")):
+    options = {
+        option.name: option
+        for config in ("GRPO", "Distillation")
+        for option in kwargs_options(load(f"prefrl.{config}Config"))
+    }
+    for option in options.values():
         hints = {}
         for params in option.choices.values():
             known = typing.get_type_hints(params, include_extras=True)
@@ -191,6 +197,7 @@ def rows_of(name: str) -> str:
         "verl_sft": (["verl", "prefrl"], _verl_sft),
         "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
         "axolotl": (["axolotl", "prefrl"], lambda: _foreign("others.AXOLOTL")),
+        "ms_swift": (["ms-swift", "prefrl"], lambda: _foreign("others.MS_SWIFT")),
         "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
         "ludwig_keys": (["Ludwig", "prefrl"], lambda: _of_sections("ludwig.LUDWIG_KEYS", "trainer.")),
         "errors": (["class", "meaning"], _errors),
@@ -398,6 +405,7 @@ _TOPICS = {
     "OfflineReferenceOptions": "Reference log-probs",
     "ReferenceOptions": "KL term and reference model",
     "SampleOptions": "Samples during evaluation",
+    "TeacherOptions": "Teacher",
     "PolicyGradientOptions": "Policy loss, KL and entropy",
     "CreditOptions": "Advantages: credit, selection and balance of rewards",
     "OnlineOptions": "Sampling, episodes and generation batches",

@@ -50,12 +50,15 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.errors import RewardError as RewardError
     from prefrl.errors import WeightSyncError as WeightSyncError
     from prefrl.models.reference import create_reference_model as create_reference_model
+    from prefrl.rollout.episodes.command import CommandAgent as CommandAgent
+    from prefrl.rollout.episodes.environment import Agent as Agent
     from prefrl.rollout.episodes.environment import Environment as Environment
     from prefrl.rollout.episodes.environment import Observation as Observation
     from prefrl.rollout.episodes.harbor import HarborBashEnv as HarborBashEnv
     from prefrl.rollout.episodes.harbor import HarborEnv as HarborEnv
     from prefrl.rollout.episodes.harbor import HarborSpec as HarborSpec
     from prefrl.rollout.episodes.openreward import OpenRewardSpec as OpenRewardSpec
+    from prefrl.rollout.gateway.client import Client as Client
     from prefrl.scripts.arguments.datasets import DatasetConfig as DatasetConfig
     from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
     from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
@@ -73,6 +76,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.callbacks import WeaveCallback as WeaveCallback
     from prefrl.trainer.configs import BCOConfig as BCOConfig
     from prefrl.trainer.configs import CPOConfig as CPOConfig
+    from prefrl.trainer.configs import DistillationConfig as DistillationConfig
     from prefrl.trainer.configs import DPOConfig as DPOConfig
     from prefrl.trainer.configs import GRPOConfig as GRPOConfig
     from prefrl.trainer.configs import KTOConfig as KTOConfig
@@ -84,6 +88,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.trainer.configs import RLOOConfig as RLOOConfig
     from prefrl.trainer.configs import SFTConfig as SFTConfig
     from prefrl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
+    from prefrl.trainer.distillation_trainer import DistillationTrainer as DistillationTrainer
     from prefrl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
     from prefrl.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
     from prefrl.trainer.kto_trainer import KTOTrainer as KTOTrainer
@@ -98,7 +103,10 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
 
 _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in (row.config, row.trainer)}
 _PATHS |= {
+    "Agent": "prefrl.rollout.episodes.environment:Agent",
     "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
+    "Client": "prefrl.rollout.gateway.client:Client",
+    "CommandAgent": "prefrl.rollout.episodes.command:CommandAgent",
     "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
     "Environment": "prefrl.rollout.episodes.environment:Environment",

@@ -63,5 +63,6 @@ REGISTRY: dict[str, Algorithm] = {
         ("reinforce_plus_plus", "ReinforcePlusPlus", "algorithms:ReinforcePlusPlus", _PROMPTS),
         ("ppo", "PPO", "algorithms:PPO", _PROMPTS),
         ("online_dpo", "OnlineDPO", "algorithms:OnlineDPO", _PROMPTS),
+        ("distillation", "Distillation", "distillation:Distillation", "prompts, and completions of them if you like"),
     )
 }

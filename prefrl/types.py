@@ -194,6 +194,16 @@ class TokenBatch(Forest):
             return torch.arange(self.num_tokens, device=self.device)
         return torch.nonzero_static(self.trainable, size=self.num_trainable).squeeze(1)
 
+    @cached_property
+    def texts(self) -> list[Tensor]:
+        """R entries: the token ids of each response's context and of the response."""
+        prompts = torch.split(self.prompt_ids, list(self.prompt_lengths))
+        responses = torch.split(self.response_ids, list(self.response_lengths))
+        return [
+            torch.cat([*(prompts[prompt] for prompt in context), response])
+            for context, response in zip(self.contexts, responses, strict=True)
+        ]
+
     def given(self) -> dict[str, Any]:
         """The fields that a batch is made of, by name, without those that follow from others."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
@@ -409,7 +419,7 @@ class ReadyBatch(SampledBatch):
     # the training pass are the old ones.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model; None: the loss has no KL term
-    # [N, h] the reference's last hidden states; None: the KL term does not compare whole distributions.
+    # [N, h] last hidden states of the model whose whole distributions a KL term compares; None: no term does that.
     ref_hidden: Tensor | None = None
 
 

@@ -352,6 +352,48 @@ def prepare_prompt_dataset(
     return drop_rows(rows, problems, remedy="Raise max_prompt_length, or set filter_overlong=False to truncate them")
 
 
+def with_given_ids(
+    dataset: datasets.Dataset,
+    processing_class: ProcessingClass,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> datasets.Dataset:
+    """Tokenize `prompt` and `completion` together, as for supervised fine-tuning.
+
+    Args:
+        dataset: In the prompt-completion format, with any other columns.
+        processing_class: See `prepare_sft_dataset`.
+        chat_template_kwargs: See `prepare_sft_dataset`.
+        num_proc: See `prepare_sft_dataset`.
+    Returns:
+        All columns, and `given_ids: list[int]` with flags `given_trainable: list[bool]`, which are True from the first
+        token of the completion on, for the tokens to learn.
+    Raises:
+        DataError: There is no column `completion`, or a row cannot be used.
+    """
+    if not has_columns(dataset, ("prompt", "completion")):
+        raise DataError(
+            "on_policy_fraction is below 1, but train_dataset has no columns 'prompt' and 'completion', which hold "
+            f"the other completions: its columns are {', '.join(get_dataset_column_names(dataset))}. Add them, or set "
+            "on_policy_fraction=1."
+        )
+    given = prepare_sft_dataset(
+        dataset,
+        processing_class,
+        max_length=None,
+        truncation="right",
+        invalid_rows="error",
+        completion_only_loss=True,
+        chat_template_kwargs=chat_template_kwargs,
+        num_proc=num_proc,
+    )
+    names = {"input_ids": "given_ids", "trainable": "given_trainable"}
+    check_not_reserved(dataset, tuple(names.values()))
+    given = given.select_columns(list(names)).rename_columns(names)
+    return datasets.concatenate_datasets([dataset, given], axis=1)
+
+
 def _prompt_ids_column(dataset: AnyDataset) -> str | None:
     """The column of a dataset that holds its prompts as token ids."""
     if has_columns(dataset, ("prompt_ids",)):

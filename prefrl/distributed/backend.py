@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,21 +37,27 @@ def updates_in_backward(accelerator: Any) -> bool:
     return bool(accelerator.distributed_type == "DEEPSPEED")
 
 
-def tell_ddp(accelerator: Any, model: Any, args: Any) -> None:
+def tell_ddp(accelerator: Any, model: Any, args: Any, idle_pass: Callable[[], torch.Tensor]) -> None:
     """Let DDP look for weights without a gradient in each pass only if there may be some, unless the user has decided.
 
-    A pass over a single token shows it: its experts are those that every token has. Layers that are dropped at random
-    are not seen, and neither is a critic, so DDP looks for these.
+    Layers that are dropped at random are not seen in a single pass, so DDP looks for these.
+
+    Args:
+        accelerator: The backend.
+        model: The model that is trained, with all that was added to it, such as a critic.
+        args: Options.
+        idle_pass: The pass of a process without rows. Weights that it does not reach may have no gradient: an expert
+            that few tokens choose is one of them.
     """
     handler = accelerator.ddp_handler
     is_undecided = args.ddp_find_unused_parameters is None and handler is not None and handler.find_unused_parameters
-    is_random = bool(getattr(model.config.get_text_config(), "layerdrop", 0.0)) or args.torch_compile
+    is_random = args.torch_compile or any(getattr(module, "layerdrop", 0.0) for module in model.modules())
     if not is_undecided or is_random or not str(accelerator.distributed_type.value).startswith("MULTI_"):
         return
     modes = [(module, module.training) for module in model.modules()]
     model.eval()  # dropout would change the random state
-    token = torch.ones((1, 1), dtype=torch.long, device=args.device)
-    reached = _leaves(model(input_ids=token, use_cache=False).logits)
+    with accelerator.autocast():
+        reached = _leaves(idle_pass())
     for module, was_training in modes:
         module.training = was_training
     handler.find_unused_parameters = any(p.requires_grad and id(p) not in reached for p in model.parameters())

@@ -12,31 +12,38 @@ given their prefixes:
 | k1+, abs+, k3+ | as without + | as without + | that of KL(pi, ref), as with k2 |
 
 "Given their prefixes" ignores that a token also changes the divergence of later tokens; `sequence_kl` counts that.
-For tokens of another policy mu, see `importance_corrected`. `TokenScores.full_kl` is not an estimate but the
-divergence of the two distributions over the whole vocabulary (`full_kl`).
+For tokens of another policy mu, see `importance_corrected`. `TokenScores.divergence` is not an estimate but the
+divergence of the two distributions over the whole vocabulary (`divergence`).
 
-The divergence over the whole vocabulary, one chunk of tokens at a time, is
+The divergence over the whole vocabulary, one chunk of tokens at a time, is one of
 
-    KL = sum_j p_j (log p_j - log q_j)        d KL / d z_j = p_j (log p_j - log q_j - KL)
+| beta | D | d D / d z_j |
+|---|---|---|
+| 1 | KL(p, q) = sum_j p_j (log p_j - log q_j) | p_j (log p_j - log q_j - KL(p, q)) |
+| 0 | KL(q, p) = sum_j q_j (log q_j - log p_j) | p_j - q_j |
+| 0 .. 1 | beta KL(q, m) + (1 - beta) KL(p, m) | (1 - beta) p_j (log p_j - log m_j - KL(p, m)) |
 
-where z are the policy's logits divided by the temperature, p = softmax(z), and q is the same distribution of the
-reference. Nothing is estimated from the sampled token: given the sampled prefix, value and gradient are exact.
-`chunked_logprobs` and `module_logprobs` compute the divergence along with the log-probs, while the policy's logits
-exist. The reference's logits are computed from its kept hidden states, chunk by chunk, in forward and again in
-backward.
+where z are the policy's logits divided by the temperature, p = softmax(z), q is the same distribution of the
+reference, and m = beta q + (1 - beta) p. Nothing is estimated from the sampled token: given the sampled prefix, value
+and gradient are exact. `chunked_logprobs` and `module_logprobs` compute the divergence along with the log-probs, while
+the policy's logits exist. The reference's logits are computed from its kept hidden states, chunk by chunk, in forward
+and again in backward.
 
 Tensors with an entry for each token, row or pair need equal shapes: functions raise ValueError if they differ.
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Tang and Munos 2025, On a few pitfalls in KL divergence
-gradient estimation for RL, arXiv 2506.09477 (gradients); verl 0.9.1, `kl_penalty` (abs, and +)
+gradient estimation for RL, arXiv 2506.09477 (gradients); verl 0.9.1, `kl_penalty` (abs, and +); Agarwal et al. 2023
+(GKD), arXiv 2306.13649, eq. 1 (generalized Jensen-Shannon divergence)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -264,6 +271,10 @@ class ReferenceLogits:
 
     hidden: Tensor  # [M, h] last hidden states, constants; h may differ from the policy's hidden size
     head: Callable[[Tensor], Tensor]  # [m, h] -> [m, V] logits before temperature
+    beta: float = 1.0  # which divergence from it is computed, see `divergence`
+
+    def __getitem__(self, rows: slice | Tensor) -> Self:
+        return type(self)(self.hidden[rows], self.head, self.beta)
 
 
 def reference_log_probs(
@@ -307,3 +318,127 @@ def full_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
     return (log_probs.exp() * (log_probs - ref_log_probs.detach())).sum(1)
+
+
+def divergence(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float) -> Tensor:
+    """Generalized Jensen-Shannon divergence over the vocabulary, for each token; at its ends KL(p || q), KL(q || p).
+
+        beta KL(q || m) + (1 - beta) KL(p || m)  with  m = beta q + (1 - beta) p
+
+    At 0 and 1 this formula is 0; there it stands for its limits after division by beta and by 1 - beta: KL(q || p) at
+    beta 0, and KL(p || q) at beta 1.
+
+    Args:
+        log_probs: [c, V] nats, log p; gradient flows.
+        ref_log_probs: [c, V] nats, log q, treated as constant.
+        beta: 0 .. 1.
+
+    Returns:
+        [c] nats.
+
+    Source: Agarwal et al. 2023 (GKD), arXiv 2306.13649, eq. 1
+    """
+    if beta == 1:
+        return full_kl(log_probs, ref_log_probs)
+    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    reference = ref_log_probs.detach()
+    if beta == 0:
+        return (reference.exp() * (reference - log_probs)).sum(1)
+    log_mixture = mixture(log_probs, reference, beta=beta)
+    of_reference = (reference.exp() * (reference - log_mixture)).sum(1)
+    return beta * of_reference + (1 - beta) * (log_probs.exp() * (log_probs - log_mixture)).sum(1)
+
+
+def compared(
+    logits: Tensor, log_normalizers: Tensor, probs: Tensor, ref_log_probs: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor | None]:
+    """`divergence` of softmax(z), and what its gradient with respect to z needs besides, without autograd.
+
+    Args:
+        logits: [c, V] z.
+        log_normalizers: [c] log sum exp z.
+        probs: [c, V] p = softmax(z).
+        ref_log_probs: [c, V] nats, log q; overwritten.
+        beta: 0 .. 1.
+
+    Returns:
+        [c] nats, the divergence; and [c] sum_j p_j (z_j - log q_j), with m for q where 0 < beta < 1, None at 0.
+    """
+    # Log-probs are subtracted before summing: where the two are close the terms are small and stay precise.
+    of_reference = torch.zeros_like(log_normalizers)
+    if beta < 1:
+        log_probs = logits - log_normalizers[:, None]
+        log_other = log_probs if beta == 0 else mixture(log_probs, ref_log_probs, beta=beta)
+        of_reference = (ref_log_probs.exp() * (ref_log_probs - log_other)).sum(1)
+        if beta == 0:
+            return of_reference, None
+        ref_log_probs = log_other
+    kl = ref_log_probs.neg_().add_(logits).sub_(log_normalizers[:, None]).mul_(probs).sum(1)
+    return kl if beta == 1 else beta * of_reference + (1 - beta) * kl, kl + log_normalizers
+
+
+def mixture(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float) -> Tensor:
+    """[c, V] log m with m = beta q + (1 - beta) p, from log p and log q, for beta between 0 and 1."""
+    return torch.logaddexp(log_probs + math.log1p(-beta), ref_log_probs + math.log(beta))
+
+
+def completion_kl(
+    divergences: Tensor,
+    log_ratio: Tensor,
+    trainable: Tensor,
+    row_index: Tensor,
+    groups: Sequence[int],
+    longest: int,
+) -> Tensor:
+    """KL(pi || ref) of whole completions, from the divergence D_t = KL(pi || ref) of each token's distribution.
+
+    With W_t = prod_{j < t} pi_j / mu_j over the trainable tokens of a row that mu sampled, its value and its gradient
+    are, summed over the tokens of a row,
+
+        E_mu[sum_t W_t D_t] = KL(pi || ref)
+        E_mu[sum_t W_t grad D_t + sum_t A_t grad log pi_t] = grad KL(pi || ref)
+        A_t = sum_{s > t} W_s D_s - W_{t+1} b_t
+
+    both exactly: the divergence at a token is computed over the whole vocabulary, and A_t is the token's credit for
+    the divergence of later tokens. The baseline b_t is the mean over the other rows of the group of their sum over
+    s > t, 0 where they have ended. It changes no expectation, because it depends on other samples, and lowers the
+    variance where these sums vary less than they are large. On samples of pi, all weights are 1.
+
+    Args:
+        divergences: [N] nats, KL(pi || ref) over the vocabulary; gradient flows.
+        log_ratio: [N] nats, log pi - log mu of each sampled token; gradient flows.
+        trainable: [N] bool, tokens that the policy chose; the others are not read and get 0.
+        row_index: [N] int64, row of each token, in 0 .. B-1; rows are laid end to end in this order.
+        groups: [B] group of each row: whole groups. A row that is alone in its group has no baseline.
+        longest: Trainable tokens of the row with the most of them, or more.
+
+    Returns:
+        [N] nats.
+
+    Source: Agarwal et al. 2023 (GKD), arXiv 2306.13649 (D_t); Amini et al. 2025, arXiv 2504.10637 (Rao-Blackwellized
+        estimate of the value and gradient of the KL divergence of sequences)
+    """
+    check_same_shape(divergences=divergences, log_ratio=log_ratio, trainable=trainable, row_index=row_index)
+    num_rows = len(groups)
+    log_ratio = log_ratio.where(trainable, 0.0)
+    log_weights = row_prefix_sums(log_ratio.detach(), row_index, num_rows)  # of W_{t+1}
+    weighted = (log_weights - log_ratio.detach()).exp() * divergences.where(trainable, 0.0)
+    sums = weighted.detach()
+    totals = sums.new_zeros(num_rows).index_add(0, row_index, sums)
+    later = totals[row_index] - row_prefix_sums(sums, row_index, num_rows)
+    credit = later - log_weights.exp() * _mean_of_others(later, trainable, row_index, groups, longest)
+    return weighted + (credit * (log_ratio - log_ratio.detach())).where(trainable, 0.0)
+
+
+def _mean_of_others(values: Tensor, trainable: Tensor, row_index: Tensor, groups: Sequence[int], width: int) -> Tensor:
+    """[N] mean over the other rows of a group of their values at the same trainable token, counted from the first."""
+    numbers, sizes = {group: number for number, group in enumerate(dict.fromkeys(groups))}, Counter(groups)
+    of_rows = [[numbers[group] for group in groups], [max(sizes[group] - 1, 1) for group in groups]]
+    group_index, num_others = torch.tensor(of_rows).to(values.device, non_blocking=True)
+    place = (row_prefix_sums(trainable.long(), row_index, len(groups)) - 1).clamp(min=0)
+    cell = row_index * width + place
+    table = values.new_zeros(len(groups) * width).index_add(0, cell, values.where(trainable, 0.0))
+    table = table.view(len(groups), width)
+    sums = table.new_zeros(len(numbers), width).index_add(0, group_index, table)
+    means: Tensor = (sums[group_index] - table) / num_others[:, None]
+    return means.flatten()[cell]

@@ -8,7 +8,7 @@ This is for a head that is a matrix; `losses.module_logprobs` takes any head.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, get_args
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prefrl.losses.kl import ReferenceLogits, reference_log_probs
+from prefrl.losses.kl import compared, mixture
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
+from prefrl.losses.top_logprobs import ReferenceDistribution, TopGradient, TopLogprobs, ref_log_probs_of
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
 
 # Largest size in bytes of the probabilities kept for backward. This is small compared with a model, and keeping them
@@ -26,7 +27,7 @@ KEPT_BYTES = 128 * 2**20
 
 
 # The order in which a pass returns what it computes besides log-probs.
-COLUMNS: tuple[ScoreName, ...] = ("entropy", "correct", "predicted", "mean_logit", "log_collision", "full_kl")
+COLUMNS: tuple[ScoreName, ...] = ("entropy", "correct", "predicted", "mean_logit", "log_collision", "divergence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
     temperature: float,
     want: Collection[WantName],
     truncation: TokenTruncation | None = None,
-    reference: ReferenceLogits | None = None,
+    reference: ReferenceDistribution | None = None,
     chunk_size: int | None = None,
     keep_bytes: int | None = None,
 ) -> TokenScores:
@@ -142,10 +143,10 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         temperature: Logits are divided by it.
         want: What to compute besides log-probs, by its name in `TokenScores`.
         truncation: Cuts softmax(logits / temperature); None: it is not cut.
-        reference: The reference distribution of `full_kl`; None: `full_kl` is not computed.
+        reference: The distribution that `divergence` compares with; None: `divergence` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
         keep_bytes: If the probabilities of all tokens take at most this many bytes, they are kept for backward instead
-            of recomputing the logits; None: `KEPT_BYTES`. Not used with `full_kl`.
+            of recomputing the logits; None: `KEPT_BYTES`. Not used with a reference.
 
     Returns:
         Scores of each token.
@@ -166,13 +167,19 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         softcap=head.softcap,
         temperature=temperature,
         chunk_size=chunk_size,
-        # The gradients of full_kl and of penalized logits need the logits, so kept probabilities would be of no use.
+        # The gradients of divergences and of penalized logits need the logits: kept probabilities would be of no use.
         keep_bytes=keep_bytes if torch.is_grad_enabled() and reference is None and not is_penalized else 0,
         dtype=score_dtype(hidden),
         product_dtype=product_dtype_of(hidden, head.weight),
     )
-    ref_log_probs = None if reference is None else ref_log_probs_of(reference, hidden, temperature, truncation)
-    wanted = _Wanted(frozenset(want), ref_log_probs, truncation)
+    wanted = _Wanted(frozenset(want), truncation=truncation)
+    if reference is not None:
+        wanted = replace(
+            wanted,
+            ref_log_probs=ref_log_probs_of(reference, hidden, temperature, truncation, plan.dtype),
+            top=reference if isinstance(reference, TopLogprobs) else None,
+            beta=reference.beta,
+        )
     logprobs, *columns = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, targets, plan, wanted
     )
@@ -212,22 +219,24 @@ def check_inputs(
         raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
 
-def ref_log_probs_of(
-    reference: ReferenceLogits, hidden: Tensor, temperature: float, truncation: TokenTruncation | None
-) -> Callable[[slice, Mask | None], Tensor]:
-    """See `reference_log_probs`; rejects hidden states of another number of tokens."""
-    if reference.hidden.shape[:-1] != hidden.shape[:1]:
-        raise ValueError(
-            f"reference.hidden {tuple(reference.hidden.shape)}, hidden {tuple(hidden.shape)}: need to be [M, h] each"
-        )
-    return reference_log_probs(reference, temperature=temperature, truncation=truncation, dtype=score_dtype(hidden))
-
-
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     names: frozenset[WantName]
-    ref_log_probs: Callable[[slice, Mask | None], Tensor] | None  # [c, V] log q of some rows
     truncation: TokenTruncation | None
+    ref_log_probs: Callable[[slice, Mask | None], Tensor] | None = None  # [c, V] log q of some rows
+    top: TopLogprobs | None = None  # of the reference, if that is all that is known of it
+    beta: float = 1.0  # which divergence, see `losses.kl.divergence`
+
+    def log_other(self, rows: slice, mask: Mask | None, logits: Tensor) -> Tensor | None:
+        """[c, V] log q of some rows; log m with 0 < beta < 1, where m also depends on their logits [c, V]."""
+        if self.ref_log_probs is None:
+            return None
+        log_ref = self.ref_log_probs(rows, mask)
+        return mixture(logits.log_softmax(1), log_ref, beta=self.beta) if 0 < self.beta < 1 else log_ref
+
+    def top_gradient(self, rows: slice, mask: Mask | None, logits: Tensor, grad: Tensor | None) -> TopGradient | None:
+        """Of the divergence from likely tokens, if the loss depends on it."""
+        return None if self.top is None or grad is None else self.top[rows].gradient(logits, mask, grad[rows])
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -236,6 +245,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     log p_t = z_t - log sum exp z        d log p_t / d z_j = [j = t] - p_j
     H = log sum exp z - sum p z          d H / d z_j = -p_j (log p_j + H) = p_j (sum p z - z_j)
     KL = sum p (log p - log q)           d KL / d z_j = p_j (z_j - log q_j - sum p (z - log q))
+
+    For the other divergences see `losses.kl`.
     """
 
     @staticmethod
@@ -256,7 +267,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             kept = hidden.new_empty(len(hidden), len(weight), dtype=plan.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             # Divergence and entropy need the logits and the probabilities at the same time.
-            with_scratch = kept is None and (columns.entropy is not None or columns.full_kl is not None)
+            with_scratch = kept is None and (columns.entropy is not None or columns.divergence is not None)
             for chunk in chunks(hidden, weight, bias, plan, with_scratch=with_scratch):
                 columns.fill(
                     chunk, targets[chunk.rows], chunk.scratch if kept is None else kept[chunk.rows], plan, wanted
@@ -279,7 +290,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             columns.predicted,
             mean_logit,
             columns.log_collision,
-            columns.full_kl,
+            columns.divergence,
         )
 
     @staticmethod
@@ -301,11 +312,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             hidden.new_zeros(hidden.shape[0], dtype=dtype) if grad_logprobs is None else grad_logprobs,
             (grad_entropy, expected_logits),
             (others[-1], expected_differences),
+            wanted,
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            with_scratch = grads.logits is not None
+            with_scratch = grads.logits is not None or grads.top is not None
             if with_scratch:
-                kept = None  # gradients of entropy and full_kl need the logits
+                kept = None  # gradients of entropies and divergences need the logits
             for chunk in chunks(hidden, weight, bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
                 _logits_to_grad(chunk, targets[rows], grads, plan, wanted, kept_set)
@@ -340,13 +352,13 @@ class _Columns:
     predicted: Tensor | None
     mean_logit: Tensor | None
     log_collision: Tensor | None
-    full_kl: Tensor | None
-    expected_differences: Tensor | None  # sum p (z - log q), for the gradient of full_kl
+    divergence: Tensor | None
+    expected_differences: Tensor | None  # sum p (z - log q), with m for q in between; for the gradient of divergence
     kept: KeptSet | None  # of a truncation, for the gradient
 
     @classmethod
     def empty(cls, hidden: Tensor, targets: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Self:
-        want, has_reference = wanted.names, wanted.ref_log_probs is not None
+        want, is_whole = wanted.names, wanted.ref_log_probs is not None
         column = partial(hidden.new_empty, hidden.shape[0], dtype=dtype)
         return cls(
             logprobs=column(),
@@ -356,8 +368,8 @@ class _Columns:
             predicted=torch.empty_like(targets) if "predicted" in want else None,
             mean_logit=column() if "mean_logit" in want else None,
             log_collision=column() if "log_collision" in want else None,
-            full_kl=column() if has_reference else None,
-            expected_differences=column() if has_reference else None,
+            divergence=column() if is_whole or wanted.top is not None else None,
+            expected_differences=column() if is_whole and wanted.beta > 0 else None,
             kept=None if wanted.truncation is None else wanted.truncation.empty(hidden, dtype),
         )
 
@@ -382,13 +394,15 @@ class _Columns:
         self.logprobs[rows] = target_logits - log_normalizers
         if self.log_collision is not None:
             self.log_collision[rows] = log_sum_of_squares(probs)
-        if self.full_kl is not None and self.expected_differences is not None and wanted.ref_log_probs is not None:
+        if self.divergence is not None and wanted.top is not None:
+            self.divergence[rows] = wanted.top[rows].divergence(logits, mask)
+        elif self.divergence is not None and wanted.ref_log_probs is not None:
             log_ref = wanted.ref_log_probs(rows, mask)
             check_same_shape(logits=logits, reference_logits=log_ref)
-            # Subtract log p - log q before summing: where the two are close the terms are small and stay precise.
-            differences = log_ref.neg_().add_(logits).sub_(log_normalizers[:, None])
-            self.full_kl[rows] = differences.mul_(probs).sum(1)
-            self.expected_differences[rows] = self.full_kl[rows] + log_normalizers
+            values, differences = compared(logits, log_normalizers, probs, log_ref, beta=wanted.beta)
+            self.divergence[rows] = values
+            if self.expected_differences is not None and differences is not None:
+                self.expected_differences[rows] = differences
         if self.entropy is not None and self.expected_logits is not None:
             self.expected_logits[rows] = logits.mul_(probs).sum(1)
             self.entropy[rows] = log_normalizers - self.expected_logits[rows]
@@ -409,28 +423,39 @@ class _Columns:
         return target_logits, mask
 
 
+_Grad = tuple[Tensor | None, Tensor]  # the gradient of a result, and the expectation in its formula
+
+
 @dataclass(frozen=True, slots=True)
 class _RowGrads:
-    """Coefficients of d loss / d z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs."""
+    """Coefficients of d loss / d z_j: p_j (logits z_j - differences log q_j + offsets) + [j = t] logprobs - probs q_j.
+
+    In a divergence with 0 < beta < 1, log m stands for log q.
+    """
 
     logprobs: Tensor  # [M]
     offsets: Tensor  # [M]
     logits: Tensor | None  # [M]; None: 0
-    differences: Tensor | None  # [M], of full_kl; None: 0
+    differences: Tensor | None  # [M]; None: 0
+    probs: Tensor | None  # [M]; None: 0
+    top: Tensor | None  # [M] of the divergence from likely tokens, whose gradient is added; None: 0
 
     @classmethod
-    def of(
-        cls, logprobs: Tensor, entropy: tuple[Tensor | None, Tensor], full_kl: tuple[Tensor | None, Tensor]
-    ) -> Self:
-        """From the gradients of the results; for entropy and full_kl, also the expectation in their formula."""
-        (grad_entropy, expected_logits), (grad_kl, expected_differences) = entropy, full_kl
-        offsets, logits = -logprobs, None
+    def of(cls, logprobs: Tensor, entropy: _Grad, divergence: _Grad, wanted: _Wanted) -> Self:
+        """From the gradients of the results."""
+        (grad_entropy, expected_logits), (grad_divergence, expected_differences) = entropy, divergence
+        offsets, logits, grad_kl, grad_probs, beta = -logprobs, None, None, None, wanted.beta
         if grad_entropy is not None:
             offsets, logits = offsets + grad_entropy * expected_logits, -grad_entropy
-        if grad_kl is not None:
+        if wanted.top is not None:
+            return cls(logprobs, offsets, logits, None, None, grad_divergence)
+        if grad_divergence is not None and beta == 0:
+            offsets, grad_probs = offsets + grad_divergence, grad_divergence
+        elif grad_divergence is not None:
+            grad_kl = grad_divergence if beta == 1 else grad_divergence * (1 - beta)
             offsets = offsets - grad_kl * expected_differences
             logits = grad_kl if logits is None else logits + grad_kl
-        return cls(logprobs, offsets, logits, grad_kl)
+        return cls(logprobs, offsets, logits, grad_kl, grad_probs, None)
 
 
 def _logits_to_grad(
@@ -447,17 +472,23 @@ def _logits_to_grad(
         if kept is not None:
             mask = kept[rows].mask(logits, targets)
             mask.restrict(logits)
+    compares = grads.differences is not None or grads.probs is not None
+    log_other = wanted.log_other(rows, mask, logits) if compares else None
+    top = None if wanted.top is None else wanted.top_gradient(rows, mask, logits, grads.top)
     probs = torch.softmax(logits, 1, out=chunk.scratch) if chunk.probs is None else chunk.probs
     if grads.logits is None:
         torch.mul(probs, grads.offsets[rows, None], out=logits)
     else:
         logits.mul_(grads.logits[rows, None])
-        if grads.differences is not None and wanted.ref_log_probs is not None:
-            logits.addcmul_(wanted.ref_log_probs(rows, mask), grads.differences[rows, None], value=-1)
+        if grads.differences is not None and log_other is not None:
+            logits.addcmul_(log_other, grads.differences[rows, None], value=-1)
         logits.add_(grads.offsets[rows, None]).mul_(probs)
+    if grads.probs is not None and log_other is not None:
+        logits.addcmul_(log_other.exp_(), grads.probs[rows, None], value=-1)
+    elif top is not None:
+        top.add_to(logits, probs)
     logits.scatter_add_(1, targets[:, None], grads.logprobs[rows, None])
-    for factor in (penalties, slope):
+    scale = None if plan.scale == plan.temperature else plan.scale / plan.temperature
+    for factor in (penalties, slope, scale):
         if factor is not None:
             logits.mul_(factor)
-    if plan.scale != plan.temperature:
-        logits.mul_(plan.scale / plan.temperature)

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from prefrl.losses.kl import ReferenceLogits, full_kl
+from prefrl.losses.kl import divergence
 from prefrl.losses.logprobs import (
     COLUMNS,
     check_inputs,
     default_chunk_size,
     log_sum_of_squares,
-    ref_log_probs_of,
     score_dtype,
 )
 from prefrl.losses.per_token import TokenScores, WantName
+from prefrl.losses.top_logprobs import ReferenceDistribution, TopLogprobs, ref_log_probs_of
 from prefrl.losses.truncation import TokenTruncation
 
 
@@ -38,7 +38,7 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
     temperature: float,
     want: Collection[WantName],
     truncation: TokenTruncation | None = None,
-    reference: ReferenceLogits | None = None,
+    reference: ReferenceDistribution | None = None,
     chunk_size: int | None = None,
     min_chunks: int = 1,
 ) -> TokenScores:
@@ -50,7 +50,9 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
     """
     chunk_size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     check_inputs(hidden, targets, temperature, want, chunk_size)
-    ref_log_probs = None if reference is None else ref_log_probs_of(reference, hidden, temperature, truncation)
+    ref_log_probs = None
+    if reference is not None:
+        ref_log_probs = ref_log_probs_of(reference, hidden, temperature, truncation, score_dtype(hidden))
 
     def score(rows: slice) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         row_targets = targets[rows]
@@ -66,13 +68,18 @@ def module_logprobs(  # noqa: PLR0913 - what describes the distribution, and how
         log_normalizers = restricted.logsumexp(1, keepdim=True)
         log_probs = restricted - log_normalizers
         constant = log_probs.detach()
+        of_reference = None
+        if isinstance(reference, TopLogprobs):
+            of_reference = reference[rows].divergence(restricted, mask)
+        elif reference is not None and ref_log_probs is not None:
+            of_reference = divergence(log_probs, ref_log_probs(rows, mask), beta=reference.beta)
         columns = (
             _entropy(log_probs if "entropy_gradient" in want else constant) if "entropy" in want else None,
             logits.argmax(1) == row_targets if "correct" in want else None,
             logits.argmax(1) if "predicted" in want else None,
             logits.detach().mean(1) if "mean_logit" in want else None,
             log_sum_of_squares(constant.exp()) if "log_collision" in want else None,
-            None if ref_log_probs is None else full_kl(log_probs, ref_log_probs(rows, mask)),
+            of_reference,
         )
         return (scaled.gather(1, row_targets[:, None]) - log_normalizers).squeeze(1), columns
 

@@ -33,10 +33,10 @@ from prefrl.options.policy import Reduction
 
 # What can be computed besides log-probs: scores of TokenScores, and "entropy_gradient", which lets gradients flow
 # through the entropy. Most losses only log it, and its gradient costs most of a backward pass through the head. The
-# other score, `full_kl`, needs a reference.
+# other score, `divergence`, needs a reference.
 WantName = Literal["entropy", "entropy_gradient", "correct", "predicted", "mean_logit", "log_collision", "hidden"]
 
-ScoreName = Literal["entropy", "correct", "predicted", "mean_logit", "log_collision", "hidden", "full_kl"]
+ScoreName = Literal["entropy", "correct", "predicted", "mean_logit", "log_collision", "hidden", "divergence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class TokenScores:
         return self._read("hidden")
 
     @property
-    def full_kl(self) -> Tensor:
-        """[M] nats, KL(p || reference's p) over the vocabulary, gradient flows."""
-        return self._read("full_kl")
+    def divergence(self) -> Tensor:
+        """[M] nats, of p from the reference's p over the vocabulary, see `losses.kl.divergence`; gradient flows."""
+        return self._read("divergence")
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The scores, each changed by `function`."""

@@ -46,7 +46,7 @@ def cumsum_permitted() -> Iterator[None]:
 
 
 # Logit of tokens outside S. Finite, so that its product with a probability of 0 is 0.
-_FLOOR = -1e20
+FLOOR = -1e20
 # Largest logits that are sorted at first. With few tokens in S, no more are needed.
 _SORTED = 512
 # Logits that fit in a CPU's caches.
@@ -98,7 +98,7 @@ class Mask:
         """Turn logits [c, V], in place, into those of the softmax over S; returns them."""
         if self.is_equal is not None and self.log_share is not None:
             logits.add_(torch.where(self.is_equal, self.log_share[:, None], 0.0))
-        return logits.masked_fill_(self.is_outside, _FLOOR)
+        return logits.masked_fill_(self.is_outside, FLOOR)
 
 
 @dataclass(frozen=True, slots=True)

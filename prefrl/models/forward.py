@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from prefrl.distributed import is_main, missing_passes, num_processes, place_in_team, release, team_size
 from prefrl.errors import ConfigError
-from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.per_token import TokenScores, WantName
+from prefrl.losses.top_logprobs import ReferenceDistribution
 from prefrl.losses.truncation import TokenHistory, TokenTruncation, Truncation
 from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
@@ -42,12 +41,6 @@ def token_truncation(batch: TokenBatch, cuts: Truncation) -> TokenTruncation:
 
 def _history(batch: TokenBatch) -> TokenHistory:
     """The context of each response and its tokens, and how many of these come before each trainable token."""
-    prompts = torch.split(batch.prompt_ids, list(batch.prompt_lengths))
-    responses = torch.split(batch.response_ids, list(batch.response_lengths))
-    texts = [
-        torch.cat([*(prompts[prompt] for prompt in batch.contexts[number]), response])
-        for number, response in enumerate(responses)
-    ]
     lengths = [
         start + place
         for start, count in zip(batch.context_lengths, batch.response_lengths, strict=True)
@@ -55,7 +48,7 @@ def _history(batch: TokenBatch) -> TokenHistory:
     ]
     numbers = [number for number, count in enumerate(batch.response_lengths) for _ in range(count)]
     index = torch.tensor([numbers, lengths]).to(batch.device, non_blocking=True)[:, batch.trainable_positions]
-    return TokenHistory(pad_sequence(texts, batch_first=True), *index)
+    return TokenHistory(pad_sequence(batch.texts, batch_first=True), *index)
 
 
 T = TypeVar("T")
@@ -180,7 +173,7 @@ def token_logprobs(
     want: Collection[WantName] = (),
     plan: Plan = "auto",
     truncation: Truncation | None = None,
-    reference: ReferenceLogits | None = None,
+    reference: ReferenceDistribution | None = None,
     routers: RouterRecord | None = None,
 ) -> TokenScores:
     """Log softmax(logits / temperature) at every trainable response token, with gradients.
@@ -197,7 +190,8 @@ def token_logprobs(
         want: What to compute besides log-probs, by its name in `TokenScores`.
         plan: How the rows are laid out.
         truncation: Cuts the distribution as a sampler did, see `losses.truncation`; None: it is not cut.
-        reference: For `full_kl`: the reference's hidden states [N, h] of the batch's tokens, and `Reference.logits`.
+        reference: For `divergence`: the reference's hidden states [N, h] of the batch's tokens, and its
+            `Reference.logits`.
         routers: Collects the balancing losses of the routers of a mixture of experts; None: they are not computed.
     Returns:
         [N] float32 nats, and what is wanted, aligned with `batch.response_ids`; 0 or False where `batch.trainable` is
@@ -216,8 +210,8 @@ def token_logprobs(
         )
     verdict, rows = verdict_of(model), batch if state.image_example is None else with_idle_image(model, batch)
     if reference is not None and rows is not batch:
-        more = rows.num_tokens - batch.num_tokens
-        reference = replace(reference, hidden=pad(reference.hidden, (0, 0, 0, more)))
+        # What the tokens of the idle row are compared with does not matter: their scores are not used.
+        reference = reference[torch.arange(rows.num_tokens, device=batch.device).clamp(max=batch.num_tokens - 1)]
     scores = score_tokens(
         model,
         rows,

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from prefrl import distributed
@@ -35,6 +36,7 @@ def make_reference(
     beta: float,
     moves: bool = False,
     given: PreTrainedModel | None = None,
+    name: str = "ref_model",
 ) -> Reference | None:
     """The reference that a KL weight of `beta` needs.
 
@@ -50,13 +52,15 @@ def make_reference(
         model: The policy, without a backend's wrappers.
         beta: Weight of the KL term.
         moves: Whether `mix` will be called.
-        given: The user's `ref_model`. Its weights and modes are not changed; it is moved to the device of the batches.
+        given: The user's `ref_model`, or a teacher. Its weights and modes are not changed; it is moved to the device
+            of the batches.
+        name: The argument that it was given as, for messages.
 
     Raises:
         ConfigError: `given` cannot be the reference of this model.
     """
     if given is not None:
-        _check_given(model, given, beta=beta, moves=moves)
+        _check_given(model, given, name, beta=beta, moves=moves)
         prepare_like(given, model)
         return _Separate(_copy(given) if moves else given)
     if beta == 0:
@@ -78,6 +82,8 @@ class Reference(ABC):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        # Weight and bias of the head of a model that is partitioned, since the last `scores`.
+        self._whole_head: list[Tensor] = []
         self._fingerprint: str | None = None
 
     @abstractmethod
@@ -108,6 +114,10 @@ class Reference(ABC):
     ) -> TokenScores:
         """`logprobs`, and what else is wanted from the same pass, such as the hidden states for `logits`."""
         self._go_to(batch.device)
+        if "hidden" in want and self.own_model is not None and distributed.is_sharded(self.own_model):
+            head = needed_head(inner_model(self.own_model))
+            parameters = head.parameters(recurse=False) if isinstance(head, nn.Linear) else ()
+            self._whole_head = [distributed.whole(each).detach() for each in parameters]
         with self._in_place() as model, eval_mode(model):
             return scores_in_pieces(model, batch, scoring, max_tokens=max_tokens, want=want)
 
@@ -163,7 +173,9 @@ class _Separate(Reference):
         return dict(self._model.named_parameters())  # not detached: that would lose how they are partitioned
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        logits: Tensor = head(hidden)
+        # Ranks run it on different numbers of chunks, so a backend must not gather it for each of them.
+        weights = [each.to(hidden.device, hidden.dtype) for each in self._whole_head]
+        logits: Tensor = linear(hidden, *weights) if weights else head(hidden)
         return logits
 
     @contextmanager
@@ -255,26 +267,26 @@ def _without_adapter(module: nn.Module) -> nn.Module:
     return module if inner is None else _without_adapter(inner)
 
 
-def _check_given(model: PreTrainedModel, given: PreTrainedModel, *, beta: float, moves: bool) -> None:
+def _check_given(model: PreTrainedModel, given: PreTrainedModel, name: str, *, beta: float, moves: bool) -> None:
     if beta == 0:
         raise ConfigError("ref_model has no effect with beta=0, because no reference is scored. Leave ref_model=None.")
     if given is model:
-        raise ConfigError(
-            "ref_model is the model that is trained, so it would change during training. Leave ref_model=None: the "
-            "reference is then the model as it is now."
-        )
+        remedy = f"Load {name} separately."
+        if name == "ref_model":
+            remedy = "Leave ref_model=None: the reference is then the model as it is now."
+        raise ConfigError(f"{name} is the model that is trained, so it would change during training. {remedy}")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     shared = [name for name, parameter in given.named_parameters() if id(parameter) in trained]
     if shared:
         raise ConfigError(
-            f"ref_model shares trained parameters with the model ({shared[0]}, {len(shared)} in all), so it would "
-            "change during training. Leave ref_model=None, or load ref_model separately."
+            f"{name} shares trained parameters with the model ({shared[0]}, {len(shared)} in all), so it would "
+            f"change during training. Leave {name}=None, or load {name} separately."
         )
     sizes = [inner_model(each).config.get_text_config().vocab_size for each in (model, given)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"ref_model has a vocabulary of {sizes[1]} tokens, but the model has {sizes[0]}: their log-probs cannot "
-            "be compared. Give a ref_model with the same vocabulary."
+            f"{name} has a vocabulary of {sizes[1]} tokens, but the model has {sizes[0]}: their log-probs cannot "
+            f"be compared. Give a {name} with the same vocabulary."
         )
     if moves and _shapes(model) != _shapes(given):
         raise ConfigError(

@@ -15,7 +15,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import MethodType
@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 
 from prefrl.distributed import is_backend_hook, is_sharded, max_over_ranks, sum_over_team
 from prefrl.errors import ConfigError
-from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.module_logprobs import module_logprobs, num_chunks_of
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName
+from prefrl.losses.top_logprobs import ReferenceDistribution
 from prefrl.losses.truncation import TokenTruncation
 from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
 from prefrl.models.attention.segments import Layout
@@ -272,7 +272,7 @@ def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it
     want: Collection[WantName],
     own_logits: bool,
     truncation: TokenTruncation | None = None,
-    reference: ReferenceLogits | None = None,
+    reference: ReferenceDistribution | None = None,
     routers: RouterRecord | None = None,
 ) -> TokenScores:
     """[N] scores of `batch`, laid out as `inputs`, by a causal language model; 0 or False where it is not trainable.
@@ -288,11 +288,11 @@ def score_tokens(  # noqa: PLR0913 - what describes the distribution, and how it
         )
     positions = batch.trainable_positions
     if reference is not None:
-        reference = replace(reference, hidden=reference.hidden[positions])
+        reference = reference[positions]
     readout = TokenReadout(batch.response_ids[positions], temperature, want, truncation, reference)
     where, num_tokens = inputs.predictors[positions], batch.num_tokens
     output = read_out(model, inputs, where, readout, own_logits=own_logits, routers=routers)
-    scores, _ = unpacked(output, {*want, *(() if reference is None else ("full_kl",))})
+    scores, _ = unpacked(output, {*want, *(() if reference is None else ("divergence",))})
     return scores.map(lambda found: found.new_zeros(num_tokens, *found.shape[1:]).index_copy(0, positions, found))
 
 
@@ -384,7 +384,7 @@ class TokenReadout:
     temperature: float = 1.0
     want: Collection[WantName] = ()
     cuts: TokenTruncation | None = None
-    reference: ReferenceLogits | None = None
+    reference: ReferenceDistribution | None = None
 
     def __call__(self, model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         """See `Readout`; `packed` log-probs, and what is wanted."""

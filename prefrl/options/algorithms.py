@@ -14,8 +14,8 @@ from prefrl.errors import ConfigError
 from prefrl.options.fields import FlatName, apply, flat, json_mapping, opt
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import Params, ParamsOf, hyperparameters, kwargs
-from prefrl.options.policy import ImportanceLevel, LossType
-from prefrl.options.policy_gradient import KLEstimate, PolicyGradientOptions
+from prefrl.options.policy import ImportanceLevel, KLEstimate, LossType
+from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.options.policy_rules import (
     CRITIC_RULES,
     GROUP_RULES,
@@ -270,8 +270,16 @@ class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
         apply(self, PAIRS_RULES)
+        self._bound_prompts()
         super().validate()
         apply(self, REFERENCE_RULES)
+
+    def _bound_prompts(self) -> None:
+        """Set the bound of prompts to what TRL's bound of prompt and completion together leaves, if it is lower."""
+        if self.max_length is not None and self.max_completion_length is not None:
+            left = self.max_length - self.max_completion_length
+            self.max_prompt_length = left if self.max_prompt_length is None else min(self.max_prompt_length, left)
+            self.max_length = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 from typing import Any
 from urllib.parse import urlsplit
@@ -280,9 +281,9 @@ def unscored(o: Any) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in (cuts | _guides(o)).items())
 
 
-def _wrong_url(o: Any) -> str | None:
+def wrong_url(urls: Sequence[str]) -> str | None:
     """A URL without http or https, or without a host."""
-    parts = {url: urlsplit(url) for url in o.server_urls}
+    parts = {url: urlsplit(url) for url in urls}
     wrong = (url for url, part in parts.items() if part.scheme not in ("http", "https") or not part.hostname)
     return next(wrong, None)
 
@@ -399,7 +400,7 @@ SERVER_RULES = (
         example("grpo", use_vllm=True, vllm_server_host=""),
     ),
     when(
-        _wrong_url,
+        lambda o: wrong_url(o.server_urls),
         "vllm_server_base_url={found!r}: must be like http://host:8000",
         example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
     ),
@@ -440,7 +441,7 @@ SERVER_RULES = (
         ),
     ),
     when(
-        lambda o: o.generation_mode == "async" and not o.corrects_sampling,
+        lambda o: o.generation_mode == "async" and not (o.corrects_sampling or o.takes_old_samples),
         "generation_mode='async' with {reason}: samples of older weights need the correction. Leave "
         f"vllm_importance_sampling_correction None and {_REMEDY}, or use generation_mode='overlap'.",
         example("grpo", use_vllm=True, generation_mode="async", vllm_importance_sampling_correction=False),

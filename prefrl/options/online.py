@@ -84,6 +84,7 @@ class OnlineOptions(RolloutOptions):
         "tool_parser": dict[str, Any] | str | Callable[[str], Any] | None,
     }
     best_metric: ClassVar[str] = "reward"
+    learns_from_rewards: ClassVar[bool] = True
     spike_metrics: ClassVar[tuple[str, ...]] = ("grad_norm", "kl")
 
     max_turns: Annotated[int, Ge(1)] | None = opt(
@@ -330,6 +331,11 @@ class OnlineOptions(RolloutOptions):
     def needs_greedy(self) -> bool:
         """Whether each prompt also needs a greedy completion."""
         return False
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether there must be at least one reward."""
+        return self.learns_from_rewards
 
     @property
     def needs_scores_first(self) -> bool:

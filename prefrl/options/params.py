@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, FrozenInstanceError, dataclass, fields, replace
+from dataclasses import Field, FrozenInstanceError, dataclass, field, fields, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from prefrl.errors import ConfigError
@@ -105,12 +106,13 @@ def kwargs(
     own_options: tuple[str, ...] = (),
     label: str = "",
     off: str = "",
+    same: Mapping[str, Any] = MappingProxyType({}),
     others_elsewhere: bool = False,
     **facts: Any,
 ) -> Any:
     """A field of a config that maps names to hyperparameters; for the arguments, see `KwargsOption` and `opt`."""
     by_value = choices if isinstance(choices, Mapping) else {None: choices}
-    option = KwargsOption("", description, switch, by_value, own_options, label, off, others_elsewhere)
+    option = KwargsOption("", description, switch, by_value, own_options, label, off, same, others_elsewhere)
     return opt(None, option.help, kwargs=option, **facts)
 
 
@@ -153,6 +155,7 @@ class KwargsOption(Generic[P]):
         own_options: Hyperparameters that are options of their own, where a config has them.
         label: How messages call the switch, if it is not an option itself.
         off: Why there is no part and what to do, if the switch does not say it.
+        same: Keys that ask for nothing if there is no part, such as TRL's defaults.
         others_elsewhere: Whether other values of the switch have keys, too, which this class does not know.
     """
 
@@ -163,6 +166,7 @@ class KwargsOption(Generic[P]):
     own_options: tuple[str, ...] = ()
     label: str = ""
     off: str = ""
+    same: Mapping[str, Any] = field(default_factory=dict)
     others_elsewhere: bool = False
 
     @property
@@ -218,7 +222,7 @@ class KwargsOption(Generic[P]):
         """
         params, given = self._chosen(config), mapping_of(config, self.name)
         if params is None:
-            if given and not self.others_elsewhere:
+            if given and given != self.same and not self.others_elsewhere:
                 able = [choice for choice, other in self.choices.items() if given.keys() <= {*other.names()}]
                 reason = self.off or f"{self._where(config)}. {self._remedy(able or self.choices)}"
                 warn_of_hint(config, f"{self.name}={given!r} has no effect because {reason}")

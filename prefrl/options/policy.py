@@ -17,6 +17,11 @@ Reduction = Literal["token", "sequence_mean", "sequence_sum", "constant"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_sum"]
 
 
+KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "sequence"]
+# Those whose value may be subtracted from a reward, which has no gradient.
+IN_REWARD: tuple[KLEstimate, ...] = ("k1", "abs", "k2", "k3")
+
+
 LossType = Literal[
     "grpo",
     "bnpo",
@@ -227,6 +232,35 @@ class SequenceKLParams(KLParams):
     weight_cap: Annotated[float, Ge(1)] | None = opt(
         None, "Upper bound of the tokens' cumulative importance weights. By default there is no bound, and no bias."
     )
+
+
+@hyperparameters
+class TeacherKLParams(Params):
+    """Hyperparameters of the KL term of a teacher."""
+
+    estimator: KLEstimate | None = opt(
+        None,
+        "Estimator of the policy's KL from the teacher, one of those of kl_estimator. The default is 'full' in the "
+        "loss and 'k1' in the reward.",
+    )
+    in_reward: bool = opt(
+        False,
+        "Subtract teacher_kl_coef * KL from the rewards of tokens or completions, instead of adding it to the loss.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.in_reward and p.name not in IN_REWARD,
+            "estimator={estimator!r} with in_reward=True: a reward has no gradient, so only its value counts. Use "
+            "'k1' (unbiased), 'k2', 'k3' or 'abs'.",
+            example("grpo", teacher_kl_coef=0.5, teacher_kl_kwargs={"estimator": "full", "in_reward": True}),
+        ),
+    )
+
+    @property
+    def name(self) -> KLEstimate:
+        """The effective value of `estimator`."""
+        return self.estimator or ("k1" if self.in_reward else "full")
 
 
 @hyperparameters

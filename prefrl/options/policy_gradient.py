@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from prefrl.errors import ConfigError
 from prefrl.options.balance import BALANCE_PARAMS
-from prefrl.options.fields import Rule, apply, ascending, example, flat, opt, when
+from prefrl.options.distillation import TeacherOptions
+from prefrl.options.fields import Rule, apply, ascending, check_unset, example, flat, opt, when
 from prefrl.options.online import OnlineOptions
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.policy import (
@@ -16,16 +19,19 @@ from prefrl.options.policy import (
     POLICY_LOSS_FACTS,
     EntropyParams,
     ImportanceLevel,
+    KLEstimate,
     KLParams,
     LossType,
     PolicyLossParams,
     Reduction,
+    TeacherKLParams,
 )
 from prefrl.options.policy_rules import (
     HYPERPARAMETERS_RULES,
     KL_RULES,
     LEVEL_RULES,
     RATIO_RULES,
+    TEACHER_RULES,
     normalizes_each_reward,
     scales_by_batch,
 )
@@ -168,9 +174,6 @@ ESTIMATOR_FACTS: dict[str, EstimatorFacts] = {
 }
 
 
-KLEstimate = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full", "sequence"]
-
-
 @dataclass(init=False, repr=False, eq=False)
 class CreditOptions(OnlineOptions):
     """Which completions are learned from, and how rewards become advantages of turns and of several rewards."""
@@ -234,8 +237,8 @@ class CreditOptions(OnlineOptions):
 
 
 @dataclass(init=False, repr=False, eq=False)
-class PolicyGradientOptions(ReferenceOptions, CreditOptions):
-    """The loss, its entropy terms, its KL term, and the advantages."""
+class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
+    """The loss, its entropy terms, its KL terms, and the advantages."""
 
     kl_estimator: KLEstimate = opt(
         "k3",
@@ -252,6 +255,18 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
         switch="kl_part",
         label="kl_estimator",
         off="beta=0.0: there is no KL term. Set beta > 0.",
+        same={"bias_correction": True},
+    )
+    teacher_kl_coef: Annotated[float, Ge(0)] = opt(
+        0.0,
+        "Weight of a second KL term, KL(policy || teacher), beside the one of the reference. Above 0 it needs a "
+        "teacher, and rewards may be left out. At 0 there is no teacher.",
+    )
+    teacher_kl_kwargs: KwargsValue = kwargs(
+        "Hyperparameters of the KL term of the teacher.",
+        {True: TeacherKLParams},
+        switch="teacher_kl_coef",
+        off="teacher_kl_coef=0.0: there is no teacher. Set teacher_kl_coef > 0.",
     )
     entropy_coef: Annotated[float, Ge(0)] = opt(
         0.0,
@@ -318,6 +333,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     )
 
     kl_params = ParamsOf("kl_kwargs", KLParams, if_off=True)
+    teacher_kl_params = ParamsOf("teacher_kl_kwargs", TeacherKLParams, if_off=True)
     entropy_params = ParamsOf("entropy_kwargs", EntropyParams)
     loss_params = ParamsOf("loss_kwargs", PolicyLossParams)
     advantage_params = ParamsOf("advantage_kwargs", AdvantageParams)
@@ -326,6 +342,17 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
     def kl_part(self) -> str | None:
         """The estimator of the KL term. None means there is no term."""
         return str(self.kl_estimator) if self.beta > 0 else None
+
+    @property
+    def needs_teacher(self) -> str:
+        """See `TeacherOptions.needs_teacher`."""
+        return f"teacher_kl_coef={self.teacher_kl_coef} needs a teacher" if self.teacher_kl_coef else ""
+
+    @property
+    def needs_rewards(self) -> bool:
+        """See `OnlineOptions.needs_rewards`. A critic has to have something to learn, too."""
+        learns_values = "values" in ESTIMATOR_FACTS[self.estimator].needs
+        return not self.teacher_kl_coef or (learns_values and not self.teacher_kl_params.in_reward)
 
     @property
     def levels(self) -> tuple[ImportanceLevel, ...]:
@@ -352,6 +379,7 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
         """Whether advantages or token selection depend on log-probs of the policy before its first update."""
         return (
             (self.kl_in == "reward" and self.beta > 0)
+            or self.teacher_kl_params.in_reward
             or self.of_tokens
             or self.top_entropy_quantile < 1
             or self.loss_type in ("clip_cov", "kl_cov")
@@ -410,7 +438,35 @@ class PolicyGradientOptions(ReferenceOptions, CreditOptions):
         """See `OnlineOptions.scores_truncated`."""
         return self.truncated_logprobs == "exact"
 
+    def validate_rewards(self, names: Sequence[str]) -> None:
+        """Reject options that compare rewards if there are none, because the run learns from a teacher alone.
+
+        Args:
+            names: Those of the rewards.
+
+        Raises:
+            ConfigError: There is such an option, and no reward.
+        """
+        if names:
+            return
+        remedy = "Leave it out, or give reward_funcs."
+        of_rewards = (
+            "dynamic_sampling",
+            "curriculum",
+            "stop_without_signal",
+            "reward_shaping_kwargs",
+            "reward_balance",
+        )
+        check_unset(self, *of_rewards, because="there are no rewards", remedy=remedy)
+        if self.needs_greedy:
+            raise ConfigError(
+                f"advantage_estimator={self.estimator!r} without rewards: it compares with the reward of the greedy "
+                "completion. Use another estimator, or give reward_funcs."
+            )
+
     def validate(self) -> None:
         """See `BaseOptions.validate`."""
+        if self.teacher_kl_coef:
+            self.parse_teachers()
         super().validate()
-        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)
+        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TEACHER_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, unset, when
+from prefrl.options.generation_rules import cuts_of, unscored, wrong_url
 from prefrl.options.optimizers import decay_rule, optimizer_of
+from prefrl.options.policy import IN_REWARD
 from prefrl.options.schedule import takes_warmup
 
 
@@ -30,7 +32,7 @@ def _corrects_bias_of_reward(o: Any) -> bool:
 
 
 def _changes_totals(o: Any) -> bool:
-    return o.kl_in == "reward" or not o.shaping_params.is_default
+    return o.kl_in == "reward" or o.teacher_kl_params.in_reward or not o.shaping_params.is_default
 
 
 def _selects_all(o: Any) -> bool:
@@ -89,10 +91,36 @@ KL_RULES = (
         example("grpo", kl_estimator="full", sync_ref_model=True),
     ),
     when(
-        lambda o: o.kl_in == "reward" and o.kl_estimator not in ("k1", "abs", "k2", "k3"),
+        lambda o: o.kl_in == "reward" and o.kl_estimator not in IN_REWARD,
         "kl_estimator={kl_estimator!r} with kl_in='reward': a reward has no gradient, so only its value counts. Use "
         "'k1' (unbiased), 'k2', 'k3' or 'abs'.",
         example("grpo", kl_in="reward", kl_estimator="full"),
+    ),
+)
+TEACHER_RULES = (
+    *unset(
+        {"teacher_model_name_or_path": "m", "teacher_model_init_kwargs": {"revision": "a"}},
+        lambda o: not o.teacher_kl_coef,
+        "teacher_kl_coef=0.0: nothing is learned from a teacher. Set teacher_kl_coef > 0, or leave it out.",
+        example("grpo"),
+    ),
+    when(
+        lambda o: isinstance(o.teacher_model_name_or_path, dict),
+        "teacher_model_name_or_path={teacher_model_name_or_path!r}: several teachers, of which a column names one for "
+        "each row, are for DistillationTrainer. Name one teacher.",
+        example("grpo", teacher_kl_coef=0.5, teacher_model_name_or_path={"math": "folder"}),
+    ),
+    when(
+        lambda o: o.beta and o.teacher_kl_coef and o.teacher_kl_params.name == o.kl_estimator == "full",
+        "teacher_kl_kwargs: estimator='full' with kl_estimator='full' and beta={beta}: a pass compares the policy's "
+        "whole distributions with those of one model. Use another estimator for one of the two, or beta=0.",
+        example("grpo", teacher_kl_coef=0.5, kl_estimator="full", beta=0.1),
+    ),
+    when(
+        lambda o: o.teacher_kl_coef and o.teacher_kl_params.name == "sequence" and o.reduction == "sequence_mean",
+        "teacher_kl_kwargs: estimator='sequence' with loss_type={loss_type!r}: it weights sequences by 1 / length, "
+        "but the KL of a sequence is a sum over its tokens. Use a loss that sums or averages over all tokens.",
+        example("grpo", teacher_kl_coef=0.5, teacher_kl_kwargs={"estimator": "sequence"}, loss_type="grpo"),
     ),
 )
 RATIO_RULES = (
@@ -134,7 +162,7 @@ HYPERPARAMETERS_RULES = (
     ),
     when(
         lambda o: o.reward_balance is not None and (_changes_totals(o) or o.needs_greedy),
-        "reward_balance={reward_balance!r} weights the advantages of each reward, but kl_in='reward', "
+        "reward_balance={reward_balance!r} weights the advantages of each reward, but a KL in the reward, "
         "reward_shaping_kwargs and a greedy baseline apply to the total reward. Remove them.",
         example("grpo", reward_balance="nash", advantage_estimator="remax"),
     ),
@@ -146,7 +174,7 @@ HYPERPARAMETERS_RULES = (
     ),
     when(
         lambda o: normalizes_each_reward(o) and _changes_totals(o),
-        "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but kl_in='reward' and "
+        "multi_objective_aggregation='normalize_then_sum' normalizes each reward, but a KL in the reward and "
         "reward_shaping_kwargs change the total. Use 'sum_then_normalize', or remove these.",
         example(
             "grpo",
@@ -253,16 +281,10 @@ CRITIC_RULES = (
 )
 PAIRS_RULES = (
     when(
-        lambda o: (
-            o.max_length is not None
-            and (
-                None in (o.max_prompt_length, o.max_completion_length)
-                or o.max_length < o.max_prompt_length + o.max_completion_length
-            )
-        ),
-        "max_length={max_length}: prompts and completions have bounds of their own, max_prompt_length="
-        "{max_prompt_length} and max_completion_length={max_completion_length}. Set these instead.",
-        example("online_dpo", max_length=512),
+        lambda o: o.max_length is not None and o.max_length <= (o.max_completion_length or o.max_length),
+        "max_length={max_length} with max_completion_length={max_completion_length}: it bounds prompt and completion "
+        "together, and no token is left for the prompt. Set max_completion_length to a number below max_length.",
+        example("online_dpo", max_length=256),
     ),
     when(
         lambda o: o.use_vllm and o.generation_mode == "async",
@@ -275,5 +297,146 @@ PAIRS_RULES = (
         "vllm_importance_sampling_correction=True has no effect because pairs are trained on like those of a dataset. "
         "Leave it None.",
         example("online_dpo", use_vllm=True, vllm_importance_sampling_correction=True),
+    ),
+)
+
+
+def _other_than_sampled(o: Any) -> str:
+    """Options with which completions are not sampled from the student's whole distribution, as text."""
+    if o.on_policy_fraction < 1:
+        return f"on_policy_fraction={o.on_policy_fraction}"
+    if o.use_vllm:
+        return unscored(o)
+    return ", ".join(f"{name}={value!r}" for name, value in cuts_of(o).items())
+
+
+def _unusable_teachers(o: Any) -> bool:
+    """Whether teachers by name are not what they must be."""
+    given = o.teacher_model_name_or_path
+    return isinstance(given, dict) and not (given and all(isinstance(path, str) and path for path in given.values()))
+
+
+_SERVED: dict[str, Any] = {"teacher_server_base_url": ["http://a:1"]}
+DISTILLATION_RULES = (
+    when(
+        lambda o: wrong_url(o.teacher_urls),
+        "teacher_server_base_url={found!r}: must be like http://host:8000",
+        example("distillation", teacher_server_base_url=["ftp://host"]),
+    ),
+    when(
+        lambda o: len({*o.teacher_urls}) < len(o.teacher_urls),
+        "teacher_server_base_url={teacher_server_base_url}: contains a server twice. Remove one.",
+        example("distillation", teacher_server_base_url=["http://a:1", "http://a:1/"]),
+    ),
+    when(
+        lambda o: o.has_teacher_server and o.temperature != 1,
+        "temperature={temperature} with teacher_server_base_url: vLLM returns a teacher's log-probs at temperature 1, "
+        "whatever is asked for, and student and teacher are compared at the same temperature. Set temperature=1, or "
+        "teacher_model_name_or_path.",
+        example("distillation", **_SERVED, temperature=0.5),
+    ),
+    when(
+        lambda o: o.has_teacher_server and o.repetition_penalty != 1,
+        "repetition_penalty={repetition_penalty} with teacher_server_base_url: it changes the logits of a teacher, of "
+        "which a server returns only the likeliest. Set repetition_penalty=1, or teacher_model_name_or_path.",
+        example("distillation", **_SERVED, repetition_penalty=1.1),
+    ),
+    *unset(
+        {
+            "teacher_model_name_or_path": "b",
+            "teacher_model_init_kwargs": {"dtype": "bfloat16"},
+            "teacher_weights": "ema",
+        },
+        lambda o: o.has_teacher_server,
+        "the teacher is on the servers of teacher_server_base_url. Leave one of them out.",
+        example("distillation", **_SERVED),
+    ),
+    when(
+        _unusable_teachers,
+        "teacher_model_name_or_path={teacher_model_name_or_path!r}: must be the name or folder of a model, or a "
+        "mapping such as {{'math': 'folder', 'code': 'other_folder'}}, whose keys are the values of the dataset's "
+        "column teacher.",
+        example("distillation", teacher_model_name_or_path={"math": 1}),
+    ),
+    when(
+        lambda o: o.teacher_weights != "frozen" and o.teacher_model_name_or_path is not None,
+        "teacher_weights={teacher_weights!r} with teacher_model_name_or_path={teacher_model_name_or_path!r}: only a "
+        "teacher that is the student itself moves with it. Leave one of them out.",
+        example("distillation", teacher_weights="ema", teacher_prompt="hint", teacher_model_name_or_path="m"),
+    ),
+    when(
+        lambda o: o.teacher_weights != "frozen" and o.teacher_prompt is None,
+        "teacher_weights={teacher_weights!r} without teacher_prompt: the teacher is the student and sees the same "
+        "prompt, so there is nothing to learn from. Set teacher_prompt, or a teacher.",
+        example("distillation", teacher_weights="live"),
+    ),
+    when(
+        lambda o: o.teacher_prompt == "prompt",
+        "teacher_prompt='prompt': the teacher sees the student's prompt anyway. Name another column, or leave "
+        "teacher_prompt out.",
+        example("distillation", teacher_prompt="prompt"),
+    ),
+    when(
+        lambda o: o.later_tokens and o.beta < 1,
+        "later_tokens=True with beta={beta}: only the reverse KL is a mean over what the student samples. Set beta=1, "
+        "or leave later_tokens False.",
+        example("distillation", later_tokens=True, num_generations=2, beta=0.5),
+    ),
+    when(
+        lambda o: o.later_tokens and o.num_generations < 2,
+        "later_tokens=True with num_generations={num_generations}: the completions of a prompt are compared with each "
+        "other, or the gradient is too noisy. Set num_generations>=2.",
+        example("distillation", later_tokens=True),
+    ),
+    when(
+        lambda o: _other_than_sampled(o) if o.later_tokens else None,
+        "later_tokens=True with {found}: the importance weights of completions need their probability under the "
+        "student, so all of them must be sampled from its whole distribution. Remove it, or leave later_tokens False.",
+        example("distillation", later_tokens=True, num_generations=2, top_k=50),
+    ),
+    when(
+        lambda o: o.later_tokens and o.generation_mode != "sync",
+        "later_tokens=True with generation_mode={generation_mode!r}: importance weights of whole completions vary too "
+        "much with samples of older weights. Use generation_mode='sync', or leave later_tokens False.",
+        example("distillation", later_tokens=True, num_generations=2, use_vllm=True, generation_mode="async"),
+    ),
+    when(
+        lambda o: (
+            o.later_tokens
+            and isinstance(o.per_device_train_batch_size, int)
+            and o.per_device_train_batch_size % o.num_generations
+        ),
+        "later_tokens=True with per_device_train_batch_size={per_device_train_batch_size} and "
+        "num_generations={num_generations}: all completions of a prompt must be in one step. Set "
+        "per_device_train_batch_size to a multiple of num_generations.",
+        example("distillation", later_tokens=True, num_generations=4, per_device_train_batch_size=6),
+    ),
+    when(
+        lambda o: o.on_policy_fraction < 1 and o.num_generations > 1,
+        "on_policy_fraction={on_policy_fraction} with num_generations={num_generations}: the dataset has one "
+        "completion of each prompt. Set num_generations=1.",
+        example("distillation", on_policy_fraction=0.5, num_generations=2),
+    ),
+    when(
+        lambda o: o.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction=True has no effect because the divergence from the teacher holds for "
+        "tokens of any sampler, and later_tokens has weights of its own. Leave it None.",
+        example("distillation", use_vllm=True, vllm_importance_sampling_correction=True),
+    ),
+    *unset(
+        {"reward_shaping_kwargs": {"normalize": True}, "stop_without_signal": 3},
+        lambda o: True,
+        "rewards are only logged, and the teacher is what is learned from. Leave it out.",
+        example("distillation"),
+        hint=True,
+    ),
+)
+MOVING_TEACHER_RULES = (
+    when(
+        lambda o: o.teacher_weights != "frozen" and o.steps_of_a_generation > 1,
+        "teacher_weights={teacher_weights!r} with {steps_of_a_generation} updates from a generation batch: a batch is "
+        "scored once, and the teacher's weights would have moved before its last update. Set num_iterations=1 and "
+        "leave steps_per_generation out, or use teacher_weights='frozen'.",
+        example("distillation", teacher_weights="live", teacher_prompt="hint", num_iterations=2),
     ),
 )

@@ -393,7 +393,7 @@ class RolloutOptions(BaseOptions):
     @property
     def servers_are_local(self) -> bool:
         """Whether all servers are reached through the loopback interface."""
-        return all(_is_loopback(urlsplit(url).hostname or "") for url in self.server_urls)
+        return are_local(self.server_urls)
 
     @property
     def shared_folder(self) -> str | None:
@@ -405,6 +405,16 @@ class RolloutOptions(BaseOptions):
         """The effective value of `vllm_importance_sampling_correction`."""
         is_wanted = self.vllm_importance_sampling_correction
         return self.use_vllm and (not unscored(self) if is_wanted is None else is_wanted)
+
+    @property
+    def takes_old_samples(self) -> bool:
+        """Whether the loss holds for completions of older weights without a correction."""
+        return False
+
+
+def are_local(urls: Sequence[str]) -> bool:
+    """Whether all of them are reached through the loopback interface."""
+    return all(_is_loopback(urlsplit(url).hostname or "") for url in urls)
 
 
 def _is_loopback(host: str) -> bool:

@@ -187,7 +187,7 @@ _INTERVAL = Annotated[float, Gt(0), Le(LARGEST_INTEGER)]
 # Files and folders, on this machine or another, and what names folders of trackers.
 PATHS = (
     *("output_dir", "resume_from_checkpoint", "upload_to", "chat_template_path"),
-    *("tokenizer_name_or_path", "value_model_name_or_path"),
+    *("tokenizer_name_or_path", "value_model_name_or_path", "teacher_model_name_or_path"),
     *("hub_model_id", "run_name", "project"),
 )
 # Of torch.compile: they replay recorded kernels on fixed memory, which rows of other lengths do not fit into.

@@ -260,7 +260,8 @@ def _shown(value: object) -> str:
 # Metrics that online trainers log, by their name or by what stands before the first slash.
 _METRICS = frozenset(
     {
-        *("balance", "clip_cov", "clip_ratio", "completions", "dynamic_sampling", "entropy", "entropy_coef", "epoch"),
+        *("balance", "clip_cov", "clip_ratio", "completions", "divergence", "dynamic_sampling"),
+        *("entropy", "entropy_coef", "epoch"),
         *(
             "frac_reward_zero_std",
             "frac_unscored",
@@ -275,7 +276,7 @@ _METRICS = frozenset(
         ),
         *("loss", "mean_token_accuracy", "num_tokens", "perf", "policy_loss"),
         *("reward", "reward_balance", "reward_group_std", "reward_std", "rewards"),
-        *("sample", "sampling", "server", "step", "step_time", "time", "val", "vespo"),
+        *("sample", "sampling", "server", "step", "step_time", "teacher_kl", "time", "val", "vespo"),
     }
 )
 # Columns of the table of completions.

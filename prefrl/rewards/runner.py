@@ -129,6 +129,7 @@ class RewardRunner:
         environments: Classes of environments that have rewards of their own, and functions of agents, by name. Each is
             one more reward, of weight 1, after the others. None means there are none, so rewards cannot ask for them.
             With agents, rewards get what each has returned as `result`.
+        needed: Whether there must be at least one reward.
         device: Device for reward models. By default, they stay where they are.
         model_init_kwargs: See `ModelReward`. They are used for models given by name or folder.
         model_kwargs: Other arguments of `ModelReward`, for models that are not given as its instances.
@@ -150,23 +151,23 @@ class RewardRunner:
         processing_classes: ProcessingClass | Sequence[ProcessingClass | None] | None = None,
         columns: Collection[str] | None = None,
         environments: Mapping[str, Callable[..., Any]] | None = None,
+        needed: bool = True,
         device: torch.device | str | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._warn, self._told_of_columns = warn, False
-        sources: list[RewardSource]
         self._environments: dict[str, Callable[..., Any]] = dict(environments or {})
         self._standard = (*_STANDARD, *_of_episodes(environments))
         if isinstance(reward_funcs, Mapping) and any(map(is_number, reward_funcs.values())):
             weights = _given_weights(reward_funcs, weights)
             reward_funcs = cast("list[RewardSource]", [*reward_funcs])
         if isinstance(reward_funcs, Mapping):
-            sources = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
+            sources: list[RewardSource] = list(cast("Mapping[str, RewardFunction]", reward_funcs).values())
         else:
             sources = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if not sources and not self._environments:
+        if needed and not sources and not self._environments:
             raise ConfigError(
                 "reward_funcs=[]: at least one reward is needed, or an environment_factory whose environments have "
                 "get_reward"

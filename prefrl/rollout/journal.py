@@ -29,6 +29,12 @@ from prefrl.rollout.summary import as_text, messages_of_turn, said_in
 from prefrl.run.checkpoints import sync_folder
 from prefrl.types import Completion, Episode, Rollout, Turn
 
+# Columns of prepared datasets that are learned from: a row's teacher, by number, and the prompt that it sees, as ids;
+# and what `prefrl teacher` has stored of its distributions.
+TEACHER_COLUMNS = (
+    *("teacher_number", "teacher_prompt_ids"),
+    *("teacher_ids", "teacher_logprobs", "teacher_other_logprobs"),
+)
 _METADATA = b"prefrl"
 # The last value of the metadata: a hash of all other bytes of the file. No text that a run writes comes after it.
 _SEAL, _HASH = b"prefrl.seal", b"sha256:"
@@ -279,6 +285,7 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
             "greedy_reward": rollout.greedy_reward,
             "advantage": rollout.advantage,
             **{name: values[number] for name, values in part.logged_columns.items()},
+            **{name: rollout.row[name] for name in TEACHER_COLUMNS if name in rollout.row},
         }
 
 
@@ -356,7 +363,10 @@ def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str], images
         )
     return Rollout(
         turns,
-        {"prompt": first["prompt"], "prompt_ids": first["prompt_ids"], **({"images": images} if images else {})},
+        {
+            **{name: first[name] for name in ("prompt", "prompt_ids", *TEACHER_COLUMNS) if name in first},
+            **({"images": images} if images else {}),
+        },
         first["group"],
         prompt=first["prompt"],
         text=first["completion"],

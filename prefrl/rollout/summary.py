@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 _CELL_CHARACTERS, _CELL_LINES = 4000, 100
 
 
-def rollout_metrics(rollouts: Sequence[Rollout], *, logged: Mapping[str, float] | None = None) -> dict[str, Metric]:
+def rollout_metrics(
+    rollouts: Sequence[Rollout], *, has_rewards: bool = True, logged: Mapping[str, float] | None = None
+) -> dict[str, Metric]:
     """Rewards and lengths under TRL's names, and the means that reward functions logged; lengths are in tokens.
 
     `reward` is the mean total reward, `reward_std` the standard deviation (n-1) of all totals, `reward_group_std` the
@@ -44,21 +46,24 @@ def rollout_metrics(rollouts: Sequence[Rollout], *, logged: Mapping[str, float] 
     played = [rollout for rollout in rollouts if not rollout.has_failed]
     lengths = [len(rollout.sampled_ids) for rollout in played]
     ended = [n for n, r in zip(lengths, played, strict=True) if r.finish_reason != "length"]
-    totals = [rollout.reward for rollout in rollouts if rollout.reward == rollout.reward]  # NaN does not equal itself
     metrics: dict[str, Metric] = {
-        "reward": Mean(sum(totals), len(totals)),
         "completions/clipped_ratio": Mean(len(lengths) - len(ended), len(lengths)),
         **_lengths("completions", "length", lengths),
         **_lengths("completions", "terminated_length", ended),
-        "reward_std": Std.of(totals),
     }
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if episodes:
+        metrics |= _of_episodes(rollouts, episodes)
+    count = len(rollouts)
+    own: dict[str, Metric] = {name: Mean(value * count, count) for name, value in (logged or {}).items()}
+    if not has_rewards:
+        return metrics | own
+    totals = [rollout.reward for rollout in rollouts if rollout.reward == rollout.reward]  # NaN does not equal itself
+    metrics |= {"reward": Mean(sum(totals), len(totals)), "reward_std": Std.of(totals)}
     for name in rollouts[0].rewards if rollouts else ():
         values = [value for rollout in rollouts if (value := rollout.rewards[name]) is not None]
         metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
         metrics[f"rewards/{name}/std"] = Std.of(values)
-    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
-    if episodes:
-        metrics |= _of_episodes(rollouts, episodes)
     groups: dict[int, list[float]] = {}
     for rollout in rollouts:
         if rollout.reward == rollout.reward:
@@ -67,8 +72,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], *, logged: Mapping[str, float] 
     metrics["reward_group_std"] = Mean(sum(deviations), len(deviations))
     metrics["frac_reward_zero_std"] = Mean(sum(deviation == 0 for deviation in deviations), len(deviations))
     metrics["frac_unscored"] = Mean(sum(rollout.reward != rollout.reward for rollout in played), len(played))
-    count = len(rollouts)
-    return metrics | {name: Mean(value * count, count) for name, value in (logged or {}).items()}
+    return metrics | own
 
 
 def _of_episodes(rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> dict[str, Metric]:
@@ -299,10 +303,12 @@ class SignalHealth:
 
     Args:
         args: Options.
+        has_rewards: Whether there are any. Otherwise, all is learned from a teacher, and there is nothing to judge.
     """
 
-    def __init__(self, args: PolicyGradientOptions) -> None:
+    def __init__(self, args: PolicyGradientOptions, *, has_rewards: bool = True) -> None:
         self._args = args
+        self._is_on = has_rewards and args.learns_from_rewards
         self._num_steps = 0  # without a signal, one after another
         # In these steps: all completions; those with an advantage that is not 0, and trained on; those for which every
         # reward returned None; those that were cut off.
@@ -318,10 +324,12 @@ class SignalHealth:
             rollouts: The rollouts of this rank, with their advantages.
         Returns:
             `health/signal_fraction`, the share of completions with a signal, and `rewards/<name>/none`, the share for
-            which a reward returned None.
+            which a reward returned None; nothing if rewards are only logged.
         Raises:
             RewardError: There was no signal in `stop_without_signal` steps.
         """
+        if not self._is_on:
+            return {}
         masks = self._args.mask_truncated_completions
         mine, batch = Counter({"all": len(rollouts), "with_signal": 0}), Counter[str]()
         own_totals: set[float] = set()

@@ -240,11 +240,19 @@ class StopRequest:
             self._interruptible = False
 
 
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """The KeyboardInterrupt of an orderly end after Ctrl-C, at which a script ends without a traceback."""
+
+
 def leave(code: int) -> NoReturn:
-    """End the process with an exit code; after Ctrl-C, with a KeyboardInterrupt whose argument is that code."""
-    if code == 128 + signal.SIGINT:
-        raise KeyboardInterrupt(code)
-    raise SystemExit(code)
+    """End the process with an exit code; after Ctrl-C, with a KeyboardInterrupt whose argument is that code.
+
+    A Python in which somebody types does not end.
+    """
+    if code != 128 + signal.SIGINT:
+        raise SystemExit(code)
+    is_typed = hasattr(sys, "ps1") or sys.flags.interactive
+    raise KeyboardInterrupt(code) if is_typed else Interrupted(code)
 
 
 # What a run writes down about itself.

@@ -3,7 +3,8 @@
 CONFIG is the JSON of `prefrl.sandbox.local`. With `"how": "namespaces"`, the command gets user, mount,
 process, network, IPC and host name namespaces of its own, no capabilities, and a root file system in memory that holds
 nothing but `binds`, read-only, and an empty /tmp. With "process" it gets another user id, if this one is root's, and
-its descendants are killed when it ends. With "bwrap" it is bubblewrap, which replaces this process.
+its descendants are killed when it ends. With "bwrap" it is bubblewrap, which replaces this process. With "free" there
+is no sandbox, but its descendants are killed when it ends, or when this process is asked to end or loses its parent.
 
 The limits are set before namespaces are made, so that every process in them has them, and the filter of system calls
 afterwards, because it does not allow making them.
@@ -34,6 +35,7 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _SYS_MOUNT_SETATTR = 442
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _READ_ONLY_NOSUID_NODEV = 0x1 | 0x2 | 0x4
@@ -51,6 +53,8 @@ def main() -> NoReturn:
     _die_with_parent()
     if os.getppid() != config["parent"]:  # it died before
         os._exit(1)
+    if config["how"] == "free":
+        os._exit(_as_process(config))
     # A session keyring of its own. This fails in containers that refuse the call, and where the user has no room for
     # another key; the filter of system calls keeps completions from all keys anyway.
     _libc.syscall(config["keyctl"], _KEYCTL_JOIN_SESSION_KEYRING, None)
@@ -80,6 +84,8 @@ def _in_namespaces(config: dict[str, Any]) -> int:
         _die_with_parent()
         _limit(config["limits"])
         _call("unshare", _libc.unshare(_ALL_NAMESPACES))
+        if config["has_loopback"]:
+            _start_loopback()
         os.write(made, b".")
         os.close(mapped)
         if os.read(is_mapped, 1) != b".":
@@ -97,6 +103,16 @@ def _in_namespaces(config: dict[str, Any]) -> int:
         os.write(mapped, b".")
     os.close(mapped)
     return _code(os.waitpid(child, 0)[1])
+
+
+def _start_loopback() -> None:
+    """In the new network namespace, which has no other device."""
+    import fcntl
+    import socket
+    import struct
+
+    with socket.socket() as device:
+        fcntl.ioctl(device, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
 def _map_ids(child: int, uid: int | None) -> None:
@@ -138,7 +154,10 @@ def _make_root(config: dict[str, Any]) -> None:
         if os.path.islink(path):  # /bin -> /usr/bin
             os.symlink(os.path.realpath(path), target)
             continue
-        os.mkdir(target)
+        if os.path.isfile(path):
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+        else:
+            os.makedirs(target, exist_ok=True)
         _mount(path, target, None, _MS_BIND | _MS_REC)
         _make_read_only(target)
     for folder in ("/dev", "/dev/shm", "/tmp"):
@@ -176,13 +195,18 @@ def _as_process(config: dict[str, Any]) -> int:
     """Run the command as a child; whoever it leaves behind becomes a child of this process, and is killed."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     uid = config["uid"]
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(_kill_descendants()))
-    num_others = 0 if uid is not None else _num_threads_of_user()
+    signal.signal(signal.SIGTERM, lambda *_: _end_early(config))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    is_free = config["how"] == "free"
+    num_others = 0 if uid is not None or is_free else _num_threads_of_user()
     if uid is not None:
         os.chown(config["folder"], uid, uid)
     command = os.fork()
     if command == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if is_free:
+            _die_with_parent()
+            os.execve(config["command"][0], config["command"], os.environ)
         os.chdir(config["folder"])
         if uid is not None:
             _become(uid)
@@ -195,6 +219,16 @@ def _as_process(config: dict[str, Any]) -> int:
         if ended == command:
             _kill_descendants()
             return _code(status)
+
+
+def _end_early(config: dict[str, Any]) -> NoReturn:
+    """Leave no process; and no folder, which nobody may be left to remove."""
+    code = _kill_descendants()
+    if config["folder"] is not None:
+        import shutil
+
+        shutil.rmtree(config["folder"], ignore_errors=True)
+    os._exit(code)
 
 
 def _kill_descendants() -> int:

@@ -26,7 +26,7 @@ from prefrl.sandbox.walls import Jailed, Output, isolation_problem, number_of, r
 
 Isolation = Literal["auto", "bwrap", "namespaces", "process"]
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -53,6 +53,7 @@ _MIB = 2**20
 
 _JAIL = Path(__file__).with_name("jail.py")
 _INSIDE = Path(__file__).with_name("inside.py")
+_INSIDE_FOLDER = Path(__file__).with_name("inside_folder.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +83,18 @@ class LocalSandbox:
 
     def setup(self) -> None:
         """See `Sandbox.setup`. What works is found out once for each process."""
-        _working(self)
+        working_launcher(self)
 
     def check(self, language: str, code: str, test: InputOutputTest | AssertionTest) -> Verdict:
         """See `Sandbox.check`."""
-        launcher = _working(self)
+        launcher = working_launcher(self)
         try:
             return self._checked(launcher, language, code, test)
         except SandboxError:  # a busy machine may have been out of processes or memory
             time.sleep(_RETRY_S)
             return self._checked(launcher, language, code, test)
 
-    def _checked(
-        self, launcher: _Launcher, language: str, code: str, test: InputOutputTest | AssertionTest
-    ) -> Verdict:
+    def _checked(self, launcher: Launcher, language: str, code: str, test: InputOutputTest | AssertionTest) -> Verdict:
         if isinstance(test, AssertionTest):
             return _asserted(launcher, code, test)
         return _compared(launcher.run_program(language, code, test.input), test, self.limits)
@@ -117,7 +116,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _asserted(launcher: _Launcher, code: str, test: AssertionTest) -> Verdict:
+def _asserted(launcher: Launcher, code: str, test: AssertionTest) -> Verdict:
     """A doubt about the test is certain if the test raises it without any completion, too."""
     verdict = _judged(launcher, code, test)
     if verdict.doubt is None:
@@ -125,7 +124,7 @@ def _asserted(launcher: _Launcher, code: str, test: AssertionTest) -> Verdict:
     return replace(verdict, defect=_judged(launcher, None, test).doubt)
 
 
-def _judged(launcher: _Launcher, code: str | None, test: AssertionTest) -> Verdict:
+def _judged(launcher: Launcher, code: str | None, test: AssertionTest) -> Verdict:
     nonce = secrets.token_hex(16)
     output = launcher.run_assertions(code, test.code, nonce)
     if output.ended_by == "wall":
@@ -143,7 +142,7 @@ def _judged(launcher: _Launcher, code: str | None, test: AssertionTest) -> Verdi
 
 
 @dataclass(frozen=True, slots=True)
-class _Launcher:
+class Launcher:
     """Starts processes in one kind of sandbox."""
 
     how: str
@@ -186,16 +185,30 @@ class _Launcher:
     ) -> Jailed:
         status, status_inside = os.pipe()
         settings |= {"status": status_inside, "processes": self._processes if self.how == "bwrap" else None}
-        inside = [self.python, *_python_flags(), "-c", _inside(), json.dumps(settings)]
+        inside = [self.python, *_python_flags(), "-c", _text_of(_INSIDE), json.dumps(settings)]
         folder = None
         if self.how == "process":
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prefrl-", ignore_cleanup_errors=True))
         message = json.dumps(header).encode()
         todo = memoryview(len(message).to_bytes(8, "big") + message + rest)
         inherited = [status_inside, *(settings[name] for name in ("incoming", "outgoing") if name in settings)]
-        return Jailed(self._command(inside, folder), todo, status, inherited)
+        return Jailed(self.command(inside, folder), todo, status, inherited)
 
-    def _command(self, inside: list[str], folder: str | None) -> list[str]:
+    def command_in_folder(self, status: int, port: int | None, folder: str | None) -> list[str]:
+        """What runs inside_folder.py.
+
+        Args:
+            status: Socket that says when the sandbox stands, brings the server's socket, and the files in the end.
+            port: Of a server that the command can reach; None: it can reach none.
+            folder: Where it runs with "process".
+        """
+        processes = self._processes if self.how == "bwrap" else None
+        settings = json.dumps({"status": status, "port": port, "processes": processes})
+        inside = [self.python, *_python_flags(), "-c", _text_of(_INSIDE_FOLDER), settings]
+        return self.command(inside, folder, has_loopback=port is not None)
+
+    def command(self, inside: list[str], folder: str | None, *, has_loopback: bool = False) -> list[str]:
+        """What shuts `inside` in and runs it."""
         uid = _USER_IDS[next(_numbers) % len(_USER_IDS)] if os.getuid() == 0 else None
         config = {
             "how": self.how,
@@ -210,8 +223,9 @@ class _Launcher:
             "filter": seccomp_filter(platform.machine()).hex(),
             "keyctl": number_of("keyctl", platform.machine()),
             "folder": folder,
+            "has_loopback": has_loopback,
             "command": _bwrap_command(self.folders, self.limits, inside) if self.how == "bwrap" else inside,
-            "environment": _ENVIRONMENT,
+            "environment": ENVIRONMENT,
         }
         return [sys.executable, "-I", "-S", str(_JAIL), json.dumps(config)]
 
@@ -222,7 +236,7 @@ def _bwrap_command(folders: Sequence[str], limits: SandboxLimits, inside: Sequen
         raise SandboxError("bwrap: not found")
     command = [program, "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--die-with-parent"]
     command += ["--new-session", "--cap-drop", "ALL", "--clearenv"]
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     # All that can be written is one file system; that of bwrap itself has no limit.
     command += ["--size", str(math.ceil(limits.scratch_mb * _MIB)), "--tmpfs", "/"]
@@ -251,20 +265,24 @@ def _python_flags() -> list[str]:
 
 
 @functools.cache
-def _inside() -> str:
-    return _INSIDE.read_text(encoding="ascii")
+def _text_of(program: Path) -> str:
+    return program.read_text(encoding="ascii")
 
 
 @functools.cache
-def _working(sandbox: LocalSandbox) -> _Launcher:
-    """The first kind of sandbox that is seen to work."""
+def working_launcher(sandbox: LocalSandbox) -> Launcher:
+    """The first kind of sandbox that is seen to work.
+
+    Raises:
+        ConfigError: None does.
+    """
     _check_machine()
     isolations = [name for name in _HOW if name != "process"] if sandbox.isolation == "auto" else [sandbox.isolation]
     problems = []
     for python in [sandbox.python] if sandbox.python is not None else _pythons():
         for isolation in isolations:
             try:
-                launcher = _Launcher(isolation, sandbox.limits, python, _folders(python))
+                launcher = Launcher(isolation, sandbox.limits, python, folders_of(python))
                 patient = replace(sandbox.limits, wall_s=_PROBE_S, cpu_s=_PROBE_S)
                 problem = isolation_problem(replace(launcher, limits=patient), is_isolating=isolation != "process")
             except (OSError, ValueError, SandboxError, subprocess.SubprocessError) as error:
@@ -303,7 +321,12 @@ def _pythons() -> list[str]:
     return list(dict.fromkeys([os.path.realpath(base), "/usr/bin/python3"]))
 
 
-def _folders(python: str) -> tuple[str, ...]:
+def folders_of(python: str) -> tuple[str, ...]:
+    """The folders that an interpreter needs, with those of the system.
+
+    Raises:
+        ValueError: It cannot be used.
+    """
     if not os.access(python, os.X_OK) or not os.path.isabs(python):
         raise ValueError("it needs to be the absolute path of an interpreter")
     code = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.executable]))"
@@ -312,14 +335,15 @@ def _folders(python: str) -> tuple[str, ...]:
     needed = [prefix, base_prefix, os.path.dirname(os.path.realpath(executable)), os.path.dirname(executable)]
     needed += [os.path.realpath(folder) for folder in needed]
     system = [folder for folder in _SYSTEM if os.path.lexists(folder)]
-    more = [folder for folder in sorted(set(needed)) if not _is_below(folder, system)]
+    more = [folder for folder in sorted(set(needed)) if not is_below(folder, system)]
     if "/" in more:
         raise ValueError("its prefix is /, so all files of the machine would be visible")
-    outer = [folder for folder in more if not _is_below(folder, [other for other in more if other != folder])]
+    outer = [folder for folder in more if not is_below(folder, [other for other in more if other != folder])]
     return (*system, *outer)
 
 
-def _is_below(folder: str, others: Sequence[str]) -> bool:
+def is_below(folder: str, others: Sequence[str]) -> bool:
+    """Whether a path is one of others or in one of them."""
     return any(folder == other or folder.startswith(f"{other}/") for other in others)
 
 

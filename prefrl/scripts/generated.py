@@ -20,7 +20,7 @@ from prefrl.options.names import FOREIGN_FILE
 from prefrl.options.training import AUTOMATIC
 from prefrl.scripts.migrate.cosmos_rl import COSMOS_RL
 from prefrl.scripts.migrate.ludwig import LUDWIG
-from prefrl.scripts.migrate.others import AXOLOTL, OTHERS
+from prefrl.scripts.migrate.others import AXOLOTL, MS_SWIFT, OTHERS
 from prefrl.scripts.migrate.rows import TRANSFORMERS, TRL, Counterpart
 from prefrl.scripts.migrate.verl import VERL_SFT
 from prefrl.scripts.migrate.verl_keys import VERL
@@ -94,6 +94,7 @@ def _plain(value: Any) -> Any:
 LIBRARIES: dict[str, Mapping[str, Counterpart]] = {
     **{"TRL": TRL, "verl": VERL, "cosmos-rl": COSMOS_RL},
     **{"verl's SFT trainer": VERL_SFT, "Ludwig": LUDWIG, "axolotl": AXOLOTL},
+    "ms-swift": MS_SWIFT,
     **{"transformers": TRANSFORMERS, "others": OTHERS},
 }
 

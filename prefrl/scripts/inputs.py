@@ -13,9 +13,16 @@ from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
+from prefrl.options.distillation import DistillationOptions, TeacherOptions
 from prefrl.options.fields import flat_names, warn_of_hint
+from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.registry import Algorithm
-from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, check_reward_files
+from prefrl.scripts.arguments.command import (
+    CommandArguments,
+    Given,
+    RewardArguments,
+    check_reward_files,
+)
 from prefrl.scripts.arguments.datasets import (
     SHAPING,
     DatasetConfig,
@@ -69,7 +76,7 @@ def check_files(given: Given) -> None:
         if isinstance(script, RewardArguments):
             for option in ("reward_funcs", "eval_reward_funcs"):
                 check_reward_files(getattr(script, option) or (), option)
-            if script.environment or script.tools:
+            if script.has_episodes:
                 script.check_code()
         checkpoint = given.values.get("resume_from_checkpoint")
         # Machines with disks of their own hold parts of it: the first process looks, as in training.
@@ -112,11 +119,30 @@ def options_of(
     return script, config
 
 
+def _needs_no_teacher(config: TeacherOptions) -> bool:
+    """Whether its KL term is off, or the dataset may have what the teacher finds likely."""
+    if isinstance(config, DistillationOptions):
+        return config.on_policy_fraction == 0
+    return isinstance(config, PolicyGradientOptions) and not config.teacher_kl_coef
+
+
 def _check_run(script: CommandArguments, config: Any) -> None:
     """Reject streams without an end, and warn of switches of HuggingFace's scripts that have no effect here.
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
+    if isinstance(config, TeacherOptions) and config.lacks_teacher and not _needs_no_teacher(config):
+        raise ConfigError(
+            f"teacher_model_name_or_path=None: {config.needs_teacher}. Set it to a model with the student's "
+            "vocabulary."
+        )
+    if isinstance(script, RewardArguments):
+        sources = script.reward_funcs or script.reward_model_name_or_path or script.environment
+        if not sources and config.needs_rewards:
+            raise ConfigError(
+                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
+                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
+            )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:
@@ -130,13 +156,10 @@ def _check_run(script: CommandArguments, config: Any) -> None:
         warn_of_hint(config, f"do_predict=True has no effect because this command trains. {remedy}")
     if config.eval_strategy != "no":
         return
-    if script.eval_datasets:
-        paths = ", ".join(part.path for part in script.eval_datasets)
-        warn_of_hint(config, f"eval_datasets={paths} has no effect because eval_strategy='no'. {remedy}")
-    if (own := getattr(script, "eval_reward_funcs", None)) is not None:
-        warn_of_hint(config, f"eval_reward_funcs={own} has no effect because eval_strategy='no'. {remedy}")
-    if config.do_eval:
-        warn_of_hint(config, f"do_eval=True has no effect because eval_strategy='no'. {remedy}")
+    paths, rewards = ", ".join(part.path for part in script.eval_datasets), getattr(script, "eval_reward_funcs", None)
+    for name, value in {"eval_datasets": paths, "eval_reward_funcs": rewards, "do_eval": config.do_eval}.items():
+        if value:
+            warn_of_hint(config, f"{name}={value} has no effect because eval_strategy='no'. {remedy}")
 
 
 def _check_without_dataset(config: Any) -> None:

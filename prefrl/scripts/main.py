@@ -55,6 +55,7 @@ OTHERS = {
     "eval": Listed(
         "eval", "score a model, or responses in a file: mean reward, pass@k, maj@k and best@k by data source"
     ),
+    "teacher": Listed("teacher", "store what a teacher finds likely at a dataset's completions, for distillation"),
     "merge": Listed("commands:merge", "merge an adapter into its base model"),
     "soup": Listed("soup", "average checkpoints"),
     "replay": Listed("commands:replay", "compute a past step of a run again, and compare it with what was logged"),

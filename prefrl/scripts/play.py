@@ -27,7 +27,7 @@ from prefrl.scripts.arguments.command import Given, RewardArguments
 from prefrl.scripts.declaration import uncollected
 from prefrl.scripts.inputs import check_files, datasets_of, options_of
 from prefrl.scripts.parsing.option_parser import EarlyParser
-from prefrl.scripts.schema import SchemaParser, option_list
+from prefrl.scripts.schema import SchemaParser, option_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,25 +41,27 @@ if TYPE_CHECKING:
 
 _USAGE = "prefrl play [ENVIRONMENT] [FILE.yaml] [--model MODEL] [--option value ...]"
 _ABOUT = """\
-Play an episode of an environment, turn by turn: by hand, or with a model.
+Play an episode of an environment, turn by turn: by hand, or with a model. By hand, type what the assistant says, or a
+call such as open(number=3). End a line with \\ to go on in the next one; Ctrl-D ends the episode. All options of
+prefrl grpo are options of prefrl play, too; prefrl play ppo run.yaml takes those of another algorithm.
 
-  prefrl play my_env.py:Game                   you play
-  prefrl play my_env.py:Game --model MODEL     the model plays
-  prefrl play run.yaml --row 3                 what `prefrl grpo run.yaml` would play with row 3 of its dataset
-  prefrl play run.yaml --model runs/game       the same with the trained model
-
-By hand, type what the assistant says, or a call such as open(number=3). End a line with \\ to go on in the next one;
-Ctrl-D ends the episode.
-
-Options of prefrl grpo are options of prefrl play, too; prefrl play ppo run.yaml takes those of another algorithm.
---help WORD searches all of them. These are its own:"""
+Examples:
+  prefrl play my_env.py:Game                   # you play
+  prefrl play my_env.py:Game --model MODEL     # the model plays
+  prefrl play run.yaml --row 3                 # what prefrl grpo run.yaml would play with row 3 of its dataset
+  prefrl play run.yaml --model runs/game       # the same with the trained model
+"""
+_GENERAL = (
+    {"name": "help", "kind": "[WORD]", "help": "Show this help; with a word, the options that contain it."},
+    {"name": "help_all", "kind": "", "help": "Show every option."},
+)
 
 
 @dataclass
 class PlayArguments(RewardArguments):
     """What is played, and by whom."""
 
-    own: ClassVar[tuple[str, ...]] = ("environment", "tools", "prompt", "row", "num_episodes", "by_hand")
+    own: ClassVar[tuple[str, ...]] = ("environment", "agent", "tools", "prompt", "row", "num_episodes", "by_hand")
 
     model_name_or_path: str = field(
         default="", kw_only=True, metadata={"help": "Model or adapter that plays. Without one, you play."}
@@ -71,13 +73,13 @@ class PlayArguments(RewardArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.environment or self.tools):
-            raise ConfigError(f"environment, tools: not given, so there is nothing to play. {_USAGE}")
+        if not self.has_episodes:
+            raise ConfigError(f"environment, agent, tools: not given, so there is nothing to play. {_USAGE}")
         has_rows = self.dataset_name is not None or bool(self.datasets)
         if self.prompt is not None or not has_rows:
             because = "there is no dataset" if self.prompt is None else "prompt is set"
             check_unset(self, "row", because=because, remedy="Set dataset_name, without prompt.")
-        if not (self.environment or has_rows or self.prompt):
+        if not (self.environment or self.agent or has_rows or self.prompt):
             raise ConfigError("prompt: not given. With tools alone, set prompt, or dataset_name.")
 
     @property
@@ -88,11 +90,6 @@ class PlayArguments(RewardArguments):
     @property
     def needs_dataset(self) -> bool:
         """See `CommandArguments`."""
-        return False
-
-    @property
-    def needs_reward(self) -> bool:
-        """See `RewardArguments`."""
         return False
 
 
@@ -108,7 +105,7 @@ class _Parser(SchemaParser):
             super().show_help(argv, early)
             return
         own = [self._options[name] for name in ("model_name_or_path", *PlayArguments.own)]
-        print(f"usage: {_USAGE}\n\n{_ABOUT}\n{option_list(own)}")
+        print(f"usage: {_USAGE}\n\n{_ABOUT}\n{option_group('Options', own)}\n\n{option_group('General', _GENERAL)}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -88,7 +88,11 @@ def config_of_run(folder: Path, algorithm: str, scratch: str) -> Any:
         values |= {"reduce_on_plateau": 0, "reduce_on_plateau_kwargs": None}
     names = {field.name for field in dataclasses.fields(config_class) if field.init}
     values |= {**_OTHERWISE, "output_dir": scratch}
-    return config_class(**{name: value for name, value in values.items() if name in names})
+    config = config_class(**{name: value for name, value in values.items() if name in names})
+    if isinstance(config, OnlineConfig):  # the rewards are in the journal, and there are none of evaluations
+        config.eval_reward_weights, config.pass_at_k_kwargs = None, None
+        config.reward_num_workers, config.reward_model_kwargs = 0, None
+    return config
 
 
 def watches_evaluations(options: Mapping[str, Any]) -> bool:

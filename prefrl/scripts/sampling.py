@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 from urllib.parse import urlsplit
@@ -443,13 +443,8 @@ _COMMANDS = "/clear forgets the conversation, /undo its last turn; /exit or Ctrl
 class ChatArguments(SamplingArguments):
     """The model, and what it is told first."""
 
+    num_generations: int = field(default=1, init=False)  # no option of a chat: each question has one answer
     system: str | None = opt(None, "System prompt of the conversation.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_unset(
-            self, "num_generations", because="a chat has only one answer to each question", remedy="Remove it."
-        )
 
 
 @command(

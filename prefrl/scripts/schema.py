@@ -7,7 +7,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,12 @@ from prefrl.options.names import check_known, nearest
 from prefrl.options.optimizers import check_not_refused
 from prefrl.options.types import check_value
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments, weighted_rewards
+from prefrl.scripts.arguments.command import (
+    CommandArguments,
+    Given,
+    RewardArguments,
+    weighted_rewards,
+)
 from prefrl.scripts.arguments.launch import LaunchArguments, ProcessArguments
 from prefrl.scripts.parsing.option_parser import (
     HEAD,
@@ -86,8 +91,12 @@ class EarlyConfig(BaseOptions, HuggingFaceOptions):
 
 @cache
 def early_class(algorithm: str) -> Any:
-    """The options of an algorithm: its own, over the stand-in."""
-    early = type("Options", (REGISTRY[algorithm].load_options(), EarlyConfig), {"__module__": __name__})
+    """The options of an algorithm: its own, over the stand-in; `script` is the class of those of model and data."""
+    options: Any = REGISTRY[algorithm].load_options()
+    script: type[CommandArguments] = CommandArguments
+    if "reward_weights" in {field.name for field in dataclasses.fields(options)}:
+        script = RewardArguments
+    early = type("Options", (options, EarlyConfig), {"__module__": __name__, "script": script})
     return dataclasses.dataclass(init=False, repr=False, eq=False)(early)
 
 
@@ -105,7 +114,7 @@ def options_of(algorithm: str, script: Any = None) -> list[dict[str, Any]]:
     """
     early = early_class(algorithm)
     names = {field.name for field in dataclasses.fields(early)}
-    script_class = script or (RewardArguments if "reward_weights" in names else CommandArguments)
+    script_class = script or early_class(algorithm).script
     launch_class = LaunchArguments if "use_vllm" in names else ProcessArguments
     options = [*_options(script_class), *_options(early), *_options(launch_class)]
     if algorithm == "grpo":
@@ -136,7 +145,7 @@ class SchemaParser(OptionParser):
 
     def __init__(self, algorithm: str, script: Any = None) -> None:
         super().__init__(prog=f"prefrl {algorithm}", description=f"Dataset: {REGISTRY[algorithm].dataset}.")
-        self._algorithm, self._script = algorithm, script
+        self._algorithm, self._script = algorithm, script or early_class(algorithm).script
         self._options = {option["name"]: option for option in options_of(algorithm, script)}
         for option in self._options.values():
             self.add_option(option)
@@ -174,9 +183,8 @@ class SchemaParser(OptionParser):
             for name, value in options.items():
                 self._check_number(name, value)
                 self._check_switches(name, values)
-            cls = self._script or (RewardArguments if "reward_funcs" in self._options else CommandArguments)
-            known = {field.name for field in dataclasses.fields(cls)}
-            script = cls(**{name: value for name, value in options.items() if name in known})
+            known = {field.name for field in dataclasses.fields(self._script)}
+            script = self._script(**{name: value for name, value in options.items() if name in known})
         return dataclasses.replace(given, script=script)
 
     def check(self, given: Given, *, knows_processes: bool = True) -> Any:
@@ -248,9 +256,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Rewards and agents": (
         *("reward_funcs", "reward_weights", "reward_model_name_or_path", "eval_reward_funcs"),
-        *("environment", "tools"),
+        *("environment", "agent", "tools"),
     ),
-    "Algorithm": ("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
+    "Algorithm": (
+        *("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),
+        *("teacher_model_name_or_path", "on_policy_fraction", "later_tokens"),
+    ),
     "Generation": (
         *("num_generations", "max_prompt_length", "max_completion_length", "temperature", "use_vllm"),
         *("vllm", "log_completions"),
@@ -280,10 +291,19 @@ def common_options(algorithm: str, options: _Options) -> str:
         f"  prefrl init {algorithm} > run.yaml",
         f"  prefrl {algorithm} run.yaml --learning_rate 1e-6 --output_dir runs/first",
     ]
-    for group, names in GROUPS.items():
-        rows = [_line(by_name[name]) for name in names if name in by_name]
-        lines += ["", f"{group}:", *rows] if rows else []
+    for group, common in _groups(by_name):
+        # The first sentence; --help WORD has the rest.
+        lines += ["", f"{group}:", *(_line(option, _first_sentence(option)) for option in common)]
     return "\n".join([*lines, "", f"{len(options)} options: --help WORD searches them, --help_all shows all of them."])
+
+
+def _groups(by_name: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """The common options of an algorithm by group. A teacher is one of them where nothing is learned without it."""
+    left_out = "teacher_model_name_or_path" if "teacher_kl_coef" in by_name else None
+    for group, names in GROUPS.items():
+        common = [by_name[name] for name in names if name in by_name and name != left_out]
+        if common:
+            yield group, common
 
 
 def found_options(algorithm: str, options: _Options, word: str) -> str:
@@ -293,7 +313,7 @@ def found_options(algorithm: str, options: _Options, word: str) -> str:
     told = [option for option in options if word in option.get("help", "").lower() and option not in named]
     if not named + told:
         return f"No option of {algorithm} has {word!r} in its name or description. --help_all shows every option."
-    return option_list(named + told)
+    return "\n".join(map(_entry, named + told))
 
 
 def all_options(algorithm: str, options: _Options) -> str:
@@ -302,11 +322,6 @@ def all_options(algorithm: str, options: _Options) -> str:
     inherited = [_entry(option) for option in options if option.get("is_inherited")]
     usage = f"usage: prefrl {algorithm} [FILE.yaml] [--option value ...]"
     return "\n".join([usage, "", "Options of prefrl:", *own, "", "Options of transformers:", *inherited])
-
-
-def option_list(options: Iterable[Mapping[str, Any]]) -> str:
-    """Options with their whole descriptions."""
-    return "\n".join(map(_entry, options))
 
 
 def kind_of(option: Mapping[str, Any]) -> str:
@@ -319,10 +334,17 @@ def kind_of(option: Mapping[str, Any]) -> str:
     return f"{kind} ..." if option.get("is_list") else kind
 
 
-def _line(option: Mapping[str, Any]) -> str:
+def option_group(title: str, options: Iterable[Mapping[str, Any]]) -> str:
+    """Options with their whole descriptions, below a title, as in the help of other commands."""
+    return "\n".join([f"{title}:", *(_line(option, option.get("help", "")) for option in options)])
+
+
+def _first_sentence(option: Mapping[str, Any]) -> str:
+    return re.split(r"(?<=[a-z0-9)]{2}\.) ", option.get("help", ""), maxsplit=1)[0]
+
+
+def _line(option: Mapping[str, Any], about: str) -> str:
     head = f"  --{option['name']} {kind_of(option) if 'choices' not in option else ''}".rstrip()
-    # The first sentence; --help WORD has the rest.
-    about = re.split(r"(?<=[a-z0-9)]{2}\.) ", option.get("help", ""), maxsplit=1)[0]
     text = about + choices_in_words(option.get("choices")) + default_in_words(option.get("default"))
     first, *rest = textwrap.wrap(text, WIDTH - max(len(head), HEAD) - 1) or [""]
     more = textwrap.wrap(" ".join(rest), WIDTH - HEAD - 1)
@@ -340,12 +362,26 @@ def _entry(option: Mapping[str, Any]) -> str:
 
 
 _USAGE = "usage: prefrl init ALGORITHM > run.yaml"
+_ABOUT = f"""\
+{_USAGE}
+
+Print a commented YAML file with the common options of an algorithm.
+
+Example:
+  prefrl init grpo > run.yaml
+
+Algorithms:
+{textwrap.fill(", ".join(REGISTRY), WIDTH, initial_indent="  ", subsequent_indent="  ")}
+
+General:
+  -h, --help  Show this help."""
 _FILE_WIDTH = 100
 # What a first run has to set; everything else is a comment.
 _FILLED = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
     "dataset_name": "data.jsonl",
     "reward_funcs": ["numeric_reward"],
+    "teacher_model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
     "max_steps": 100,
 }
 
@@ -353,7 +389,7 @@ _FILLED = {
 def init(argv: Sequence[str]) -> int:
     """Print the file for the algorithm that the command line names."""
     if argv and argv[0] in ("-h", "--help"):
-        print(f"{_USAGE}\n\nPrint a commented YAML file of options. Algorithms: {', '.join(REGISTRY)}.")
+        print(_ABOUT)
         return 0
     if len(argv) != 1:
         raise ConfigError(f"{len(argv)} arguments: give one, the algorithm. {_USAGE}")
@@ -370,10 +406,11 @@ def _file_of(algorithm: str) -> str:
         f"take precedence; prefrl {algorithm} --help WORD searches all of them."
     ]
     filled = {**_FILLED, "output_dir": f"runs/{algorithm}"}
-    for group, names in GROUPS.items():
-        entries = [_commented(by_name[name], filled) for name in names if name in by_name]
-        if entries:
-            blocks.append("\n".join([f"# ---- {group} ----", *entries]))
+    if algorithm == "distillation":
+        del filled["reward_funcs"]
+    for group, common in _groups(by_name):
+        entries = [_commented(option, filled) for option in common]
+        blocks.append("\n".join([f"# ---- {group} ----", *entries]))
     return "\n\n".join(blocks)
 
 

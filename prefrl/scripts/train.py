@@ -38,7 +38,7 @@ def main(algorithm: Algorithm, given: Given) -> int:
         extra: dict[str, Any] = {}
         if isinstance(script, RewardArguments):
             extra = _rewards(script)
-            if script.environment or script.tools:
+            if script.has_episodes:
                 extra |= script.loaded()
         train_dataset, eval_dataset = datasets_of(script, config)
         check_before(algorithm, script, config, train_dataset, eval_dataset, extra)

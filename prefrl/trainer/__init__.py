@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # the names in `_PATHS` again, for type checkers and editors,
     from prefrl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from prefrl.trainer.configs import BCOConfig as BCOConfig
     from prefrl.trainer.configs import CPOConfig as CPOConfig
+    from prefrl.trainer.configs import DistillationConfig as DistillationConfig
     from prefrl.trainer.configs import DPOConfig as DPOConfig
     from prefrl.trainer.configs import GRPOConfig as GRPOConfig
     from prefrl.trainer.configs import KTOConfig as KTOConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # the names in `_PATHS` again, for type checkers and editors,
     from prefrl.trainer.configs import RLOOConfig as RLOOConfig
     from prefrl.trainer.configs import SFTConfig as SFTConfig
     from prefrl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
+    from prefrl.trainer.distillation_trainer import DistillationTrainer as DistillationTrainer
     from prefrl.trainer.dpo_trainer import DPOTrainer as DPOTrainer
     from prefrl.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
     from prefrl.trainer.kto_trainer import KTOTrainer as KTOTrainer

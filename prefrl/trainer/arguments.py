@@ -7,23 +7,27 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import datasets
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
-from transformers.utils import PushToHubMixin
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.utils import PushToHubMixin, cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from prefrl import distributed
 from prefrl.data.collate import flat_batch
 from prefrl.data.images import ImageReader, ProcessingClass, image_reader, tokenizer_of
+from prefrl.data.teacher_columns import is_stored
 from prefrl.errors import ConfigError, DataError, require
+from prefrl.models.flops import model_cost
 from prefrl.models.forward import set_image_example
 from prefrl.models.load import arguments_for_other, load_model
 from prefrl.models.reference import Reference, make_reference
+from prefrl.options.distillation import DistillationOptions, TeacherOptions
 from prefrl.options.fields import default_of
 from prefrl.options.names import ARGUMENTS, TRAINER_NAMES, nearest
+from prefrl.options.online import OnlineOptions
 from prefrl.options.preference import ReferenceOptions
 from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
@@ -50,6 +54,7 @@ _POSITIONS = {
     "orpo": _REFERENCE_FREE,
     "cpo": _REFERENCE_FREE,
     "online_dpo": (*_DATA, "reward_processing_classes", "peft_config", "compute_metrics", "callbacks", "optimizers"),
+    "distillation": (*_DATA[1:], "callbacks", "optimizers", *_QUANTIZED_PEFT, "tools"),
     "reward": (*_DATA, "compute_metrics", "callbacks", "optimizers", *_OF_LOGITS, *_QUANTIZED_PEFT),
 }
 
@@ -64,6 +69,11 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, str | os.PathLike | nn.Module)
 
 
+def _is_teacher(value: Any) -> bool:
+    several = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
+    return all(map(_is_model, value.values())) if several else _is_model(value)
+
+
 def _is_rewards(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping) or _is_model(value) or callable(value)
 
@@ -76,6 +86,7 @@ def _is_pair(value: Any) -> bool:
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model, "a name, a path or a model"),
     "ref_model": (_is_model, "a name, a path, a model or None"),
+    "teacher_model": (_is_teacher, "a name, a path, a model, a mapping of names to these, or None"),
     "reward_funcs": (
         _is_rewards,
         "a reward, a list of them or a mapping to their weights: functions, and reward models or their names",
@@ -94,7 +105,6 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a quantization config of transformers, such as BitsAndBytesConfig, or None",
     ),
 }
-_REQUIRED = ("model", "reward_funcs")
 
 
 def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> None:
@@ -115,10 +125,17 @@ def check_arguments(trainer: type[_Algorithm], arguments: Mapping[str, Any]) -> 
             raise _error(trainer, name, value, f"None: {ARGUMENTS[name]}")
         elif name in ("train_dataset", "eval_dataset"):
             check_dataset(name, value, takes_several=name == "eval_dataset")
-        elif name in _ARGUMENTS and (value is not None or name in _REQUIRED):
+        elif name in _ARGUMENTS and (value is not None or name == "model" or _lacks_rewards(name, arguments)):
             is_right, allowed = _ARGUMENTS[name]
             if not is_right(value):
                 raise _error(trainer, name, value, allowed)
+
+
+def _lacks_rewards(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether an argument is that for rewards, and neither an environment nor a teacher stands for them."""
+    args = arguments.get("args")
+    is_taught = isinstance(args, OnlineOptions) and not args.needs_rewards
+    return name == "reward_funcs" and arguments.get("environment_factory") is None and not is_taught
 
 
 def check_names(trainer: type[_Algorithm], names: Collection[str]) -> None:
@@ -247,7 +264,7 @@ def check_stream(dataset: Any, args: BaseConfig) -> None:
         )
 
 
-def own_config(trainer: type[_Algorithm], args: Any, *, output_dir: str) -> Any:
+def own_config(trainer: type[_Algorithm], args: Any, model: object, suffix: str) -> Any:
     """The config of a trainer's own class for its argument `args`.
 
     Plain `transformers.TrainingArguments` give all the options that they have, also where their default is another one
@@ -257,13 +274,15 @@ def own_config(trainer: type[_Algorithm], args: Any, *, output_dir: str) -> Any:
     Args:
         trainer: The class whose constructor was called.
         args: Its argument.
-        output_dir: The output folder if `args` is None.
+        model: The trainer's argument.
+        suffix: The output folder is `<model name>-<suffix>` if `args` is None.
     Raises:
         ConfigError: The arguments are of a subclass, and set an option that the trainer does not have.
     """
     config_class = REGISTRY[trainer.algorithm].load_config()
     if args is None:
-        return config_class(output_dir=output_dir)
+        name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
+        return config_class(output_dir=f"{Path(name).name or type(model).__name__}-{suffix}")
     if isinstance(args, config_class):
         return args
     known = {field.name for field in fields(config_class) if field.init}
@@ -305,10 +324,8 @@ def _order(trainer: type[_Algorithm]) -> str:
     return f"{ours.__name__}({', '.join(names)})"
 
 
-def default_output_dir(model: object, suffix: str) -> str:
-    """The output folder of a run without `args`: `<model name>-<suffix>`."""
-    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "name_or_path", "")
-    return f"{Path(name).name or type(model).__name__}-{suffix}"
+TeacherModel: TypeAlias = str | Path | PreTrainedModel
+GivenTeacher: TypeAlias = TeacherModel | Mapping[str, TeacherModel] | None  # several by name; None: none or the policy
 
 
 def loaded_reference(
@@ -322,14 +339,130 @@ def loaded_reference(
 
 
 def kept_reference(
-    run: Run, options: ReferenceOptions, model: PreTrainedModel, given: PreTrainedModel | None, *, moves: bool
+    run: Run,
+    options: ReferenceOptions,
+    model: PreTrainedModel,
+    given: PreTrainedModel | None,
+    *,
+    moves: bool,
+    name: str = "ref_model",
 ) -> Reference | None:
     """The reference that the options ask for, ready to score the policy `model`'s batches; see `make_reference`."""
-    reference = make_reference(model, beta=options.beta, moves=moves, given=given)
+    reference = make_reference(model, beta=options.beta, moves=moves, given=given, name=name)
     if reference is not None and reference.own_model is not None:
         run.parts.tell("made", run, reference.own_model, "reference")
         distributed.prepare_frozen(run.accelerator, reference.own_model)
     return reference
+
+
+def chosen_teacher(trainer: type[_Algorithm], args: Any, given: GivenTeacher, rows: Any) -> GivenTeacher:
+    """The teacher, which an option or the argument `teacher_model` names.
+
+    None if the options need no other model, or if the teacher of a distillation is on servers, or what it finds likely
+    is in the training dataset.
+
+    Raises:
+        ConfigError: It is given twice, missing, or has nothing to teach.
+    """
+    by_name, reason = None, f"{trainer.__name__} has no KL term of a teacher. Use DistillationTrainer or GRPOTrainer."
+    needed = ""
+    if isinstance(args, TeacherOptions):
+        by_name, needed = args.teacher_model_name_or_path, args.needs_teacher
+        reason = "teacher_kl_coef=0.0. Set teacher_kl_coef > 0, or leave the teacher out."
+    if given is not None and by_name is not None:
+        raise ConfigError(
+            f"teacher_model_name_or_path={by_name!r} and the argument teacher_model: both name the teacher. "
+            "Remove one of them."
+        )
+    is_distilled = isinstance(args, DistillationOptions)
+    if given is not None and is_distilled and args.has_teacher_server:
+        raise ConfigError(
+            f"teacher_server_base_url={args.teacher_server_base_url} and the argument teacher_model: both name the "
+            "teacher. Remove one of them."
+        )
+    if isinstance(given, Mapping) and not is_distilled:
+        raise ConfigError(
+            "teacher_model: several teachers, of which a column names one for each row, are for DistillationTrainer. "
+            "Give one teacher."
+        )
+    if given is not None and not needed:
+        raise ConfigError(f"teacher_model has no effect because {reason}")
+    if needed and given is None and args.lacks_teacher:
+        if is_distilled and is_stored(rows):
+            return None
+        others = " Or set teacher_server_base_url, or give a train_dataset that prefrl teacher has written."
+        raise ConfigError(
+            f"teacher_model=None: {needed}. Set it, or the option teacher_model_name_or_path, to a model with the "
+            f"student's vocabulary.{others if is_distilled else ''}"
+        )
+    return by_name if given is None else given
+
+
+def loaded_teacher(run: Run, teacher: TeacherModel) -> PreTrainedModel:
+    """A teacher of the policy; one that is given by name or path is loaded, after a look at its tokenizer.
+
+    Raises:
+        ConfigError: It splits texts of the dataset in another way, or options have no effect on an instance.
+    """
+    args: Any = run.args
+    arguments: dict[str, Any] | None = args.teacher_model_init_kwargs
+    if isinstance(teacher, str | Path):
+        if arguments is None:
+            arguments = arguments_for_other(teacher, run.policy, args.model_init_kwargs)
+        _check_tokens(run, str(teacher), arguments)
+        return load_model(teacher, model_init_kwargs=arguments)
+    if arguments is not None:
+        raise ConfigError(
+            f"teacher_model_init_kwargs={arguments} has no effect because teacher_model is an instance. Leave it "
+            "out, or give the teacher by name."
+        )
+    return teacher
+
+
+_COMPARED = 100  # prompts on which the tokenizers of student and teacher are compared
+
+
+def ids_of_prompts(run: Run) -> dict[str, list[int]]:
+    """The first prompts of the training dataset as texts, and the ids that the policy's tokenizer makes of them."""
+    rows = [row for row, _ in zip(run.train_dataset or (), range(_COMPARED), strict=False)]
+    texts = [run.tokenizer.decode(row["prompt_ids"]) for row in rows]
+    return {text: run.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts}
+
+
+def _check_tokens(run: Run, teacher: str, arguments: Mapping[str, Any] | None) -> None:
+    """Reject a teacher whose tokenizer splits the prompts in another way than the student's."""
+    place = {key: value for key, value in (arguments or {}).items() if key in ("revision", "subfolder", "token")}
+    found = cached_file(teacher, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **place)
+    if found is None:
+        return
+    other = AutoTokenizer.from_pretrained(teacher, trust_remote_code=run.args.trust_remote_code, **place)
+    for text, ids in ids_of_prompts(run).items():
+        if ids != (others := other(text, add_special_tokens=False)["input_ids"]):
+            raise ConfigError(
+                f"teacher_model={teacher!r}: its tokenizer makes {others[:8]} of {text[:40]!r}, and the student's "
+                f"makes {ids[:8]}, so their distributions cannot be compared. Choose a teacher of the student's "
+                "family."
+            )
+
+
+def add_teacher(run: Run, teacher: GivenTeacher, batch: TokenBatch) -> None:
+    """Give the scorer a teacher beside the reference; None: there is none.
+
+    Args:
+        run: The training.
+        teacher: The teacher.
+        batch: Any, to score now: the teacher goes to its device, and runs its self-check.
+    """
+    if teacher is None:
+        return
+    args: Any = run.args
+    model, options = loaded_teacher(run, teacher), ReferenceOptions(beta=1.0)
+    run.scorer.teacher = kept_reference(run, options, run.policy, model, moves=False, name="teacher_model")
+    if args.teacher_kl_params.name == "full":
+        run.scorer.compared = "teacher"
+    if run.account.flops is not None:
+        run.account.flops.others["teacher"] = model_cost(model)
+    run.scorer.of_reference(batch, "teacher")
 
 
 def reader_for(model: nn.Module, processing_class: ProcessingClass) -> ImageReader | None:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
     from prefrl.models.reference import Reference
+    from prefrl.models.teachers import Teachers
     from prefrl.options.preference import ReferenceOptions
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.evaluation import ComputeMetrics, PredictedRows
@@ -212,7 +213,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         return tokenizer_of(self.processing_class)
 
     @property
-    def reference(self) -> Reference | None:
+    def reference(self) -> Reference | Teachers | None:
         """The reference that the policy stays close to, if one is kept."""
         return self.scorer.reference
 
@@ -279,26 +280,27 @@ class BaseTrainer(Loop, Generic[Ready]):
         """The model to train; see `models.load.load_model`."""
         return load_model(model, **options)
 
-    def _add_reference(self, options: ReferenceOptions, given: PreTrainedModel | None = None) -> None:
-        """Create the reference that the options ask for, and move it during training if they say so."""
+    def _add_reference(
+        self, options: ReferenceOptions, given: PreTrainedModel | None = None, *, name: str = "ref_model"
+    ) -> None:
+        """Create the reference that the options ask for, or take the one `given` as the argument `name`."""
         movers = [callback for callback in checkpointing.stateful(self) if callback.moves_reference]
         moves = options.sync_ref_model or bool(movers)
-        reference = kept_reference(self, options, self.model, given, moves=moves)
+        reference = kept_reference(self, options, self.model, given, moves=moves, name=name)
         self.scorer.reference = reference
         if reference is None:
             return
         if self.account.flops is not None:
             cost = model_cost(self.model, with_adapter=False) if given is None else model_cost(given)
-            self.account.flops.reference = cost
+            self.account.flops.others["reference"] = cost
             self.scorer.of_reference(self._idle_batch())  # runs the self-check now, as for the policy
         for callback in movers:
             callback.take_reference(reference, options)
         if moves:
+            alpha, resets = options.ref_model_mixup_alpha, options.reset_optimizer_with_reference
             every = options.ref_model_sync_steps if options.sync_ref_model else None
-            resets = options.reset_optimizer_with_reference
             if resets:
                 distributed.check_state_whole(self.accelerator, "reset_optimizer_with_reference=True")
-            alpha = options.ref_model_mixup_alpha
             self.parts.add(MovingReference(reference, alpha=alpha, steps=every, resets_optimizer=resets))
             self._reference_moves = True
 
@@ -403,7 +405,7 @@ class BaseTrainer(Loop, Generic[Ready]):
     @cached_property
     def phases(self) -> list[str]:
         """All phases that a step of this trainer may have: the names in `time/<phase>_s`."""
-        return ["forward", "backward", "optimizer", *(["reference"] if self.scorer.reference is not None else [])]
+        return ["forward", "backward", "optimizer", *self.scorer.phases]
 
     # Changes of what HuggingFace does.
 
@@ -460,23 +462,22 @@ class BaseTrainer(Loop, Generic[Ready]):
         """
         checkpointing.write_update_state(self, folder)
         self.parts.tell("save", self, folder)
-        if (fingerprint := self._reference_fingerprint()) is not None and self.args.should_save:
-            checkpointing.save_fingerprint(fingerprint, folder)
+        checkpointing.save_fingerprints(self._fingerprints(), folder, writes=self.args.should_save)
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote. All ranks must call it.
 
         Raises:
-            ConfigError: The checkpoint was trained with a reference of other weights.
+            ConfigError: The checkpoint was trained with a reference or teacher of other weights.
         """
         checkpointing.read_update_state(self, folder)
         self.parts.tell("load", self, folder)
-        if (fingerprint := self._reference_fingerprint()) is not None:
-            checkpointing.check_fingerprint(fingerprint, folder)
+        checkpointing.check_fingerprints(self._fingerprints(), folder)
 
-    def _reference_fingerprint(self) -> str | None:
-        """Fingerprint of the weights of a reference that does not move; None if there is none. All ranks call it."""
-        return None if self.reference is None or self._reference_moves else self.reference.fingerprint()
+    def _fingerprints(self) -> dict[str, str]:
+        """Of the weights of a reference that does not move, and of a teacher, if there are any. All ranks call it."""
+        kept = {"weights": None if self._reference_moves else self.reference, "teacher": self.scorer.teacher}
+        return {name: model.fingerprint() for name, model in kept.items() if model is not None}
 
     def write_model(self, folder: Path) -> None:
         """Write model, tokenizer and options to a folder. All processes must call it."""

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError
+from prefrl.errors import ConfigError, DataError, OutOfMemoryError, RewardError, plain
 from prefrl.models.adapters import is_peft_model
 from prefrl.run.checkpoints import checkpoint_name, find_last, staging_folder
 from prefrl.run.folder import Stopped, check_space, how_to_resume, leave, write_identity
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prefrl.models.reference import Reference
     from prefrl.options.preference import ReferenceOptions
     from prefrl.options.run import CheckpointParams
+    from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.parts import Run
     from prefrl.trainer.run_folder import StartingPoint
 
@@ -180,6 +181,23 @@ def write(run: Run, folder: Path, save: Callable[[], None]) -> Path:
     final = place.publish(folder, step=step, resumable=complete, best=state.best_model_checkpoint)
     place.last_saved = step
     return final
+
+
+@contextmanager
+def arguments_as_json(args: BaseConfig, folder: Path) -> Iterator[None]:
+    """After HuggingFace has saved the arguments inside, the folder has them as JSON without secrets, not as a pickle.
+
+    Functions among them, which not every pickle can have, are named inside.
+    """
+    options: dict[str, Any] = args.__dict__
+    functions = {name: value for name, value in options.items() if callable(value)}
+    options.update({name: plain(value) for name, value in functions.items()})
+    try:
+        yield
+    finally:
+        options.update(functions)
+    (folder / TRAINING_ARGS_NAME).unlink()
+    (folder / "training_args.json").write_text(args.to_json_string(), encoding="utf-8")
 
 
 def write_model_of_checkpoint(run: Run, folder: Path) -> None:
@@ -405,26 +423,29 @@ def best_beside(checkpoint: Path) -> str | None:
 _FINGERPRINT_FILE = "reference.json"
 
 
-def save_fingerprint(fingerprint: str, folder: Path) -> None:
-    """Write the fingerprint of the weights of a reference that does not move."""
-    (folder / _FINGERPRINT_FILE).write_text(json.dumps({"weights": fingerprint}), encoding="utf-8")
+def save_fingerprints(fingerprints: Mapping[str, str], folder: Path, *, writes: bool) -> None:
+    """Write the fingerprints of the weights of a reference that does not move and of a teacher, if there are any."""
+    if fingerprints and writes:
+        (folder / _FINGERPRINT_FILE).write_text(json.dumps(fingerprints), encoding="utf-8")
 
 
-def check_fingerprint(now: str, folder: Path) -> None:
-    """Reject a resume with another reference than the one that the checkpoint was trained with.
+def check_fingerprints(fingerprints: Mapping[str, str], folder: Path) -> None:
+    """Reject a resume with another reference or teacher than those that the checkpoint was trained with.
 
     Args:
-        now: Fingerprint of the weights of this run's reference.
+        fingerprints: Those of the weights of this run's reference and teacher.
         folder: The checkpoint.
 
     Raises:
         ConfigError: The checkpoint has another fingerprint.
     """
     path = folder / _FINGERPRINT_FILE
-    saved = json.loads(path.read_text(encoding="utf-8"))["weights"] if path.exists() else now
-    if saved != now:
-        raise ConfigError(
-            f"the checkpoint was trained against another reference: the fingerprint of its weights is {saved}, this "
-            f"run's is {now}. Construct the trainer with the model (and ref_model, if there was one) that the run "
-            "started from, not with the checkpoint's."
-        )
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, now in fingerprints.items():
+        if (saved := written.get(name, now)) != now:
+            what = "reference" if name == "weights" else name
+            raise ConfigError(
+                f"the checkpoint was trained against another {what}: the fingerprint of its weights is {saved}, this "
+                f"run's is {now}. Construct the trainer with the model (and ref_model or teacher_model, if there was "
+                "one) that the run started from, not with the checkpoint's."
+            )

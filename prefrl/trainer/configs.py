@@ -19,6 +19,7 @@ from prefrl.options.algorithms import (
     RLOOOptions,
     combined,
 )
+from prefrl.options.distillation import DistillationOptions
 from prefrl.options.fields import flat_names
 from prefrl.options.generation_rules import cuts_of
 from prefrl.options.offline import (
@@ -202,3 +203,8 @@ class PPOConfig(PPOOptions, PolicyGradientConfig):
 @dataclass
 class OnlineDPOConfig(OnlineDPOOptions, OnlineConfig):
     """Options of `OnlineDPOTrainer`."""
+
+
+@dataclass
+class DistillationConfig(DistillationOptions, OnlineConfig):
+    """Options of `DistillationTrainer`."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
 
 from prefrl import distributed
 from prefrl.errors import ConfigError
@@ -182,7 +181,8 @@ class Loop(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """The model, in the backend's wrapper, with what the backend saved."""
-        distributed.tell_ddp(self.accelerator, self.model, self.args)
+        idle = IdleBatch.of_token().to(self.args.device)
+        distributed.tell_ddp(self.accelerator, self.model, self.args, partial(self.forward_sum, self.model, idle))
         with nullcontext() if resume_from_checkpoint is None else distributed.only_data(Path(resume_from_checkpoint)):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -237,8 +237,7 @@ class Loop(Trainer):
         self.account.start()
         if self._averages_weights:
             use_trained_weights(self.optimizer)
-        items = self.plan.next_items(epoch_iterator, num_batches)
-        if not items:
+        if not (items := self.plan.next_items(epoch_iterator, num_batches)):
             return [], 0.0
         step, count = self.make_step(items)
         return [*(SyncStep() for _ in items[1:num_batches]), step], count
@@ -430,10 +429,8 @@ class Loop(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Arguments are saved as JSON without secrets, not as a pickle with them."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        (folder / TRAINING_ARGS_NAME).unlink()
-        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+        with checkpointing.arguments_as_json(self.args, Path(output_dir or self.args.output_dir)):
+            super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpointing.write_optimizer(

@@ -38,6 +38,7 @@ _PAPERS = {
     "reinforce_plus_plus": "REINFORCE++: [arXiv 2501.03262](https://arxiv.org/abs/2501.03262).",
     "ppo": "Proximal policy optimization: [arXiv 1707.06347](https://arxiv.org/abs/1707.06347).",
     "online_dpo": "Online direct preference optimization: [arXiv 2402.04792](https://arxiv.org/abs/2402.04792).",
+    "distillation": "On-policy distillation: GKD, [arXiv 2306.13649](https://arxiv.org/abs/2306.13649).",
 }
 # Authors, title and year of the papers above, for the citation.
 _CITED = {
@@ -51,6 +52,7 @@ _CITED = {
     "reinforce_plus_plus": ("Hu, Jian and others", "REINFORCE++", 2025),
     "ppo": ("Schulman, John and others", "Proximal Policy Optimization Algorithms", 2017),
     "online_dpo": ("Guo, Shangmin and others", "Direct Language Model Alignment from Online AI Feedback", 2024),
+    "distillation": ("Agarwal, Rishabh and others", "On-Policy Distillation of Language Models", 2023),
 }
 # How a title names the algorithms that it does not write in capitals.
 _TITLES = {
@@ -88,7 +90,8 @@ class RunFacts:
     seed: int | None = None
     num_rows: int | None = None  # of the prepared training dataset; None: a stream, or no training
     data_hash: str | None = None
-    rewards: tuple[str, ...] = ()
+    rewards: tuple[str, ...] = ()  # without those that environments give themselves
+    played: tuple[str, ...] = ()  # classes of environments, and tools
 
     @classmethod
     def of(cls, config: BaseConfig, decisive: Mapping[str, Any]) -> RunFacts:
@@ -103,14 +106,15 @@ class RunFacts:
         values = {name: getattr(config, name) for name in names}
         changed = {name: _plain(value) for name, value in values.items() if value != default_of(fields[name])}
         main = {name: _plain(getattr(config, name)) for name in names}
-        data = decisive.get("data") or {}
+        data, played = decisive.get("data") or {}, tuple(decisive.get("episodes", ()))
         return cls(
             {name: value for name, value in changed.items() if _is_shown(value) and masked(value, name) == value},
             {name: value for name, value in main.items() if value not in _UNSET and _is_shown(value)},
             seed=config.seed,
             num_rows=data.get("rows"),
             data_hash=data.get("hash"),
-            rewards=tuple(decisive.get("rewards", ())),
+            rewards=tuple(name for name in decisive.get("rewards", ()) if name not in played),
+            played=played,
         )
 
 
@@ -181,7 +185,8 @@ def _summary(
     rows["Data"] = _linked(dataset, "A dataset", folder="datasets/")
     if facts.num_rows is not None:
         rows["Data"] += f", {facts.num_rows:,} rows after preparation (hash of a sample: `{facts.data_hash}`)"
-    rows["Reward functions"] = ", ".join(f"`{_cell(name)}`" for name in facts.rewards)
+    for title, names in (("Reward functions", facts.rewards), ("Environment and tools", facts.played)):
+        rows[title] = ", ".join(f"`{_cell(name)}`" for name in names)
     rows["Optimizer steps"] = f"{steps:,}" if steps else ""
     rows["Versions"] = _versions()
     return _table(("Property", "Value"), [(name, text) for name, text in rows.items() if text])
@@ -264,6 +269,7 @@ def _reproduction(algorithm: str, base: str | None, dataset: str | None, facts: 
     missing = [f"`{name}`" for name, value in names.items() if value == "..."]
     fill = f" Fill in {' and '.join(missing)}: what was trained on is not on the Hub." if missing else ""
     fill += " Write a reward that prefrl does not have as `file.py:function`." if facts.rewards else ""
+    fill += " Name its class as `environment: file.py:Class`, or its tools in `tools`." if facts.played else ""
     lora = " Add the options of the adapter, which are in `adapter_config.json`." if is_adapter else ""
     text = (
         f"Save these options, which are the ones that differ from their defaults, as `run.yaml`, and run `prefrl "

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.metrics import Metric
     from prefrl.run.folder import Identity, StopRequest
@@ -75,6 +75,10 @@ class Run(Protocol):
     @property
     def policy(self) -> PreTrainedModel:
         """The model without the backend's wrapper."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
 
     @property
     def policy_learns(self) -> bool:

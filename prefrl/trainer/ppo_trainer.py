@@ -85,6 +85,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         reward_model: RewardSource | None = None,
         compute_metrics: ComputeMetrics | None = None,
         eval_reward_funcs: RewardSources | None = None,
+        teacher_model: str | Path | PreTrainedModel | None = None,
         agent: Agents | None = None,
     ) -> None:
         check_arguments(type(self), {"model": model, "ref_model": ref_model})
@@ -108,6 +109,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
             environment_factory=environment_factory,
             compute_metrics=compute_metrics,
             eval_reward_funcs=eval_reward_funcs,
+            teacher_model=teacher_model,
             agent=agent,
         )
         self.critic: Critic = make_critic(self, self.args, value_model)

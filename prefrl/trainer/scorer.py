@@ -11,6 +11,7 @@ import torch
 
 from prefrl import distributed
 from prefrl.losses.kl import ReferenceLogits
+from prefrl.losses.top_logprobs import ReferenceDistribution, TopLogprobs
 from prefrl.models.forward import Scoring, in_pieces, scores_in_pieces, token_logprobs
 from prefrl.models.modes import eval_mode
 from prefrl.models.scoring import inside, packed, unpacked
@@ -20,22 +21,38 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from prefrl.generation.vllm.teacher import TeacherServers
     from prefrl.losses.per_token import TokenScores, WantName
     from prefrl.models.critic import Critic
     from prefrl.models.reference import Reference
     from prefrl.models.routers import RouterRecord
+    from prefrl.models.teachers import Teachers
     from prefrl.trainer.base_config import BaseConfig
     from prefrl.trainer.steps import StepAccount
     from prefrl.types import TokenBatch
 
 # What is found out about the tokens of a batch before the first update from it, in nats but for the last two:
-# log-probs, entropies and log sum p^2 of the policy, log-probs of the reference; [N] values of the critic; [N, h] the
-# last hidden states of the reference, to compute its full distribution.
-ScoreNeed = Literal["old_logprobs", "entropies", "log_collision", "ref_logprobs", "values", "ref_hidden"]
+# log-probs, entropies and log sum p^2 of the policy, log-probs of reference and teacher; [N] values of the critic;
+# [N, h] the last hidden states of the reference, or of the teacher, to compute its full distribution; [N, k] the
+# likeliest tokens of a teacher on servers, and their log-probs.
+ScoreNeed = Literal[
+    "old_logprobs",
+    "entropies",
+    "log_collision",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "values",
+    "ref_hidden",
+    "top_ids",
+    "top_logprobs",
+]
 
 _PolicyScore = Literal["entropy", "log_collision"]
 _OF_POLICY: dict[ScoreNeed, _PolicyScore] = {"entropies": "entropy", "log_collision": "log_collision"}
-_OF_REFERENCE: frozenset[ScoreNeed] = frozenset({"ref_logprobs", "ref_hidden"})
+Frozen = Literal["reference", "teacher"]
+_OF_FROZEN: dict[Frozen, ScoreNeed] = {"reference": "ref_logprobs", "teacher": "teacher_logprobs"}
+TOP: frozenset[ScoreNeed] = frozenset({"top_ids", "top_logprobs"})
+_NOT_OF_POLICY: frozenset[ScoreNeed] = frozenset({*_OF_FROZEN.values(), "ref_hidden", *TOP})
 
 # A no-grad pass keeps the activations of one layer at a time, so it may hold this many times more tokens than a
 # training pass, which keeps those of all layers.
@@ -73,18 +90,39 @@ class Scorer:
     accelerator: Any
     account: StepAccount
     policy: Callable[[], PreTrainedModel]  # without the backend's wrapper
-    reference: Reference | None = None
+    reference: Reference | Teachers | None = None
     critic: Critic | None = None
     routers: RouterRecord | None = None  # records the passes of `scores`, if it is set
+    teacher: Reference | None = None  # a further model beside the reference
+    teacher_servers: TeacherServers | None = None  # of a teacher that is not here
+    compared: Frozen = "reference"  # whose whole distributions `scores` compares
+    beta: float = 1.0  # which divergence from it is computed, see `losses.kl.divergence`
 
     def __post_init__(self) -> None:
         args = self.args
         self.scoring = Scoring(args.scoring_temperature, args.scoring_truncation, args.forward_plan)
 
+    @property
+    def frozen(self) -> dict[Frozen, Reference | Teachers]:
+        """The models beside the policy that there are."""
+        both: dict[Frozen, Reference | Teachers | None] = {"reference": self.reference, "teacher": self.teacher}
+        return {name: model for name, model in both.items() if model is not None}
+
+    @property
+    def phases(self) -> list[str]:
+        """Those of a step in which others than the policy score."""
+        return [*self.frozen, *(["teacher"] if self.teacher_servers is not None else [])]
+
     # With gradients.
 
     def scores(
-        self, model: nn.Module, batch: TokenBatch, want: Sequence[WantName], *, ref_hidden: Tensor | None = None
+        self,
+        model: nn.Module,
+        batch: TokenBatch,
+        want: Sequence[WantName],
+        *,
+        ref_hidden: Tensor | None = None,
+        top: TopLogprobs | None = None,
     ) -> TokenScores:
         """[N] scores of the response tokens under `model`: the policy, with or without the backend's wrapper.
 
@@ -92,11 +130,12 @@ class Scorer:
             model: Runs in its current mode.
             batch: At least one row.
             want: What to compute besides log-probs.
-            ref_hidden: [N, h] the reference's hidden states, for `full_kl`.
+            ref_hidden: [N, h] the hidden states of the model that is compared, for `divergence`.
+            top: What is known of a model that is compared and is not here, for `divergence`.
         """
-        reference = None
-        if self.reference is not None and ref_hidden is not None:
-            reference = ReferenceLogits(ref_hidden, self.reference.logits)
+        reference: ReferenceDistribution | None = top
+        if ref_hidden is not None:
+            reference = ReferenceLogits(ref_hidden, self.frozen[self.compared].logits, self.beta)
         return token_logprobs(model, batch, **vars(self.scoring), want=want, reference=reference, routers=self.routers)
 
     def scores_and_values(
@@ -115,14 +154,16 @@ class Scorer:
             values = critic.values(batch, hidden=scores.wanted.get("hidden"))
             return packed(scores.without("hidden"), values=values)
 
-        full_kl = () if self.reference is None or ref_hidden is None else ("full_kl",)
-        scores, (values,) = unpacked(inside(model, task), {*want, *full_kl}, "values")
+        divergence = () if ref_hidden is None else ("divergence",)
+        scores, (values,) = unpacked(inside(model, task), {*want, *divergence}, "values")
         return scores, values
 
     # Without gradients. All ranks must call these, even those without rows.
 
     def needed(self, batch: TokenBatch, needs: Collection[ScoreNeed], *, rows_per_pass: int) -> Scores:
-        """The scores that `needs` names: at most one pass of the policy and one of the reference.
+        """The scores that `needs` names: at most one pass each of the policy, the reference and the teacher.
+
+        A teacher on servers gets one request for each response.
 
         Args:
             batch: The rows to score, on the host.
@@ -131,14 +172,20 @@ class Scorer:
         """
         max_tokens = self.budget(batch.largest_chunk(rows_per_pass))
         found: dict[ScoreNeed, Tensor] = {}
-        if set(needs) - _OF_REFERENCE:
+        if set(needs) - _NOT_OF_POLICY:
             found |= self._of_policy(batch, needs, max_tokens=max_tokens)
-        if set(needs) & _OF_REFERENCE:
-            want: tuple[WantName, ...] = ("hidden",) if "ref_hidden" in needs else ()
-            scores = self.of_reference(batch, max_tokens=max_tokens, want=want)
-            found["ref_logprobs"] = scores.logprobs
-            if want:
-                found["ref_hidden"] = scores.hidden
+        for frozen, need in _OF_FROZEN.items():
+            want: tuple[WantName, ...] = ("hidden",) if "ref_hidden" in needs and frozen == self.compared else ()
+            if want or need in needs:
+                scores = self.of_reference(batch, frozen, max_tokens=max_tokens, want=want)
+                found[need] = scores.logprobs
+                if want:
+                    found["ref_hidden"] = scores.hidden
+        if set(needs) & TOP:
+            assert self.teacher_servers is not None
+            with self.account.phase("teacher"):
+                top = self.teacher_servers.top_logprobs(batch)
+            found |= {"top_ids": top.ids, "top_logprobs": top.logprobs}
         return Scores(found)
 
     def _of_policy(
@@ -167,21 +214,27 @@ class Scorer:
         return dict(zip(names, columns.unbind(1), strict=True))
 
     @contextmanager
-    def _pass(self, kind: Literal["old_policy", "reference"], batch: TokenBatch) -> Iterator[None]:
+    def _pass(self, kind: Literal["old_policy"] | Frozen, batch: TokenBatch) -> Iterator[None]:
         """Context of a pass that scores a batch."""
-        model = "policy" if kind == "old_policy" else "reference"
+        model = "policy" if kind == "old_policy" else kind
         work = explained(lambda: f"scoring a batch with {size_of(batch)} under the {model}", self.args, SCORING)
         with work, self.account.phase(kind, kind, [batch]):
             yield
 
     def of_reference(
-        self, batch: TokenBatch, *, max_tokens: int | None = None, want: Sequence[WantName] = ()
+        self,
+        batch: TokenBatch,
+        frozen: Frozen = "reference",
+        *,
+        max_tokens: int | None = None,
+        want: Sequence[WantName] = (),
     ) -> TokenScores:
-        """[N] scores under the reference, in passes of at most `max_tokens` tokens; None: the token budget."""
-        assert self.reference is not None
-        usable = nullcontext() if self.reference.own_model is not None else distributed.usable(self.policy())
-        with self._pass("reference", batch), self.accelerator.autocast(), usable:
-            scores = self.reference.scores(
+        """[N] scores under the reference or teacher, in passes of at most `max_tokens`; None: the token budget."""
+        reference = self.reference if frozen == "reference" else self.teacher
+        assert reference is not None
+        usable = nullcontext() if reference.own_model is not None else distributed.usable(self.policy())
+        with self._pass(frozen, batch), self.accelerator.autocast(), usable:
+            scores = reference.scores(
                 batch.to(self.args.device),
                 self.scoring,
                 max_tokens=max_tokens or self.args.max_tokens_per_micro_batch,

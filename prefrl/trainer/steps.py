@@ -151,16 +151,16 @@ class StepPlan:
 # How its time is spent.
 
 # Passes whose operations are counted.
-Pass = Literal["training", "reference", "old_policy"]
+Pass = Literal["training", "reference", "teacher", "old_policy"]
 
 # The phases in which they run.
-_COUNTED_PHASES = ("forward", "backward", "reference", "old_policy")
+_COUNTED_PHASES = ("forward", "backward", "reference", "teacher", "old_policy")
 
 
 class CountsFlops(Protocol):
     """Counts the floating-point operations of a step's passes."""
 
-    reference: ModelCost  # of the reference
+    others: dict[Pass, ModelCost]  # the costs of reference and teacher
 
     def start(self) -> None:
         """Discard the counts of an unfinished step."""

@@ -40,6 +40,8 @@ MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # A block that cannot run here has a comment in the line before it, which says why: <!-- no-run: needs a GPU -->
 # Tutorials whose blocks build on each other, which run below in their order.
 IN_ORDER = ("first_run", "reward_ppo")
+# Pages whose blocks are one program.
+ONE_PROGRAM = ("agents",)
 PYTHON_BLOCK = re.compile(r"^(<!-- no-run: [^\n]+ -->\n)?```python\n(.*?)^```", re.M | re.S)
 
 
@@ -109,13 +111,14 @@ def test_the_messages_on_the_page_of_errors_are_those_of_the_code() -> None:
 
 
 def _blocks() -> list[object]:
-    return [
-        pytest.param(code, id=f"{name(page)}-{i}")
-        for page in PAGES
-        if page.stem not in IN_ORDER
-        for i, (no_run, code) in enumerate(PYTHON_BLOCK.findall(page.read_text(encoding="utf-8")))
-        if not no_run
-    ]
+    found = []
+    for page in PAGES:
+        codes = [code for no_run, code in PYTHON_BLOCK.findall(page.read_text(encoding="utf-8")) if not no_run]
+        if page.stem in ONE_PROGRAM:
+            codes = ["\n".join(codes)]
+        if page.stem not in IN_ORDER:
+            found += [pytest.param(code, id=f"{name(page)}-{i}") for i, code in enumerate(codes)]
+    return found
 
 
 @pytest.mark.parametrize("code", _blocks())
@@ -223,7 +226,7 @@ STEP = ["--max_steps", "1", "--use_cpu"]
 @pytest.fixture
 def folder(workspace: Path, model_folder: Path) -> Path:
     (workspace / "smollm2").symlink_to(model_folder)
-    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k"):
+    for page in ("grpo_smollm2", "sft_gsm8k", "dpo_gsm8k", "distillation"):
         for text, name in FILE.findall((TUTORIALS / f"{page}.md").read_text(encoding="utf-8")):
             (workspace / name).write_text(text, encoding="utf-8")
     return workspace
@@ -248,6 +251,13 @@ def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
     runpy.run_path("make_pairs.py")
     assert main(["dpo", "dpo.yaml", *STEP]) == 0
     assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
+
+
+def test_the_distillation_tutorial_trains(folder: Path) -> None:
+    module(ROOT / "examples/first_layers.py").main("smollm2", "1", "small")
+    runpy.run_path("make_questions.py")
+    assert main(["distillation", "smollm2.yaml", *STEP]) == 0
+    assert json.loads(Path("runs/small/config.json").read_text(encoding="utf-8"))["num_hidden_layers"] == 1
 
 
 MAKER = module(ROOT / "docs/make_notebooks.py")
@@ -283,7 +293,7 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
-    *("cd", "export", "ln", "mkdir"),
+    *("cd", "export", "ln", "mkdir", "vllm"),
 }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from prefrl.errors import ConfigError, DataError
@@ -19,9 +22,10 @@ from prefrl.scripts import commands
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.checkup.checkup import check_run
+from prefrl.scripts.checkup.dataset import warn_of_blank_prompts
 from prefrl.scripts.checkup.findings import Checkup, Section, check_data
 from prefrl.scripts.checkup.parallel import footprint_of_process
-from prefrl.scripts.checkup.resources import MicroBatch, footprint_of
+from prefrl.scripts.checkup.resources import MicroBatch, footprint_of, least_seconds
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
@@ -121,6 +125,18 @@ def test_pairs_with_equal_sides_duplicates_overlap_and_truncation_are_found(
     assert "warning: 1 of 1 rows of eval_dataset are also in train_dataset" in texts
 
 
+def test_blank_prompts_are_counted() -> None:
+    section = Section("Rows")
+    chats = [[{"role": "user", "content": text}] for text in ("1+1", " \n", "")]
+    warn_of_blank_prompts(section, Dataset.from_list([{"prompt": prompt} for prompt in chats]))
+    warn_of_blank_prompts(section, Dataset.from_list([{"prompt": " "}, {"prompt": "1+1"}]))
+    warn_of_blank_prompts(section, Dataset.from_list([{"text": " "}]))
+    assert [(level, text.partition(". ")[0]) for level, text in section.entries] == [
+        ("warning", "2 of 3 rows have a blank prompt; the first is row 1"),
+        ("warning", "1 of 2 rows have a blank prompt; the first is row 0"),
+    ]
+
+
 def test_rewards_are_tried_with_the_answers_of_the_rows(workspace: Path, model_folder: Path) -> None:
     options = ["--dataset_name", "prompts.jsonl", "--per_device_train_batch_size", "4", "--num_generations", "4"]
     found, _ = checked("grpo", model_folder, *options, "--reward_funcs", "numeric_reward", "my_rewards:short")
@@ -159,6 +175,27 @@ def test_an_adapter_needs_less_memory_for_gradients_and_optimizer(workspace: Pat
     assert adapter.optimizer == 2 * adapter.gradients
     assert (everything.reference, adapter.reference) == (everything.weights, 0)
     assert adapter.activations > 0
+
+
+def test_a_teacher_is_counted_and_needs_the_same_vocabulary(workspace: Path, model_folder: Path) -> None:
+    options = ["--teacher_model_name_or_path", str(model_folder), "--dataset_name", "prompts.jsonl"]
+    argv = ["--model_name_or_path", str(model_folder), "--use_cpu", "--output_dir", "out", *options]
+    algorithm, batch = REGISTRY["distillation"], MicroBatch(num_rows=2, num_fed=20, num_scored=10, prompt=0)
+    subject = Subject(algorithm, *options_of(algorithm, read(algorithm, argv)))
+    footprint, seconds = footprint_of(subject, batch), least_seconds(subject, batch, speed=1e9)["training"]
+    assert footprint.reference == footprint.weights
+    subject.teachers.clear()
+    assert footprint_of(subject, batch).reference == 0
+    assert seconds == pytest.approx(4 / 3 * least_seconds(subject, batch, speed=1e9)["training"])
+
+    other = workspace / "other"
+    shutil.copytree(model_folder, other)
+    described = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(described | {"vocab_size": 7}), encoding="utf-8")
+    argv[argv.index("--teacher_model_name_or_path") + 1] = str(other)
+    subject = Subject(algorithm, *options_of(algorithm, read(algorithm, argv)))
+    with pytest.raises(ConfigError, match=r"^teacher_model_name_or_path='.*other' has a vocabulary of 7 tokens"):
+        footprint_of(subject, batch)
 
 
 SFT = ["sft", "--dataset_name", "texts.jsonl"]

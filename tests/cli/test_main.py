@@ -24,7 +24,7 @@ from tests.contract.cases import ONLINE
 ROOT = Path(__file__).parents[2]
 OTHERS = (
     *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "play"),
-    *("replay", "report", "resume", "soup", "verify", "vllm-serve", "watch"),
+    *("replay", "report", "resume", "soup", "teacher", "verify", "vllm-serve", "watch"),
 )
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
@@ -61,6 +61,8 @@ CHEAP: list[tuple[list[str], str]] = [
     *(([name, "--help"], "") for name in REGISTRY),
     (["soup"], "output_dir: not given"),
     (["soup", "--output_dir", "o", "--checkpoints", "no/a", "no/b"], "'no/a': there is no such folder"),
+    (["teacher"], "model_name_or_path: not given. Set it to a teacher"),
+    (["teacher", "m", "rows.jsonl", "--output", "rows.jsonl"], "output_file='rows.jsonl': must end in .parquet"),
     (["verify"], "function: not given"),
     (["verify", "no_module:f"], "the module 'no_module' cannot be imported"),
     (["replay"], "run: not given"),
@@ -285,9 +287,11 @@ def test_other_commands_import_nothing_heavy_for_help_and_mistakes() -> None:
         text = texts[f"{name}--help"]
         assert text.startswith("usage: prefrl ")
         assert len(text.splitlines()) <= 80
+        assert "\n\nGeneral:\n" in text
         assert texts[f"{name}grpo"].startswith(f"prefrl {name}: ConfigError: ")
         assert texts[f"{name}grpo"].count("\n") == 1
     assert "Did you mean '--seed'" in texts["chatgrpo"]
+    assert "--num_generations" not in texts["chat--help"]
 
 
 def test_help_finds_options_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,6 +369,11 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
             ["grpo", "--model_name_or_path", "m", "--dataset_name", "d"],
             "reward_funcs=None: at least one reward is needed",
             id="no reward",
+        ),
+        pytest.param(
+            ["rloo", "--model_name_or_path", "m", "--dataset_name", "d", "--teacher_kl_coef", "0.5"],
+            "teacher_model_name_or_path=None: teacher_kl_coef=0.5 needs a teacher. Set it to a model",
+            id="no teacher",
         ),
         pytest.param(
             ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--lora_r", "4"],

@@ -106,6 +106,40 @@ def test_gmpo_is_grpo_with_its_loss_and_bounds(call: str, expected: str) -> None
     ast.parse(result.text)
 
 
+def test_gkd_is_distillation_with_its_defaults() -> None:
+    script = (
+        "from trl.experimental.gkd import GKDConfig, GKDTrainer\n"
+        "GKDTrainer(m, t, GKDConfig(lmbda=1.0, max_new_tokens=64, seq_kd=False))\n"
+    )
+    result = migrate_script(script)
+    assert result.text.startswith(
+        "from prefrl import DistillationConfig, DistillationTrainer\n"
+        "DistillationTrainer(m, t, DistillationConfig(lmbda=1.0, max_completion_length=64, beta=0.5, temperature=0.9, "
+        "learning_rate=2e-05, disable_dropout=True, "
+    )
+    ((line, said),) = result.open
+    assert (line, said[:82]) == (
+        1,
+        "GKDConfig is DistillationConfig here: rows have the columns prompt and completion ",
+    )
+    ((_, said),) = migrate_script(script.replace("seq_kd=False", "seq_kd=True")).open[1:]
+    assert said.startswith("DistillationConfig(seq_kd=...) becomes here: nothing if it is off; otherwise, put compl")
+    assert said.endswith("True cannot be converted: it is on")
+
+
+def test_self_distillation_has_its_teacher_and_its_lengths() -> None:
+    options = (
+        'distillation_mode="full_logits", teacher_model_kind="base", teacher_update_rate=0.1, distillation_alpha=1.0'
+    )
+    script = f"from trl.experimental.sdft import SDFTConfig\nSDFTConfig({options})\n"
+    result = migrate_script(script)
+    expected = 'DistillationConfig(teacher_weights="frozen", teacher_update_rate=0.1, beta=1.0, num_generations=8, '
+    assert expected + "max_completion_length=256, max_prompt_length=512, " in result.text  # not TRL's of distillation
+    ((_, said),) = result.open
+    assert said.startswith("SDFTConfig is DistillationConfig here: set teacher_prompt to a function that puts")
+    assert len(migrate_script(script.replace("full_logits", "topk_logits")).open) == 2
+
+
 OPEN = [
     pytest.param("SFTConfig(is_encoder_decoder=True, **MORE)", "SFTConfig(is_encoder_decoder=...) has no", id="none"),
     pytest.param(

@@ -17,10 +17,17 @@ import yaml
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
 from prefrl.scripts.main import main
-from prefrl.scripts.migrate.edits import accepted
+from prefrl.scripts.migrate.edits import accepted, option_names_of
 from prefrl.scripts.migrate.python import migrate_script
 from prefrl.scripts.migrate.rows import DEFAULTS
-from prefrl.scripts.migrate.trl import NAMES, config_name_of, migrate_commands, migrate_trl_yaml, missing_defaults
+from prefrl.scripts.migrate.trl import (
+    NAMES,
+    config_name_of,
+    migrate_commands,
+    migrate_trl_yaml,
+    missing_defaults,
+    steps_of,
+)
 from prefrl.scripts.schema import SchemaParser, options_of
 from tests.parsers import parser_of
 from tests.trl_defaults import NOT_COMPARED, defaults_of
@@ -251,7 +258,7 @@ def test_commands_of_shell_scripts(old: str, new: str | None) -> None:
     ("command", "words"),
     [
         ("bin/trl sft", "trl is still named here"),
-        ("trl distillation --x", "trl is still named here"),
+        ("trl gold --x", "trl is still named here"),
         ("trl sft $ARGS", "options in variables were not looked at"),
         ("trl sft --config run.yaml --seed 1", "prefrl migrate run.yaml --algorithm sft writes TRL's defaults"),
         ("trl sft --unheard 1", "--unheard is no option of SFTConfig"),
@@ -279,6 +286,13 @@ def test_the_written_defaults_are_taken(config: str, tmp_path: Path) -> None:
     words = ["--config", str(tmp_path / "run.yaml"), "--model_name_or_path", "m", "--dataset_name", "d", *rewards]
     parsed = parser_of(row).parse_args_and_config(words)[1]
     assert {option: getattr(parsed, option) for option in written} == written
+
+
+def test_no_default_is_written_for_an_option_that_is_given_by_its_name_in_trl() -> None:
+    assert "max_completion_length" in missing_defaults("OnlineDPOConfig", {})
+    given = {"max_new_tokens": 32, "max_length": 512}
+    assert "max_completion_length" not in missing_defaults("OnlineDPOConfig", given)
+    assert steps_of("OnlineDPOConfig", option_names_of("online_dpo"), given) == []
 
 
 # The command.

@@ -205,6 +205,7 @@ def test_every_online_algorithm_takes_environments_and_tools(algorithm: str, mod
     sizes = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", "2"]
     run = ["--use_cpu", "--max_steps", "1", "--output_dir", "out", "--save_strategy", "no", "--report_to", "none"]
     names = ["--environment", "my_env.py:Guess", "--tools", "my_env.py:search"]
+    names += ["--teacher_model_name_or_path", str(model_folder)] if algorithm == "distillation" else []
     assert main([algorithm, "--model_name_or_path", str(model_folder), *names, *sizes, *run]) == 0
     table = pq.read_table(next(Path("out/completions").glob("*.parquet")))
     assert {*table["environment"].to_pylist()} == {"Guess"}

@@ -24,6 +24,13 @@ ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2}
 REUSE: dict[str, Any] = {"num_iterations": 2, "beta": 0.1, "reward_weights": [2.0, 1.0]}
 # Metrics are named after the rewards, which must be in their order.
 BALANCED = {"reward_balance": "gradnorm"}
+# Evaluations have other rewards than those in the journal.
+EVALUATED = {
+    "eval_strategy": "steps",
+    "eval_steps": 6,
+    "pass_at_k_kwargs": {"k": [1], "reward": "ends_early"},
+    "eval_reward_weights": [2.0],
+}
 
 
 def length(completions: list[str], **_: Any) -> list[float]:
@@ -40,7 +47,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "grpo",
         {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1, "ema_decay": 0.5},
     ),
-    "critic and stop strings": ("ppo", {"critic_learning_rate": 1e-2, "stop": ["a", "e", "1"]}),
+    "critic, stop strings and evaluations": (
+        "ppo",
+        {
+            "critic_learning_rate": 1e-2,
+            "stop": ["a", "e", "1"],
+            **EVALUATED,
+            "eval_reward_funcs": ends_early,
+            "eval_dataset": dataset_of("ppo", 2),
+        },
+    ),
     "episodes": ("grpo", {"talks": "forgetful", "turn_credit": "return", "beta": 0.0}),
 }
 

@@ -160,6 +160,17 @@ def test_what_the_command_line_says_reaches_the_trainer(workspace: Path) -> None
     assert (given["resume"], given["saved"]) == ("out/checkpoint-7", "out")
 
 
+def test_if_none_of_the_first_rows_can_be_used_all_of_them_are_looked_at(workspace: Path, model_folder: Path) -> None:
+    write_jsonl(
+        workspace / "empty.jsonl", [{"prompt": "1+1=", "completion": ""}] * 9 + [{"prompt": "a", "completion": "2"}]
+    )
+    row = dataclasses.replace(REGISTRY["sft"], trainer=f"{__name__}:Recorder")
+    argv = ["--model_name_or_path", str(model_folder), "--dataset_name", "empty.jsonl", *QUICK]
+    with pytest.raises(DataError, match=r"^dataset_name='empty.jsonl': 9 of 10 rows cannot be used: row 0: "):
+        train.main(row, inputs.read(row, argv))
+    assert train.main(row, inputs.read(row, [*argv, "--invalid_rows", "drop"])) == 0  # the last row is trained on
+
+
 def recorded(algorithm: str, argv: list[str]) -> dict[str, Any]:
     """What the trainer was given. The model is not there, so it is not looked at."""
     row = dataclasses.replace(REGISTRY[algorithm], trainer=f"{__name__}:Recorder")

@@ -67,6 +67,10 @@ def _prompt_row(i: int) -> dict[str, Any]:
     return {"prompt": _prompt(i)}
 
 
+def _hinted_row(i: int) -> dict[str, Any]:
+    return {"prompt": _prompt(i), "hint": f"Say {len(_prompt(i))}: {_prompt(i)}"}
+
+
 def _completion_row(i: int) -> dict[str, Any]:
     return {"prompt": _prompt(i), "completion": ANSWERS[(3 * i) % 8]}
 
@@ -84,7 +88,7 @@ def _margin_row(i: int) -> dict[str, Any]:
 
 
 # Algorithms that learn from their own completions.
-ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo")
+ONLINE = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "online_dpo", "distillation")
 
 # Others share with one of these all code but their loss, what they keep and what they evaluate.
 REPRESENTATIVES = ("sft", "reward", "dpo", "bco", "grpo", "ppo")
@@ -98,6 +102,7 @@ _ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bco": _unpaired_row,
     "reward": _margin_row,
     **dict.fromkeys(ONLINE, _prompt_row),
+    "distillation": _hinted_row,
 }
 
 # Options of `make_trainer` that are not the config's.
@@ -109,6 +114,7 @@ ARGUMENTS = (
     "processing_class",
     "train_dataset",
     "ref_model",
+    "teacher_model",
     "embedding_func",
     "embedding_tokenizer",
     "value_model",
@@ -172,6 +178,14 @@ def make_trainer(
         options = {"max_prompt_length": None} | options if algorithm in ONLINE else {"max_length": None} | options
         reward = reward_of_text if reward is ragged_reward else reward
     environment = options.pop("environment", None)
+    several = options.pop("several", False)  # teachers of different widths, of which each row names one
+    if several:
+        named = dataset_of(algorithm, rows).add_column("teacher", ["wide", "deep", "wide"] * (rows // 3))
+        deep = tiny_model(seed=8, num_hidden_layers=3)
+        options |= {
+            "train_dataset": named,
+            "teacher_model": {"deep": deep, "wide": tiny_model(seed=9, hidden_size=24)},
+        }
     extra = {key: options.pop(key) for key in ARGUMENTS if key in options}
     config = row.load_config()(
         **(
@@ -197,6 +211,8 @@ def make_trainer(
     extra.setdefault("train_dataset", dataset_of(algorithm, rows))
     if streams:
         extra["train_dataset"] = extra["train_dataset"].to_iterable_dataset()
+    if algorithm == "distillation" or options.get("teacher_kl_coef"):  # of another width
+        extra.setdefault("teacher_model", tiny_model(seed=9, hidden_size=24))
     if algorithm in ONLINE:
         arguments |= {"reward_funcs": reward, "environment_factory": environment}
     trainer = row.load_trainer()(model=model or model_of(algorithm), args=config, **arguments, **extra)

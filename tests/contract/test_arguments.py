@@ -149,9 +149,10 @@ def test_plain_training_arguments_give_all_the_options_that_they_have(
     plain = TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to="none", learning_rate=1e-4, hub_token="of mine", eval_steps=3
     )
-    rewards = {"reward_funcs": ragged_reward} if algorithm in ONLINE else {}
+    more: dict[str, Any] = {"reward_funcs": ragged_reward} if algorithm in ONLINE else {}
+    more |= {"teacher_model": tiny_model(seed=1)} if algorithm == "distillation" else {}
     trainer = REGISTRY[algorithm].load_trainer()(
-        model_of(algorithm), args=plain, processing_class=tokenizer, train_dataset=dataset_of(algorithm), **rewards
+        model_of(algorithm), args=plain, processing_class=tokenizer, train_dataset=dataset_of(algorithm), **more
     )
     assert type(trainer.args) is REGISTRY[algorithm].load_config()
     assert (trainer.args.learning_rate, trainer.args.hub_token, trainer.args.eval_steps) == (1e-4, "of mine", 3)

@@ -202,6 +202,7 @@ class NoWaiting(TorchDispatchMode):
         ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "use_weighting": True}),
         ("grpo", {"beta": 0.1, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
         ("grpo", {"mask_truncated_completions": True, "loss_type": "dr_grpo"}),
+        ("distillation", {"later_tokens": True, "beta": 1.0}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "default",
 )

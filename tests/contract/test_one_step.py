@@ -304,9 +304,9 @@ def entropy_gradients(trainer: BaseTrainer, monkeypatch: pytest.MonkeyPatch) -> 
     found: list[torch.Tensor | None] = []
     original = logprobs._RowGrads.of
 
-    def of(grad_logprobs: torch.Tensor, entropy: Any, full_kl: Any) -> Any:
+    def of(grad_logprobs: torch.Tensor, entropy: Any, *others: Any) -> Any:
         found.append(entropy[0])
-        return original(grad_logprobs, entropy, full_kl)
+        return original(grad_logprobs, entropy, *others)
 
     monkeypatch.setattr(logprobs._RowGrads, "of", of)
     trainer.train()

@@ -54,6 +54,10 @@ AT_2 = {**EVALUATED, "reward": answering, "pass_at_k_kwargs": {"k": [2]}}
 # Option -> a value, and the options that it needs to act.
 ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     # The rollout loop.
+    "on_policy_fraction": (0.5, {"num_generations": 1, "train_dataset": dataset_of("sft")}),
+    "later_tokens": (True, {}),
+    "teacher_prompt": ("hint", {}),
+    "teacher_weights": ("live", {"teacher_model": None, "teacher_prompt": "hint", "num_iterations": 1}),
     "max_prompt_length": (2, {}),
     "truncation_mode": ("keep_start", {"max_prompt_length": 2}),
     "num_generations": (2, {}),
@@ -95,6 +99,7 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "beta": (0.5, {}),
     "kl_estimator": ("k1", {}),
     "kl_in": ("reward", {"kl_estimator": "k1", "beta": 1.0}),
+    "teacher_kl_coef": (0.5, {}),
     "sync_ref_model": (True, {"ref_model_sync_steps": 1}),
     "ref_model_mixup_alpha": (0.1, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "ref_model_sync_steps": (1, {"sync_ref_model": True}),
@@ -165,6 +170,11 @@ KEYS: dict[tuple[str, str, str], tuple[Any, dict[str, Any]]] = {
     ("kl_kwargs", "sequence", "weight_cap"): (1.0, {"kl_estimator": "sequence"}),
     ("kl_kwargs", "all", "target"): (0.1, {}),
     ("kl_kwargs", "all", "horizon"): (10, {"kl_kwargs": {"target": 0.1}}),
+    ("teacher_kl_kwargs", "all", "estimator"): ("sequence", {"teacher_kl_coef": 0.5}),
+    ("teacher_kl_kwargs", "all", "in_reward"): (
+        True,
+        {"teacher_kl_coef": 0.5, "teacher_kl_kwargs": {"estimator": "k1"}},
+    ),
     ("advantage_kwargs", "grpo", "multi_objective_aggregation"): ("normalize_then_sum", TWO),
     ("advantage_kwargs", "grpo", "advantage_epsilon"): (0.5, {}),
     ("advantage_kwargs", "grpo_passk", "advantage_epsilon"): (0.5, {"advantage_estimator": "grpo_passk"}),
@@ -196,6 +206,10 @@ NEUTRAL = {
     "filter_overlong_prompts",  # test_tokenize
     "num_generations_eval",  # test_one_step
     "value_model_name_or_path",  # test_ppo
+    "teacher_model_name_or_path",  # test_distillation
+    "teacher_model_init_kwargs",  # test_distillation
+    "teacher_server_base_url",  # tests/vllm/test_teacher
+    "teacher_server_kwargs",  # tests/vllm/test_teacher
     "temperature_eval",  # test_one_step
     "tool_timeout",  # test_play
     "episode_timeout",  # test_play
@@ -231,6 +245,7 @@ OTHERS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
     "ppo": {**_IN_REWARD, "normalize_advantages": (False, {}), "num_generations": (4, {})},
     "online_dpo": {"loss_type": ("ipo", {}), "num_generations": (4, {})},
+    "distillation": {},
 }
 VLLM = {"use_vllm", "generation_mode", "max_staleness", "weight_sync"}
 
@@ -246,14 +261,15 @@ def own_options(algorithm: str) -> list[str]:
 def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]]]:
     """Each key of each option that is a mapping: a value, and what it may need to act.
 
-    Those about servers are not here. PPO's critic is in test_optimizers, and reward models are in test_model.
+    Those about servers are not here. PPO's critic is in test_optimizers, reward models are in test_model, and weights
+    of a teacher in test_distillation.
     """
     return {
         (option.name, choices, key.name): ((default_of(key) or 0.5) * 2, {_switch(option): choices.split(", ")[0]})
         for option in kwargs_options(REGISTRY[algorithm].load_config())
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith(("vllm_", "critic_", "reward_model_"))
+        if not option.name.startswith(("vllm_", "critic_", "reward_model_", "teacher_weights_", "teacher_server_"))
         and option not in kwargs_options(BaseConfig)
     }
 

@@ -67,6 +67,7 @@ OUTSIDE = {
         "models.critic:save": "a checkpoint is written",
         "trainer.scorer:_with_values": "values of a rollout go to the buffer on the host, once for each batch",
     },
+    "distillation": {"models.reference:_go_to": "the teacher is moved to the device"},
 }
 
 

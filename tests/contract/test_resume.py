@@ -34,6 +34,7 @@ from tests.contract.cases import (
 SAVED_AT = 3
 STEPS = 6
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}
+OWN_TEACHER = {"teacher_model": None, "teacher_prompt": "hint", "teacher_weights": "ema"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
     ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
@@ -51,7 +52,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"steps_per_generation": 2, "num_iterations": 2, "shuffle_minibatches": True}),
     # Used in all steps up to the sixth.
     ("grpo", {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 3, "max_steps": 8}),
-    ("grpo", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}),
+    (
+        "grpo",
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2, "teacher_kl_coef": 0.5},
+    ),
     # Weights that move, running moments, rates of success.
     ("grpo", {"num_iterations": 2, "kl_kwargs": {"target": 0.01, "horizon": 20}}),
     ("grpo", {"use_adaptive_entropy": True, "entropy_kwargs": {"target": 5.0}, "entropy_coef": 0.01, "beta": 0.0}),
@@ -64,6 +68,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"steps_per_generation": 2, "num_iterations": 2, "critic_learning_rate": 1e-2}),
     ("ppo", {"critic": "model", "critic_warmup": 4, "critic_learning_rate": 1e-2}),
     ("online_dpo", {"num_iterations": 2}),
+    ("distillation", {"later_tokens": True, "steps_per_generation": 2, "num_iterations": 2}),
+    ("distillation", {**OWN_TEACHER, "teacher_weights_kwargs": {"update_rate": 0.5, "sync_steps": 2}}),
 ]
 
 

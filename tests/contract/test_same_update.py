@@ -75,7 +75,14 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "reward": [{}, {"center_rewards_coefficient": 0.1}, {"pictures": "qwen2_5_vl"}],
     "grpo": [
         {"loss_type": "dapo", "beta": 0.0},
-        {"loss_type": "grpo", "beta": 0.04, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {
+            "loss_type": "grpo",
+            "beta": 0.04,
+            "teacher_kl_coef": 0.5,
+            "updates": 2,
+            "num_iterations": 2,
+            "max_steps": 4,
+        },
         {
             "loss_type": "dr_grpo",
             "scale_rewards": "none",
@@ -125,7 +132,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"pictures": "gemma3", "updates": 2, "num_iterations": 2, "max_steps": 4},
     ],
     "rloo": [
-        {},
+        {"teacher_kl_coef": 0.5, "teacher_kl_kwargs": {"in_reward": True}},
         {"talks": "forgetful", "turn_credit": "return", "turn_discount": 0.9},
         {"num_generations": 4, "updates": 2, "num_iterations": 2, "max_steps": 4, "kl_kwargs": {"target": 0.1}},
     ],
@@ -135,7 +142,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 4, "beta": 0.1, "kl_in": "loss"},
     ],
     "ppo": [
-        {"lam": 0.9, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {"lam": 0.9, "teacher_kl_coef": 0.5, "updates": 2, "num_iterations": 2, "max_steps": 4},
         {"talks": "forgetful", "turn_credit": "return", "max_steps": 2},
         {"critic": "model", "critic_warmup": 1, "max_steps": 3, "normalize_advantages": False},
         {"pictures": "llava"},
@@ -144,6 +151,11 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
         {"max_steps": 2},
         {"talks": "forgetful"},
         {"loss_type": "ipo", "num_generations": 4, "learning_rate": 0.01, "max_steps": 2},
+    ],
+    "distillation": [
+        {"beta": 0.5, "num_generations": 1, "updates": 2, "num_iterations": 2, "max_steps": 4},
+        {"later_tokens": True, "num_generations": 2, "num_iterations": 2, "max_steps": 2},
+        {"several": True, "teacher_prompt": "hint", "num_generations": 2, "num_iterations": 2, "max_steps": 2},
     ],
 }
 # Groups of 8, of which two processes with 4 completions each cannot take equal numbers.

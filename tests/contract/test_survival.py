@@ -270,7 +270,7 @@ def usual_handler(number: int, handler: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("number", "error", "code"), [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, None)]
+    ("number", "error", "code"), [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, 130)]
 )
 def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
     number: int, error: type[BaseException], code: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

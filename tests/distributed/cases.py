@@ -171,7 +171,7 @@ CASES: dict[str, Case] = {
     ),
     "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
     # Rollouts.
-    "grpo_reuse": Case("grpo", {"beta": 0.04, **REUSE}, model=TIED),
+    "grpo_reuse": Case("grpo", {"beta": 0.04, "teacher_kl_coef": 0.5, **REUSE}, model=TIED),
     "grpo_not_gathered": Case(
         "grpo",
         {
@@ -237,6 +237,11 @@ CASES: dict[str, Case] = {
         "grpo",
         {"arrival": 3, "generation_mode": "overlap", "use_vllm": True, "beta": 0.04, "num_generations": 2, **BUDGET},
     ),
+    # Teachers of another width, which are partitioned like references.
+    "distillation": Case(
+        "distillation", {**REUSE, **EVAL_AT_END, "later_tokens": True, "num_generations": 2}, model=TIED, eval_rows=3
+    ),
+    "distillation_lora_by_name": Case("distillation", {"beta": 0.5, **BUDGET}, lora=ATTENTION, by_name=True),
     # Critics.
     "ppo_model": Case("ppo", {"critic": "model", "critic_warmup": 1}, by_name=True),
     "ppo_micro_batches": Case(

@@ -52,7 +52,7 @@ RESUMED: dict[str, Case] = {
     "dpo_moving": Case("dpo", {**ADAM, **MOVING, **FALLING}, model=TIED),
     "dpo_lora": Case("dpo", ADAM, lora=ATTENTION),
     "dpo_running_mean": Case("dpo", {**ADAM, "loss_type": ["bco_pair", "aot"]}),
-    "grpo_reuse": Case("grpo", {**ADAM, **REUSE, "beta": 0.04}, model=TIED),
+    "grpo_reuse": Case("grpo", {**ADAM, **REUSE, "beta": 0.04, "teacher_kl_coef": 0.5}, model=TIED),
     "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
     "ppo_lora_exported": Case("ppo", {**ADAM, **CRITIC, **EXPORTED}, lora=ATTENTION),
 }

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from prefrl import distributed
 from prefrl.trainer.base_trainer import BaseTrainer
-from tests.assets import tiny_reward_model, tiny_tokenizer
+from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 from tests.distributed.backends import enter, leave_training
 from tests.distributed.cases import CASES, Case
@@ -57,6 +57,8 @@ def make(name: str, case: Case, folder: Path, **options: Any) -> BaseTrainer:
         arguments["per_device_eval_batch_size"] = 8
     leave_training()
     arguments["model"] = model_of(case.algorithm, **case.model)
+    if case.algorithm == "distillation" or "teacher_kl_coef" in case.options:  # made before a config partitions models
+        arguments["teacher_model"] = tiny_model(seed=9, hidden_size=24)
     if case.by_name:
         path = str(folder / "models" / name)
         save_once(path, arguments["model"])

@@ -13,7 +13,7 @@ from prefrl.registry import REGISTRY
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of
 
-__all__ = ["AGREEMENT_CASES", "AgreementCase", "Inputs", "inputs_of", "prefrl_values"]
+__all__ = ["AGREEMENT_CASES", "AgreementCase", "Inputs", "inputs_of", "model_beside", "prefrl_values"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class AgreementCase:
     differs_because: str | None = None
     # Responses of equal lengths: the order of pairs by the policy's margins differs from that by the reference's.
     is_even: bool = False
+    # The trainer of TRL, if it has another name; GKD's rows are conversations in one column.
+    peer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,38 @@ class Inputs:
 
 
 def inputs_of(case: AgreementCase) -> Inputs:
-    """8 ragged rows of text, each with a prompt of its own; policy and reference are random models."""
+    """8 ragged rows of text, each with a prompt of its own; policy and reference or teacher are random models."""
     rows = Dataset.from_list(EVEN_PAIRS) if case.is_even else dataset_of(case.trainer, 8)
-    has_reference = case.trainer in ("dpo", "kto", "bco")
+    if case.peer == "GKD":
+        rows = dataset_of("sft", 8).map(_as_messages, remove_columns=["prompt", "completion"])
+    has_reference = case.trainer in ("dpo", "kto", "bco", "distillation")
+    width = {"hidden_size": 24} if case.trainer == "distillation" else {}
     return Inputs(
         model=tiny_reward_model() if case.trainer == "reward" else tiny_model(),
-        reference=tiny_model(seed=5) if has_reference else None,
-        tokenizer=tiny_tokenizer(chat_template=None),
+        reference=tiny_model(seed=5, **width) if has_reference else None,
+        tokenizer=tiny_tokenizer(chat_template=None if case.peer is None else _TEMPLATE),
         rows=rows,
     )
+
+
+_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def _as_messages(row: dict[str, str]) -> dict[str, Any]:
+    roles = {"prompt": "user", "completion": "assistant"}
+    return {"messages": [{"role": role, "content": row[column]} for column, role in roles.items()]}
+
+
+def _split(row: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+
+def model_beside(case: AgreementCase, inputs: Inputs) -> dict[str, PreTrainedModel]:
+    """The argument that gives the reference or the teacher, if there is one."""
+    name = "teacher_model" if case.trainer == "distillation" else "ref_model"
+    return {} if inputs.reference is None else {name: inputs.reference}
 
 
 def prefrl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str, float]:
@@ -72,9 +97,10 @@ def prefrl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str
                 **case.prefrl,
             }
         )
-        extra = {"ref_model": inputs.reference} if inputs.reference is not None else {}
+        rows = inputs.rows if case.peer is None else inputs.rows.map(_split, remove_columns=["messages"])
+        extra = model_beside(case, inputs)
         trainer = row.load_trainer()(
-            inputs.model, args=args, train_dataset=inputs.rows, processing_class=inputs.tokenizer, **extra
+            inputs.model, args=args, train_dataset=rows, processing_class=inputs.tokenizer, **extra
         )
         trainer.train()
         return dict(trainer.state.log_history[0])
@@ -131,5 +157,14 @@ AGREEMENT_CASES: dict[str, AgreementCase] = {
     "sft dft": AgreementCase("sft", {"loss_type": "dft"}),
     **{f"cpo {loss}": AgreementCase("cpo", {"loss_type": loss}) for loss in ("sigmoid", "hinge", "ipo", "simpo")},
     "cpo alphapo": AgreementCase("cpo", {"loss_type": "alphapo", "alpha": 0.25}),
+    # The most likely tokens are sampled, so that both get the same completions.
+    **{
+        f"distillation {beta}": AgreementCase("distillation", {"beta": beta, "top_k": 1, "max_completion_length": 12})
+        for beta in (0.0, 0.5, 1.0)
+    },
+    **{
+        f"gkd {beta}": AgreementCase("distillation", {"beta": beta, "lmbda": 0.0}, peer="GKD")
+        for beta in (0.0, 0.5, 1.0)
+    },
     "orpo": AgreementCase("orpo", differs_because="TRL's NLL spans prompt and response, the paper's the response"),
 }

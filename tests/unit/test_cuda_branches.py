@@ -33,6 +33,7 @@ from prefrl.scripts import commands, sampling
 from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.launch.command import visible_gpus
+from prefrl.scripts.teacher import _Teacher
 from prefrl.trainer.base_config import BaseConfig, check_precision
 from prefrl.trainer.configs import OnlineConfig
 from prefrl.trainer.features.guard import read_later
@@ -42,6 +43,7 @@ from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.rows import RunningMean
 from prefrl.trainer.online.sampling import sync_method
 from prefrl.trainer.steps import LongBatch, StepAccount
+from tests.assets import tiny_model, tiny_tokenizer
 from tests.cuda_lines import lines_that_name_cuda, traced
 from tests.gpus import COUNT, Gpus
 from tests.patience import PATIENCE
@@ -555,6 +557,15 @@ def test_commands_name_and_choose_gpus(
     assert get_kbit_device_map() == {"": 3}
     assert visible_gpus({}) == [str(number) for number in range(COUNT)]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}) == ["GPU-a", "GPU-b"]
+
+
+@reaches("scripts.teacher:_Teacher.of")
+def test_a_teacher_is_asked_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, used = tiny_model(), list[Any]()
+    monkeypatch.setattr(model, "to", used.append)
+    asked: Any = SimpleNamespace(top_k=4, temperature=1.0, max_tokens_per_batch=8)
+    assert _Teacher.of(model, tiny_tokenizer(), asked).model is model
+    assert used == [torch.device("cuda")]
 
 
 @reaches("scripts.sampling:_Local.__init__")

@@ -60,7 +60,7 @@ def test_every_public_name_can_be_imported() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("GKDTrainer", "prefrl has no GKDTrainer: distillation is not supported"),
+        ("XPOTrainer", "prefrl has no XPOTrainer: use OnlineDPOTrainer, whose loss is that of DPO"),
         ("GMPOConfig", "prefrl has no GMPOConfig: GRPOConfig with loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4"),
         ("GRPOTraine", "module 'prefrl' has no attribute 'GRPOTraine'. Did you mean 'GRPOTrainer'?"),
     ],

@@ -32,18 +32,18 @@ BARS: dict[str, float] = {
     "files of a dpo step": 32,
     "functions of a sft step": 151,
     "files of a sft step": 29,
-    "functions from the command line to a trainer": 366,
-    "files from the command line to a trainer": 67,
+    "functions from the command line to a trainer": 370,
+    "files from the command line to a trainer": 68,  # one has the options of teachers
     # Classes of ours that one object is made of, at most over the algorithms.
     "classes of a trainer": 4,
-    "classes of a config": 12,
+    "classes of a config": 13,
     # Six of them are the scripts of a few lines that launchers find by their path.
-    "files of the library": 291,
+    "files of the library": 302,  # eleven are of distillation
     # Module docstring, imports, `__all__` and what is imported for type checkers alone.
-    "percent of all lines that are headers": 7.8,
+    "percent of all lines that are headers": 7.9,
     # See `places`.
     "places of the option with most places": 18,
-    "places of options beyond their first": 329,
+    "places of options beyond their first": 350,  # twenty-one are of distillation
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from prefrl.generation.vllm import client, handshake
+from prefrl.generation.vllm import asking, handshake
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.weights.sync import WeightSync
@@ -36,7 +36,7 @@ def policy(model_dir: Path, *, seed: int = 1) -> PreTrainedModel:
 
 def be_patient(assign: Callable[[object, str, float], object] = setattr) -> None:
     """Take no server for dead that stalls for some seconds: its prompts would be requested again, and be counted."""
-    for module in (client, handshake):
+    for module in (asking, handshake):
         assign(module, "PROBE_SECONDS", PATIENCE)
 
 

@@ -113,13 +113,13 @@ def test_the_turns_of_an_episode_stay_with_their_server(tmp_path: Path, server: 
         homes: list[tuple[int, str]] = []
         generator = trainer.generator
         assert isinstance(generator, VLLMGenerator)
-        asked = generator._asker._ask_once
+        asked = generator._asker.ask_once
 
         async def noted(at: Any, prompt: Any, timeout: float) -> Any:
             homes.append((id(prompt.home), at.url))
             return await asked(at, prompt, timeout)
 
-        generator._asker._ask_once = noted  # type: ignore[method-assign]
+        generator._asker.ask_once = noted  # type: ignore[method-assign]
         trainer.train()
         assert len({url for _, url in homes}) == 2, "all at one server"
         assert len(set(homes)) == len({home for home, _ in homes}), "an episode moved to another server"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefrl.distributed import gather_objects
 from prefrl.errors import GenerationError, WeightSyncError
 from prefrl.generation.vllm.handshake import handshake, is_healthy, weight_version
-from prefrl.generation.vllm.pending import raise_shared
+from prefrl.generation.vllm.pending import error_of, raise_shared
 from prefrl.generation.vllm.requests import version_name
 from prefrl.http import HttpError
 
@@ -116,9 +116,9 @@ class Fleet:
 
         All processes take each step together: while process 0 reads the weights, the others help to gather them.
         """
-        raise_shared(_error_of(self._connect) if reconnect or not self.infos else None)
+        raise_shared(error_of(self._connect) if reconnect or not self.infos else None)
         errors: list[Exception | None] = []
-        weights.lead(lambda: errors.append(_error_of(lambda: self._send(weights))))
+        weights.lead(lambda: errors.append(error_of(lambda: self._send(weights))))
         raise_shared(errors[0] if errors else None)
 
     def _connect(self) -> None:
@@ -194,12 +194,3 @@ class Fleet:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_DEATH_SECONDS / 5)
-
-
-def _error_of(task: Callable[[], None]) -> Exception | None:
-    """The exception that a task raises, or None."""
-    try:
-        task()
-    except Exception as error:
-        return error
-    return None

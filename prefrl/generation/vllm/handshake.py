@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from prefrl.http import Http
 
+T = TypeVar("T")
 _FIRST_S, _NEXT_S = 2.0, 10.0  # a server that answers at once is not worth a line
 
 
@@ -137,27 +139,40 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
         AbsentServerError: The server does not answer in time.
         GenerationError: The key is wrong or not required by the server, or the server does not meet the requirements.
     """
+
+    async def look(seconds: float) -> ServerInfo:
+        info = ServerInfo.from_json(url, await http.send("GET", url + INFO_PATH, timeout=seconds))
+        requirements.check(url, info)
+        if http.has_key:
+            await _check_refuses_strangers(http, url, timeout=seconds)
+        return info
+
+    try:
+        return await patiently(http, url, look, timeout=timeout)
+    except HttpError as error:
+        if isinstance(error, Refused) and error.status < 500:
+            raise _refusal(url, error, requirements) from error
+        reason = f"did not answer within {timeout:g} s (vllm_server_timeout). Last error: {error}"
+        raise AbsentServerError(str(requirements.error(url, reason))) from error
+
+
+async def patiently(http: Http, url: str, look: Callable[[float], Awaitable[T]], *, timeout: float) -> T:
+    """What `look` finds out about a server, which gets the seconds that are left; waits until the server is healthy.
+
+    Raises:
+        HttpError: The server refuses a request, or the last error of one that did not answer within `timeout` seconds.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     pause, waiting = _FIRST_PAUSE, Waiting(url, timeout)
     while True:
         try:
             await http.send("GET", f"{url}/health", timeout=min(PROBE_SECONDS, deadline - loop.time()))
-            answer = await http.send("GET", url + INFO_PATH, timeout=deadline - loop.time())
-            info = ServerInfo.from_json(url, answer)
-            requirements.check(url, info)
-            if http.has_key:
-                await _check_refuses_strangers(http, url, timeout=deadline - loop.time())
-            return info
-        except Refused as error:
-            if error.status < 500:
-                raise _refusal(url, error, requirements) from error
-            last: HttpError = error
+            return await look(deadline - loop.time())
         except HttpError as error:
-            last = error
-        if loop.time() + pause >= deadline:
-            reason = f"did not answer within {timeout:g} s (vllm_server_timeout). Last error: {last}"
-            raise AbsentServerError(str(requirements.error(url, reason))) from last
+            is_final = isinstance(error, Refused) and error.status < 500
+            if is_final or loop.time() + pause >= deadline:
+                raise
         waiting.tell(timeout - (deadline - loop.time()))
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -6,104 +6,54 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import Generic
 
 from prefrl.distributed import gather_objects
 from prefrl.errors import GenerationError, PrefrlError
 from prefrl.generation.base import Conversations, Home, SamplingParams
+from prefrl.generation.vllm.asking import Asker, Done, Failed, Lost, Outcome, Q, R
 from prefrl.generation.vllm.requests import PromptRequest
 from prefrl.types import Completion
 
 MAX_RECOVERIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A prompt's completions."""
-
-    prompt: PromptRequest
-    completions: list[Completion]
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A prompt that is requested again once servers and weights are back."""
-
-    prompt: PromptRequest
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A prompt that cannot be completed: repeating the request would not help."""
-
-    prompt: PromptRequest
-    error: Exception
-
-
-Outcome = Done | Lost | Failed
-
-
-class Asker(Protocol):
-    """Sends requests to servers, and waits for servers that are gone."""
-
-    def submit(
-        self, prompts: Sequence[PromptRequest], report: Callable[[Outcome], None], *, checks: bool = True
-    ) -> Future[None]:
-        """Request the completions of prompts.
-
-        Args:
-            prompts: The prompts.
-            report: Gets one outcome for each prompt.
-            checks: Whether to ask the servers for their weights first, so that none with others is asked at all.
-        """
-        ...
-
-    @property
-    def longest_silence(self) -> float:
-        """The longest wait for the next outcome of a submitted prompt, in seconds."""
-        ...
-
-    def recover(self) -> None:
-        """Wait for servers that are gone, and send them this run's weights. All processes must call it."""
-        ...
-
-
-class VLLMPending:
-    """Completions that were requested from servers.
+class VLLMPending(Generic[Q, R]):
+    """What was requested from servers, such as completions.
 
     Args:
         asker: Sends the requests.
-        prompts: The prompts whose completions are requested.
+        requests: What is asked for.
     """
 
-    def __init__(self, asker: Asker, prompts: Sequence[PromptRequest]) -> None:
+    def __init__(self, asker: Asker[Q, R], requests: Sequence[Q]) -> None:
         self._asker = asker
-        self._submit(prompts)
+        self._submit(requests)
 
-    def _submit(self, prompts: Sequence[PromptRequest]) -> None:
-        self._asked = prompts
-        self._outcomes: queue.Queue[Outcome] = queue.Queue()  # a SimpleQueue can miss a timeout, see `LocalTurns`
-        self._work = self._asker.submit(prompts, self._outcomes.put)
+    def _submit(self, requests: Sequence[Q]) -> None:
+        self._asked = requests
+        # A SimpleQueue can miss a timeout, see `LocalTurns`.
+        self._outcomes: queue.Queue[Outcome[Q, R]] = queue.Queue()
+        self._work = self._asker.submit(requests, self._outcomes.put)
 
-    def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
-        """The number and completions of each prompt, once for every prompt, as they become ready.
+    def as_completed(self) -> Iterator[tuple[int, R]]:
+        """The number and result of each request, once for every request, as they become ready.
 
-        Lost prompts are requested again when all others have arrived and the servers are back. The end is collective:
-        all processes wait for each other there.
+        Lost requests are repeated when all others have arrived and the servers are back. The end is collective: all
+        processes wait for each other there.
 
         Raises:
-            GenerationError: A prompt failed on some process, or a server did not come back in time.
+            GenerationError: A request failed on some process, or a server did not come back in time.
             WeightSyncError: A server came back, but did not load the weights.
         """
         for recovery in range(MAX_RECOVERIES + 1):
-            lost: list[Lost] = []
+            lost: list[Lost[Q]] = []
             failure: Exception | None = None
             try:
                 for outcome in self._arrivals():
                     if isinstance(outcome, Done):
-                        yield outcome.prompt.number, outcome.completions
+                        yield outcome.request.number, outcome.result
                     elif isinstance(outcome, Lost):
                         lost.append(outcome)
                     else:
@@ -117,17 +67,17 @@ class VLLMPending:
                 return
             if recovery == MAX_RECOVERIES:
                 raise GenerationError(
-                    f"{len(reasons)} prompts were lost {recovery + 1} times, although the servers came back each "
-                    f"time. One of the reasons: {reasons[0]}"
+                    f"{len(reasons)} {self._asker.item}s were lost {recovery + 1} times, although the servers came "
+                    f"back each time. One of the reasons: {reasons[0]}"
                 )
             self._asker.recover()
-            self._submit([one.prompt for one in lost])
+            self._submit([one.request for one in lost])
 
     def cancel(self) -> None:
         """Cancel the running requests. All processes must call it, or none."""
         self._work.cancel()
 
-    def _arrivals(self) -> Iterator[Outcome]:
+    def _arrivals(self) -> Iterator[Outcome[Q, R]]:
         for _ in self._asked:
             try:
                 yield self._outcomes.get(timeout=self._asker.longest_silence)
@@ -136,6 +86,15 @@ class VLLMPending:
                 error = GenerationError(f"no request to a vLLM server ended within {limit:g} s, despite its deadline")
                 yield Failed(self._asked[0], error)
                 return
+
+
+def error_of(task: Callable[[], None]) -> Exception | None:
+    """The exception that a task raises, or None."""
+    try:
+        task()
+    except Exception as error:
+        return error
+    return None
 
 
 def raise_shared(error: Exception | None) -> None:
@@ -162,13 +121,15 @@ class VLLMTurns:
         step: Returns the optimizer step of the servers' weights.
     """
 
-    def __init__(self, asker: Asker, sampling: SamplingParams, *, step: Callable[[], int]) -> None:
+    def __init__(
+        self, asker: Asker[PromptRequest, list[Completion]], sampling: SamplingParams, *, step: Callable[[], int]
+    ) -> None:
         self._asker = asker
         self._sampling = replace(sampling, num_samples=1)
         self._step = step
         self._lock = threading.Lock()  # for all that follows
         self._answers: dict[int, Future[Completion]] = {}  # by number of the request
-        self._lost: list[Lost] = []
+        self._lost: list[Lost[PromptRequest]] = []
         self._num_asked = 0
         self._failure: Exception | None = None
         self._num_done = 0
@@ -213,7 +174,7 @@ class VLLMTurns:
                 return
             self._count_recovery(reasons, sum(num_done for _, num_done in of_ranks))
             self._asker.recover()
-            self._asker.submit([one.prompt for one in lost], self._note)
+            self._asker.submit([one.request for one in lost], self._note)
 
     def _count_recovery(self, reasons: Sequence[str], num_done: int) -> None:
         """Raise if the servers came back several times without a single turn, on all processes alike."""
@@ -231,13 +192,13 @@ class VLLMTurns:
         with self._lock:
             return bool(self._lost) and len(self._lost) == len(self._answers) and conversations.is_waiting()
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: Outcome[PromptRequest, list[Completion]]) -> None:
         """Called on the request thread."""
-        number = outcome.prompt.number
+        number = outcome.request.number
         if isinstance(outcome, Done):
             answer = self._answers.get(number)
             if answer is not None and answer.set_running_or_notify_cancel():
-                answer.set_result(outcome.completions[0])
+                answer.set_result(outcome.result[0])
             with self._lock:  # not before the answer is there: else no conversation could go on in between
                 self._answers.pop(number, None)
                 self._num_done += 1
@@ -253,5 +214,5 @@ class VLLMTurns:
         work.cancel()
         with self._lock:
             self._answers.pop(number, None)
-            self._lost = [one for one in self._lost if one.prompt.number != number]
+            self._lost = [one for one in self._lost if one.request.number != number]
         self._event.set()

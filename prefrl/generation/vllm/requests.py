@@ -24,9 +24,9 @@ _SEED_MASK = 2**62 - 1
 # vLLM silently raises lower temperatures to this one.
 _LOWEST_TEMPERATURE = 0.01
 # vLLM writes this for -infinity and NaN, which JSON cannot express.
-_NO_LOGPROB = -9999.0
+NO_LOGPROB = -9999.0
 # A log-prob can exceed 0 by rounding, and by no more than that.
-_HIGHEST_LOGPROB = 1e-3
+HIGHEST_LOGPROB = 1e-3
 # Added to the logit of a token that must not be sampled: the least that vLLM's other routes accept.
 _FORBIDDEN = -100.0
 # Bytes of an answer: what it has in any case, for each prompt token, and for each token that was requested.
@@ -327,9 +327,9 @@ def _logprobs(choice: Any, tokens: list[int]) -> list[float]:
         raise BadAnswer(f"the log-probs are for the tokens {echoed[:20]}, but the completion is {tokens[:20]}")
     logprobs = [entry["logprob"] for entry in entries]
     for position, logprob in enumerate(logprobs):
-        if type(logprob) not in (float, int) or _HIGHEST_LOGPROB < logprob < math.inf:
+        if type(logprob) not in (float, int) or HIGHEST_LOGPROB < logprob < math.inf:
             raise BadAnswer(f"the log-prob of token {position} is {logprob!r}: must be a number <= 0")
-        if not _NO_LOGPROB < logprob < math.inf:  # NaN fails every comparison
+        if not NO_LOGPROB < logprob < math.inf:  # NaN fails every comparison
             raise BadAnswer(
                 f"the log-prob of token {position} is {logprob}. The weights have diverged or overflowed: lower "
                 "learning_rate or max_grad_norm, and resume from an earlier checkpoint"

@@ -92,7 +92,8 @@ class Agent:
     Args:
         solve: Called for each episode with the columns of the dataset's row and a client, whose `base_url`, `api_key`
             and `model` any library for agents takes. It may be async; otherwise, it runs on a thread of its own. It
-            returns a reward, rewards by name, or a result for the reward functions, which read it as `result`.
+            returns a reward, rewards by name, or a result for the reward functions, which read it as `result`. A
+            `CommandAgent` is a program.
     """
 
     solve: Callable[[Mapping[str, Any], Any], Any]

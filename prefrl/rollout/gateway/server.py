@@ -13,9 +13,9 @@ import logging
 import resource
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -26,8 +26,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from prefrl.errors import EpisodeError, reason_of
+from prefrl.errors import reason_of
 from prefrl.rollout.gateway.chat import CHAT
+from prefrl.rollout.gateway.client import MODEL, Client
 from prefrl.rollout.gateway.formats import Asked, Event, Reply, RequestError, WireFormat
 from prefrl.rollout.gateway.messages import MESSAGES
 from prefrl.rollout.gateway.responses import RESPONSES
@@ -36,7 +37,6 @@ from prefrl.rollout.gateway.session import Session
 logger = logging.getLogger(__name__)
 
 FORMATS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
-MODEL = "policy"
 
 
 @dataclass(frozen=True)
@@ -50,53 +50,6 @@ class Limits:
     patience: float = 60.0
     connections: int = 4096  # of all clients together, and never more than half of the files that may be open
     requests: int = 256  # that a session may wait for at the same time
-
-
-@dataclass(frozen=True)
-class Client:
-    """What an agent needs to ask the policy."""
-
-    root: str  # the URL without a path, as Anthropic's client takes it
-    api_key: str = field(repr=False)  # of this episode
-    model: str = MODEL
-    credit: Callable[[float], None] | None = field(default=None, repr=False, compare=False)
-
-    def reward(self, value: float) -> None:
-        """Add to the reward of the policy's last turn. The episode's is the sum of these and what the agent returns.
-
-        Args:
-            value: `turn_credit` says what it means for the turns before.
-        Raises:
-            EpisodeError: The policy has not answered yet, or the value is not finite.
-        """
-        if self.credit is None:
-            raise EpisodeError("client.reward: nothing is learned from this client's answers")
-        self.credit(value)
-
-    @property
-    def base_url(self) -> str:
-        """The URL as OpenAI's client takes it."""
-        return f"{self.root}/v1"
-
-    @property
-    def openai(self) -> dict[str, str]:
-        """Arguments of `openai.OpenAI` and `openai.AsyncOpenAI`."""
-        return {"base_url": self.base_url, "api_key": self.api_key}
-
-    @property
-    def anthropic(self) -> dict[str, str]:
-        """Arguments of `anthropic.Anthropic` and `anthropic.AsyncAnthropic`."""
-        return {"base_url": self.root, "api_key": self.api_key}
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables that clients read."""
-        return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.root,
-            "ANTHROPIC_API_KEY": self.api_key,
-        }
 
 
 class Gateway:

@@ -1,26 +1,19 @@
-"""Options of commands that are not part of a config: data, rewards, and what the model acts with.
-
-An environment, several of them, or tools are code of the user: their names are read before anything is imported.
-"""
+"""Options of commands that are not part of a config: data and rewards."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from inspect import Parameter
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.options.fields import check_unset, opt
-from prefrl.options.names import CodeName, Definition, check_references
+from prefrl.options.names import check_references
 from prefrl.scripts.arguments.datasets import SHAPING, DatasetConfig, DatasetMixtureConfig, ScriptArguments, parts_of
+from prefrl.scripts.arguments.episodes import EpisodeArguments
 from prefrl.scripts.arguments.model_config import ModelConfig
 
 _E = TypeVar("_E", bound=PrefrlError)
@@ -250,189 +243,6 @@ def _shaping(options: Any) -> dict[str, Any]:
     return {name: getattr(options, name) for name in SHAPING}
 
 
-# Methods that may be no tools: those of `prefrl.Environment`.
-_OF_ENVIRONMENTS = ("reset", "respond", "edit", "get_reward", "close")
-
-
-@dataclass
-class EpisodeArguments:
-    """Environments and tools, for the online algorithms. See docs/environments.md."""
-
-    environment: dict[str, Any] | str | None = opt(
-        None,
-        "Environment for multi-turn episodes, such as my_env.py:Game or module.Game. It is a class, or a function "
-        "that returns an instance. Parameters follow in parentheses: my_env.py:Game(size=3). For several "
-        "environments, give a mapping from the values of the dataset's column environment to such names, on the "
-        "command line as JSON.",
-    )
-    tools: list[str] | None = opt(
-        None,
-        "Tools that the model may call, such as my_tools.py:search or module.search. Each is a function with type "
-        "hints and a docstring, or a class, whose public methods are tools. A class is instantiated once for each "
-        "process.",
-    )
-
-    def check_names(self) -> None:
-        """Read the names of code.
-
-        Raises:
-            ConfigError: One cannot be read.
-        """
-        if isinstance(self.environment, str) and self.environment.lstrip().startswith("{"):
-            try:
-                self.environment = json.loads(self.environment)
-            except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f'environment={self.environment!r}: is no JSON such as {{"game": "my_env.py:Game"}}: {error}'
-                ) from error
-        if self.environment == {}:
-            raise ConfigError("environment={}: needs at least one environment")
-        self._environments()
-        for name in self._tools():
-            if name.parameters:
-                raise ConfigError(
-                    f"{name.where}: the arguments of a tool come from the model. Write {name.place}:{name.name}, and "
-                    "set other parameters in a function or a class of your own"
-                )
-
-    def _environments(self) -> dict[str | None, CodeName]:
-        given = self.environment
-        if isinstance(given, Mapping):
-            return {str(key): CodeName.read(name, f"environment.{key}") for key, name in given.items()}
-        return {} if given is None else {None: CodeName.read(given, "environment")}
-
-    def _tools(self) -> list[CodeName]:
-        return [CodeName.read(name, f"tools[{i}]") for i, name in enumerate(self.tools or ())]
-
-    def check_code(self) -> None:
-        """Look at the files without running them, as far as they say what the model can call.
-
-        Raises:
-            ConfigError: A file or what it should contain is missing, or a tool lacks types or descriptions.
-        """
-        for name in self._environments().values():
-            tree, node = name.look_up()
-            if isinstance(node, ast.ClassDef):
-                _check_environment(name, node, tree)
-            elif node is not None and not node.decorator_list:
-                _check_call(name, _parameters(node.args), ast.unparse(node.args))
-        for name in self._tools():
-            tree, node = name.look_up()
-            methods = _methods(node, tree)[0].values() if isinstance(node, ast.ClassDef) else (node,)
-            for method in methods:
-                _check_tool(name, method)
-
-    def loaded(self) -> dict[str, Any]:
-        """The trainer's arguments `tools` and `environment_factory`.
-
-        Raises:
-            ConfigError: Code cannot be imported, or is nothing that can be called.
-        """
-        factories = {key: _factory(name) for key, name in self._environments().items()}
-        tools = [tool for name in self._tools() for tool in _loaded_tools(name)]
-        return {"tools": tools, "environment_factory": factories.get(None, factories or None)}
-
-
-def _check_environment(name: CodeName, node: ast.ClassDef, tree: ast.Module) -> None:
-    methods, is_whole = _methods(node, tree)
-    if is_whole and "reset" not in methods:
-        raise ConfigError(
-            f"{name.where}: {name.file}:{node.lineno}: {node.name} has no method reset, which begins an episode. Add "
-            "reset(self, **row)"
-        )
-    for key, method in methods.items():
-        if key not in _OF_ENVIRONMENTS:
-            _check_tool(name, method)
-    makers = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
-    if makers and not node.decorator_list and not node.keywords:
-        _check_call(name, _parameters(makers[0].args)[1:], ast.unparse(makers[0].args).partition(", ")[2])
-
-
-def _methods(node: ast.ClassDef, tree: ast.Module) -> tuple[dict[str, Definition], bool]:
-    """The public methods of a class, and whether these are all: its bases may be in other files."""
-    classes = {other.name: other for other in tree.body if isinstance(other, ast.ClassDef)}
-    found: dict[str, Definition] = {}
-    is_whole = not node.keywords
-    for base in node.bases:
-        known = classes.get(base.id) if isinstance(base, ast.Name) else None
-        inherited, is_known = ({}, False) if known is None or known is node else _methods(known, tree)
-        found |= inherited
-        is_whole = is_whole and is_known
-    functions = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found |= {one.name: one for one in functions if not one.name.startswith("_")}
-    return found, is_whole
-
-
-def _check_tool(name: CodeName, node: Definition | None) -> None:
-    """Check a function, unless decorators or classes decide what is called."""
-    if node is None or isinstance(node, ast.ClassDef) or node.decorator_list:
-        return
-    from prefrl.data.tools import check_signature  # --help does not wait for it
-
-    try:
-        check_signature(node.name, _parameters(node.args), ast.get_docstring(node))
-    except ConfigError as error:
-        raise ConfigError(f"{name.where}: {name.file}:{node.lineno}: {error}") from None
-
-
-def _parameters(arguments: ast.arguments) -> list[Parameter]:
-    """Of a function; types and defaults are nodes."""
-    by_place = [*arguments.posonlyargs, *arguments.args]
-    values: list[Any] = [None] * (len(by_place) - len(arguments.defaults)) + arguments.defaults
-    values += [None, *arguments.kw_defaults, None]
-    kinds: list[Any] = [Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs)
-    kinds += [Parameter.POSITIONAL_OR_KEYWORD] * len(arguments.args)
-    kinds += [Parameter.VAR_POSITIONAL, *([Parameter.KEYWORD_ONLY] * len(arguments.kwonlyargs)), Parameter.VAR_KEYWORD]
-    found = [*by_place, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
-    return [
-        Parameter(one.arg, kind, annotation=one.annotation or Parameter.empty, default=value or Parameter.empty)
-        for one, kind, value in zip(found, kinds, values, strict=True)
-        if one is not None
-    ]
-
-
-def _check_call(name: CodeName, parameters: Sequence[Parameter], text: str) -> None:
-    """Refuse parameters that are not those of a class or a function, which `text` shows."""
-    try:
-        inspect.Signature(parameters).bind(**name.parameters)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name.where}: {name.name} cannot be called like this: {error}. Its parameters are ({text}); write them "
-            f"as {name.place}:{name.name}(parameter=value)"
-        ) from error
-
-
-def _factory(name: CodeName) -> Callable[[], Any]:
-    make = name.load()
-    if not callable(make):
-        raise ConfigError(
-            f"{name.where}: is a {type(make).__name__}; an environment is a class, or a function that returns an "
-            "instance"
-        )
-    try:
-        signature = inspect.signature(make)
-    except ValueError:  # it has none that can be read
-        signature = inspect.Signature([Parameter("parameters", Parameter.VAR_KEYWORD)])
-    _check_call(name, [*signature.parameters.values()], str(signature).strip("()"))
-    return functools.partial(make, **name.parameters) if name.parameters else make
-
-
-def _loaded_tools(name: CodeName) -> list[Callable[..., Any]]:
-    """The tool, or those that an instance of a class has."""
-    tool = name.load()
-    if not inspect.isclass(tool):
-        return [tool]
-    try:
-        instance = tool()
-    except Exception as error:  # user code
-        raise ConfigError(f"{name.where}: {name.name}() raised {type(error).__name__}: {error}") from error
-    methods = inspect.getmembers(instance, inspect.ismethod)
-    found: list[Callable[..., Any]] = [method for key, method in methods if not key.startswith("_")]
-    if not found:
-        raise ConfigError(f"{name.where}: {name.name} has no public method, so there is nothing to call. Add one")
-    return found
-
-
 @dataclass
 class RewardArguments(CommandArguments, EpisodeArguments):
     """Rewards, for the online algorithms."""
@@ -455,24 +265,14 @@ class RewardArguments(CommandArguments, EpisodeArguments):
     )
 
     def __post_init__(self) -> None:
-        if self.environment or self.tools:
+        if self.has_episodes:
             self.check_names()
         super().__post_init__()
         check_references({"reward_model_name_or_path": self.reward_model_name_or_path})
         self.reward_funcs = reward_entries(self.reward_funcs)
         self.eval_reward_funcs = reward_entries(self.eval_reward_funcs, "eval_reward_funcs")
-        if not self.reward_funcs and self.reward_model_name_or_path is None and self.needs_reward:
-            raise ConfigError(
-                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
-            )
 
     @property
     def needs_dataset(self) -> bool:
         """See `CommandArguments`."""
-        return not isinstance(self.environment, str)  # of several, the dataset has the name of each row's
-
-    @property
-    def needs_reward(self) -> bool:
-        """Whether nothing else gives rewards."""
-        return not self.environment
+        return not self.has_one_kind

@@ -90,7 +90,8 @@ def check_before(
 
     Raises:
         ConfigError: An option does not fit the model or the data, or the memory cannot suffice.
-        DataError: The columns are not those that the trainer reads, or none of the first rows can be used.
+        DataError: The columns are not those that the trainer reads, or none of the first rows can be used and other
+            rows do not help.
         GenerationError: A server that answers serves another model.
     """
     if Path(script.model_name_or_path, "adapter_config.json").is_file():
@@ -114,11 +115,25 @@ def check_before(
             continue
         # The trainer warns of the whole dataset.
         with logged_into(Section("Rows")), subject.naming_dataset(DataError):
-            tokenized = subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+            try:
+                tokenized = subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+            except DataError as error:
+                tokenized = _all_tokenized(subject, part, error)
         if number == 0 and len(tokenized):
             check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)
+
+
+def _all_tokenized(subject: Subject, dataset: Any, error: DataError) -> datasets.Dataset:
+    """All rows as the trainer prepares them, because none of the first can be used: it counts or drops such rows.
+
+    Raises:
+        DataError: Rows cannot be used. For streams and several datasets, which are not read as a whole, it is `error`.
+    """
+    if not isinstance(dataset, datasets.Dataset):
+        raise error
+    return subject.tokenized(dataset, dataset_num_proc=None)
 
 
 def check_run(
@@ -155,7 +170,7 @@ def check_run(
         section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
         if (adapter := lora_of(script)) is not None:
             section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
-    acts = isinstance(script, RewardArguments) and (script.environment or script.tools)
+    acts = isinstance(script, RewardArguments) and script.has_episodes
     if isinstance(script, RewardArguments) and acts and not checkup.count("problem"):
         with checkup.section("Tools and environments") as section, closing(subject.play(**script.loaded())) as played:
             raw = played.training_prompts(raw, num_rows=prompts_per_generation(config))
@@ -189,6 +204,9 @@ def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> No
     for name, reader in episodes.readers(subject.processing_class).items():
         kind = episodes.kinds[name]
         which = kind.name if name is None else f"{kind.name} (environment={name!r})"
+        if kind.agent is not None:
+            section.ok(f"{which}: an agent, which brings its own tools")
+            continue
         calls = [signature_of(schema) for schema in kind.schemas.values()]
         section.ok(
             f"{which}: the model can call {', '.join(calls)}" if calls else f"{which}: there is nothing to call"

@@ -62,10 +62,22 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
     _check_special_tokens(section, subject, rows)
     if duplicates := num_duplicates(rows, columns=ID_COLUMNS):
         section.warn(f"{duplicates} of {len(rows)} rows repeat an earlier row")
+    warn_of_blank_prompts(section, raw)
     if (evaluated := rows_in_memory(eval_dataset)) is not None:
         warn_of_shared_rows(rows, subject.tokenized(evaluated), columns=ID_COLUMNS)
         section.ok("training and evaluation rows were compared")
     return rows
+
+
+def warn_of_blank_prompts(section: Section, raw: datasets.Dataset) -> None:
+    """Warn of prompts that are empty or only white space: in conversations, the last message counts."""
+    prompts = raw["prompt"] if "prompt" in raw.column_names else ()
+    blank = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str | list) and not _text(prompt).strip()]
+    if blank:
+        section.warn(
+            f"{len(blank)} of {len(raw)} rows have a blank prompt; the first is row {blank[0]}. Remove them, unless "
+            "the model is to write without a question"
+        )
 
 
 def _usable(section: Section, subject: Subject, raw: Any) -> datasets.Dataset:

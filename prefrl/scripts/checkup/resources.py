@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import torch
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from prefrl.errors import ConfigError
 from prefrl.models.footprint import (
@@ -22,6 +23,7 @@ from prefrl.models.footprint import (
     optimizer_bytes,
     weights_of,
 )
+from prefrl.options.distillation import TeacherOptions
 from prefrl.options.preference import ReferenceOptions
 from prefrl.scripts.checkup.dataset import Batches, row_lengths
 from prefrl.scripts.checkup.findings import Section
@@ -120,7 +122,8 @@ def _shortage(subject: Subject, footprint: Footprint) -> str | None:
 def _show_memory(section: Section, subject: Subject, footprint: Footprint) -> None:
     table = Table("memory of one process", "", box=None, header_style="dim")
     for name in _PARTS:
-        table.add_row(name, _size(getattr(footprint, name)))
+        words = "reference, teachers" if name == "reference" and subject.teachers else name
+        table.add_row(words, _size(getattr(footprint, name)))
     for name, words in _OF_BACKEND.items():
         if getattr(footprint, name):
             table.add_row(words, _size(getattr(footprint, name)))
@@ -150,18 +153,28 @@ def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     kept = activations_of(model, batch.num_fed, peft_config=adapter, autocast=autocast)
     head = head_bytes(model, batch.num_scored, device=config.device)
-    keeps_copy = isinstance(config, ReferenceOptions) and config.beta > 0 and adapter is None
+    keeps_copy = (
+        _has_reference(config) or (_teaches_itself(config) and config.teacher_weights != "live")
+    ) and adapter is None
     keeps_copy = keeps_copy and not getattr(config, "precompute_ref_log_probs", False)
     is_cut = config.gradient_accumulation_steps > 1 or config.max_tokens_per_micro_batch is not None
     return Footprint(
         weights=_stored(subject, weights.total),
         gradients=weights.trained,
         optimizer=optimizer_bytes(weights, str(getattr(config.optim, "value", config.optim))),
-        reference=weights.total if keeps_copy else 0,
+        reference=keeps_copy * weights.total + sum(weights_of(teacher).total for teacher in subject.teachers),
         activations=kept.peak(head, checkpointed=bool(config.activation_checkpointing)),
         cache=_cache(subject, batch),
         first_gradients=weights.trained if is_cut else weights.head,
     )
+
+
+def _has_reference(config: Any) -> bool:
+    return isinstance(config, ReferenceOptions) and config.beta > 0
+
+
+def _teaches_itself(config: Any) -> bool:
+    return isinstance(config, TeacherOptions) and config.teaches_itself
 
 
 def _stored(subject: Subject, total: int) -> int:
@@ -251,18 +264,23 @@ def least_seconds(subject: Subject, batch: MicroBatch, speed: float) -> dict[str
 
     Sampling in this process is left out on a GPU, where it waits for weights and Python instead of products.
     """
-    config, model = subject.config, subject.model
-    embedding = model.get_input_embeddings().weight.numel()
-    body = weights_of(model).count - embedding * (1 if model.config.tie_word_embeddings else 2)
-    steps = int(config.gradient_accumulation_steps)
-    forward = 2 * (body * batch.num_fed + embedding * batch.num_scored) * steps
-    passes = 3 + (isinstance(config, ReferenceOptions) and config.beta > 0) + bool(config.activation_checkpointing)
-    seconds = {"training": passes * forward / speed}
+    config, steps = subject.config, int(subject.config.gradient_accumulation_steps)
+    body, embedding = _weights_in_products(subject.model)
+    passes = 3 + (_has_reference(config) or _teaches_itself(config)) + bool(config.activation_checkpointing)
+    all_passes = [(body, embedding)] * passes + [_weights_in_products(teacher) for teacher in subject.teachers]
+    products = sum(2 * (inner * batch.num_fed + head * batch.num_scored) for inner, head in all_passes)
+    seconds = {"training": products * steps / speed}
     if subject.is_online and not config.use_vllm and config.device.type == "cpu":
         rows = batch.num_rows * config.micro_batches_per_generation
         sampling = config.longest_completion * 2 * rows * (body + embedding)
         seconds["sampling the longest completions"] = sampling / speed / config.steps_of_a_generation
     return seconds
+
+
+def _weights_in_products(model: PreTrainedModel) -> tuple[int, int]:
+    """Weights of the layers, which every token meets, and of the head."""
+    embedding = model.get_input_embeddings().weight.numel()
+    return weights_of(model).count - embedding * (1 if model.config.tie_word_embeddings else 2), embedding
 
 
 def _show_time(section: Section, subject: Subject, batch: MicroBatch, batches: Batches) -> None:

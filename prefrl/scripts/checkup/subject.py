@@ -21,7 +21,7 @@ from prefrl.distributed import Partition, partition_of
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.models.adapters import add_adapter
 from prefrl.models.footprint import outline_of
-from prefrl.models.load import load_processing_class, num_embeddings
+from prefrl.models.load import arguments_for_other, load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import CommandArguments
@@ -153,6 +153,31 @@ class Subject:
         outline = outline_of(self.script.model_name_or_path, model_init_kwargs=self.config.model_init_kwargs)
         with torch.device("meta"):
             return add_adapter(outline, adapter, task_type="CAUSAL_LM", seed=None)
+
+    @cached_property
+    def teachers(self) -> list[PreTrainedModel]:
+        """The models that teach, without their weights.
+
+        Raises:
+            ConfigError: One cannot be loaded, or has another vocabulary than the model.
+        """
+        named = getattr(self.config, "teacher_model_name_or_path", None)
+        names = list(named.values()) if isinstance(named, Mapping) else [] if named is None else [named]
+        given, shared = self.config.model_init_kwargs, getattr(self.config, "teacher_model_init_kwargs", None)
+        outlines = [
+            outline_of(
+                name, model_init_kwargs=arguments_for_other(name, self.model, given) if shared is None else shared
+            )
+            for name in names
+        ]
+        own = self.model.config.get_text_config().vocab_size
+        for name, outline in zip(names, outlines, strict=True):
+            if (size := outline.config.get_text_config().vocab_size) != own:
+                raise ConfigError(
+                    f"teacher_model_name_or_path={name!r} has a vocabulary of {size} tokens, but the model has {own}: "
+                    "their distributions cannot be compared. Choose a teacher with the same vocabulary."
+                )
+        return outlines
 
     @property
     def has_adapter(self) -> bool:

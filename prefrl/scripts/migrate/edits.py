@@ -58,6 +58,13 @@ def accepted(config: str) -> frozenset[str]:
 
 
 @cache
+def other_names(config: str) -> dict[str, str]:
+    """Names of TRL that a config takes for whole options, and these options."""
+    found = (flat_names(early_class(row.name)) for row in REGISTRY.values() if row.config.endswith(f":{config}"))
+    return {name: place.option for places in found for name, place in places.items() if place.key is None}
+
+
+@cache
 def switches() -> dict[str, list[str]]:
     """The options that have no effect without others, and these."""
     every = [option for command in REGISTRY for option in schema_options(command)]

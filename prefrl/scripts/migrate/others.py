@@ -1,4 +1,4 @@
-"""What names of axolotl, and names that belong to no library in particular, are here."""
+"""What names of axolotl and ms-swift, and names that belong to no library in particular, are here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ AXOLOTL: dict[str, Counterpart] = {
     "train_on_inputs": instead("set completion_only_loss=False to train on prompts, too"),
     "val_set_size": renamed("test_split_size"),
     "rl": instead("choose the command: prefrl dpo, kto, orpo or grpo"),
+    "kd_trainer": instead("use prefrl distillation"),
+    "kd_temperature": renamed("temperature"),
+    "kd_beta": renamed("beta"),
+    "kd_online_server_base_url": renamed("teacher_server_base_url"),
+    "kd_online_server_model": renamed("teacher_server_kwargs", "model"),
+    "kd_online_timeout": renamed("teacher_server_kwargs", "request_timeout"),
+    "kd_online_topk": renamed("teacher_server_kwargs", "top_k"),
+    **dict.fromkeys(("kd_alpha", "kd_ce_alpha"), not_there("the loss is the divergence alone")),
+    "kd_normalize_topk": not_needed("all tokens that are left out count as one"),
     "rl_beta": renamed("beta"),
     "adapter": instead("use use_peft=True for LoRA; add load_in_4bit=True for QLoRA"),
     "lora_target_linear": instead("set lora_target_modules=all-linear"),
@@ -33,6 +42,19 @@ AXOLOTL: dict[str, Counterpart] = {
     "chat_template_jinja": instead("write it into a file and set chat_template_path"),
     "default_system_message": renamed("system_prompt"),
     "field_messages": instead("set columns={messages: ...}, for one dataset or for each of datasets"),
+}
+
+# Options of distillation.
+MS_SWIFT: dict[str, Counterpart] = {
+    "rlhf_type": instead("choose the command: prefrl dpo, kto, orpo, cpo, reward, ppo, grpo, or distillation for gkd"),
+    "teacher_model": renamed("teacher_model_name_or_path"),
+    "teacher_adapters": instead("merge them into the teacher with prefrl merge"),
+    "teacher_model_type": not_needed("the teacher's config says it"),
+    "teacher_deepspeed": not_needed("a teacher is partitioned like the student"),
+    "offload_teacher_model": instead("partition it with ZeRO-3 or FSDP2; see docs/distributed.md"),
+    "teacher_model_server": renamed("teacher_server_base_url"),
+    "gkd_logits_topk": renamed("teacher_server_kwargs", "top_k"),
+    "sft_alpha": not_there("the loss is the divergence alone"),
 }
 
 

@@ -98,7 +98,10 @@ class _Script:
     def _import_from(self, node: ast.ImportFrom) -> None:
         homes: dict[str, list[str]] = {}
         for alias in node.names:
-            name, self.given[alias.asname or alias.name] = SAME_CLASSES.get(alias.name, (alias.name, {}))
+            name, given, left = SAME_CLASSES.get(alias.name, (alias.name, {}, ""))
+            self.given[alias.asname or alias.name] = given
+            if left:
+                self.result.open.append((node.lineno, f"{alias.name} is {name} here: {left}"))
             home = None if node.module == _NAMESAKES else _home(name)
             if home is None:
                 self.needs_trl = True

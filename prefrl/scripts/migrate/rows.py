@@ -184,6 +184,18 @@ def _sampling(value: Any) -> Mapping[str, Any]:
     return dict(value)
 
 
+def _off(value: Any) -> Mapping[str, Any]:
+    if value:
+        raise ValueError("it is on")
+    return {}
+
+
+def _one(value: Any) -> Mapping[str, Any]:
+    if value != 1:  # or True
+        raise ValueError("it is not")
+    return {}
+
+
 def _server_mode(mode: Any) -> Mapping[str, Any]:
     if mode != "server":
         raise ValueError("that server shares the GPUs of training")
@@ -236,6 +248,44 @@ TRL: dict[str, Counterpart] = {
     "max_length": aside("use max_prompt_length and max_completion_length"),
     "num_of_sequences": not_needed("packing needs no estimate"),
     "chars_per_token": not_needed("packing needs no estimate"),
+    "seq_kd": becomes(
+        "nothing if it is off; otherwise, put completions of the teacher into the column completion, and set "
+        "on_policy_fraction=0",
+        _off,
+    ),
+    "use_uld_loss": becomes("nothing if it is off; a teacher with another tokenizer is not supported", _off),
+    **dict.fromkeys(
+        (
+            *("teacher_tokenizer_name_or_path", "use_extended_uld", "uld_token_merge_strategy", "uld_use_hybrid_loss"),
+            *("uld_hybrid_matched_weight", "uld_hybrid_unmatched_weight", "uld_crossentropy_weight"),
+            *("uld_distillation_weight", "uld_student_temperature", "uld_teacher_temperature"),
+            *("uld_skip_student_eos", "uld_skip_teacher_eos"),
+        ),
+        not_needed("it is for a teacher with another tokenizer, which is not supported"),
+    ),
+    "teacher_server_urls": together(
+        "teacher_server_base_url, a list; several teachers, each on a server of its own, are not supported",
+        "teacher_server_base_url",
+    ),
+    "teacher_top_k": renamed("teacher_server_kwargs", "top_k"),
+    "teacher_temperature": becomes("nothing if it is 1; temperature is that of student and teacher", _one),
+    **dict.fromkeys(
+        ("loss_add_tail", "add_tail_bucket"), becomes("nothing if it is on; all other tokens count as one", _one)
+    ),
+    "reverse_kl_top_1_mode": not_needed("the teacher's likeliest tokens are compared"),
+    "teacher_model_kind": asked("teacher_weights", {"base": "frozen", "live": "live", "ema": "ema"}),
+    "teacher_prompt_template": instead("set teacher_prompt to a function that makes the prompt from a row"),
+    "distillation_alpha": renamed("beta"),
+    "distillation_mode": becomes(
+        "nothing for full_logits; the divergence is over the whole vocabulary",
+        lambda value: {"full_logits": {}}[value],
+    ),
+    **dict.fromkeys(
+        ("distillation_topk", "distillation_add_tail"), not_needed("the divergence is over the whole vocabulary")
+    ),
+    "distillation_is_clip": not_there("the divergence has no importance weight"),
+    "generate_from_teacher": becomes("nothing if it is off; completions are always the student's", _off),
+    "num_loss_tokens_to_skip": becomes("nothing if it is 0; all tokens of a completion count", _off),
     "ref_model_init_kwargs": instead("load the reference model yourself, and give the instance as ref_model"),
     "force_use_ref_model": not_needed("a reference beside an adapter is used if it is given"),
     "model_adapter_name": instead("call model.set_adapter first; the active adapter is the policy"),
@@ -252,6 +302,7 @@ TRL: dict[str, Counterpart] = {
     "local_rollout_forward_batch_size": not_needed("passes without gradients choose their own size"),
     "num_sample_generations": not_needed("log_completions prints what was sampled"),
     "stop_token": not_needed("completions end at the end-of-sequence tokens of model and tokenizer"),
+    "stop_token_id": not_needed("completions end at the end-of-sequence tokens of model and tokenizer"),
     "response_template": instead("set completion_only_loss or assistant_only_loss, which need no template"),
     "token_budget": renamed("max_tokens_per_micro_batch"),
     "request_timeout": renamed("vllm_kwargs", "request_timeout"),
@@ -277,14 +328,45 @@ NAMES: dict[str, str] = {
     "AsyncGRPOTrainer": "GRPOTrainer, whose config has generation_mode='async'",
     "GMPOConfig": "GRPOConfig with loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4",
     "GMPOTrainer": "GRPOTrainer, whose config has loss_type='gmpo', epsilon=0.4 and epsilon_high=0.4",
-    **_classes("distillation is not supported", "Distillation", "GKD", "GOLD", "IWOPD", "ServerDistillation"),
-    **_classes("distillation is not supported", "AsyncDistillation"),
-    **_classes("self-distillation is not supported; GRPOTrainer learns from the same rewards", "SDFT", "SDPO"),
+    **_classes(
+        "DistillationTrainer, whose config has beta=0.5, on_policy_fraction=0.5, temperature=0.9 and "
+        "max_completion_length=128 for GKD's defaults, and whose rows have prompt and completion",
+        "GKD",
+    ),
+    **_classes(
+        "DistillationTrainer, as with distillation_objective='jsd'; weights by how far earlier tokens are from "
+        "the teacher are not supported",
+        "IWOPD",
+    ),
+    **_classes(
+        "DistillationTrainer, whose config has use_vllm=True, generation_mode='async', teacher_server_base_url, "
+        "beta=0.0 and max_completion_length=2048",
+        "AsyncDistillation",
+    ),
+    **_classes(
+        "DistillationTrainer, whose config has teacher_server_base_url, and loss_top_k=1 for TRL's default",
+        "ServerDistillation",
+    ),
+    **_classes(
+        "DistillationTrainer with GKD's defaults and top_p=0.95, as with use_uld_loss=False; a teacher with another "
+        "tokenizer is not supported",
+        "GOLD",
+    ),
+    **_classes(
+        "DistillationTrainer without a teacher, whose config has beta=0.5, num_generations=8 and teacher_prompt, a "
+        "function that puts privileged_context into the prompt",
+        "SDFT",
+    ),
+    **_classes(
+        "DistillationTrainer with teacher_prompt and teacher_weights='ema'; a teacher that sees the successful "
+        "completions of the same step is not supported",
+        "SDPO",
+    ),
     **_classes("A*-PO is not supported; GRPOTrainer and RLOOTrainer learn from the same rewards", "A2PO"),
     **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
     **_classes("use OnlineDPOTrainer, whose loss is that of DPO", "NashMD", "XPO"),
     **_classes("process rewards are not supported; RewardTrainer learns one reward of a whole text", "PRM"),
-    "build_teacher_request_inputs": "distillation is not supported",
+    "build_teacher_request_inputs": "the option teacher_server_base_url",
     **dict.fromkeys(
         ("HfPairwiseJudge", "PairRMJudge", "BasePairwiseJudge", "BaseRankJudge", "BaseJudge"),
         "prefrl.rewards.get_judge_reward turns any judge into a reward",
@@ -320,10 +402,34 @@ NAMES: dict[str, str] = {
         "the trainer prepares its models itself",
     ),
 }
-# Classes of TRL that are another class with these options here.
-SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}),
-    "GMPOTrainer": ("GRPOTrainer", {}),
+# Classes of TRL that are another class with these options here, and what is left to do.
+_GKD = {
+    **{"beta": 0.5, "lmbda": 0.5, "temperature": 0.9, "max_completion_length": 128},
+    **{"learning_rate": 2e-5, "disable_dropout": True},
+}
+_GKD_ROWS = (
+    "rows have the columns prompt and completion in place of messages, and the distributions are compared at "
+    "temperature, which in TRL is for sampling alone"
+)
+_GOLD_ROWS = f"the teacher needs the student's tokenizer; {_GKD_ROWS}"
+_SDFT = {"beta": 0.5, "num_generations": 8, "max_completion_length": 256, "max_prompt_length": 512}
+_SDFT |= {"learning_rate": 5e-5, "disable_dropout": True}
+_SDFT_ROWS = (
+    "set teacher_prompt to a function that puts privileged_context into the prompt; the divergence is over the whole "
+    "vocabulary, and the loss is its mean over all tokens"
+)
+_SERVED_ROWS = "with beta > 0, TRL compares the sampled token alone, prefrl the likeliest tokens of the teacher"
+SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any], str]] = {
+    "GMPOConfig": ("GRPOConfig", {"loss_type": "gmpo", "epsilon": 0.4}, ""),
+    "GMPOTrainer": ("GRPOTrainer", {}, ""),
+    "GKDConfig": ("DistillationConfig", _GKD, _GKD_ROWS),
+    "GKDTrainer": ("DistillationTrainer", {}, ""),
+    "GOLDConfig": ("DistillationConfig", {**_GKD, "top_p": 0.95}, _GOLD_ROWS),
+    "GOLDTrainer": ("DistillationTrainer", {}, ""),
+    "ServerDistillationConfig": ("DistillationConfig", {"loss_top_k": 1}, _SERVED_ROWS),
+    "ServerDistillationTrainer": ("DistillationTrainer", {}, ""),
+    "SDFTConfig": ("DistillationConfig", _SDFT, _SDFT_ROWS),
+    "SDFTTrainer": ("DistillationTrainer", {}, ""),
 }
 # The functions of trl.rewards, which prefrl.rewards has, too.
 REWARDS = (
@@ -351,6 +457,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "BCOConfig": {"learning_rate": 5e-7, **_EVERY},
     "GRPOConfig": {"beta": 0.0, **_ONLINE},
     "RLOOConfig": _ONLINE,
+    "DistillationConfig": {"num_completions_to_print": None, **_SAMPLED, **_EVERY},
     "OnlineDPOConfig": {
         **{"learning_rate": 5e-7, "max_completion_length": 64, "disable_dropout": True, **_SAMPLED, **_EVERY}
     },

@@ -21,6 +21,7 @@ from prefrl.scripts.migrate.edits import (
     converted,
     every_option,
     option_names_of,
+    other_names,
     switches,
 )
 from prefrl.scripts.migrate.rows import DEFAULTS, LENIENT, SAME_VALUES, TRANSFORMERS, TRL, VALUES
@@ -86,10 +87,12 @@ def missing_defaults(config: str, values: Mapping[str, Any], own: Mapping[str, A
         values: The options that are given.
         own: Defaults of the class of TRL, where that is another one.
     """
-    defaults = {**(own or {}), **DEFAULTS.get(config, {})}
+    own = own or {}
+    defaults = {**own, **DEFAULTS.get(config, {}), **own}
     defaults = {**defaults, **{name: LENIENT[name] for name in LENIENT.keys() & accepted(config) if defaults}}
     off = {name for name, needs in switches().items() if any(values.get(switch) is not True for switch in needs)}
-    missing = {name: value for name, value in defaults.items() if name not in values and name not in off}
+    given = {*values, *(option for name, option in other_names(config).items() if name in values)}
+    missing = {name: value for name, value in defaults.items() if name not in given and name not in off}
     if values.get("fp16", False) is not False:
         missing.pop("bf16", None)
     if config == "GRPOConfig" and values.get("beta", 0.0) != 0.0 and "use_bias_correction_kl" not in values:
@@ -139,6 +142,8 @@ def _unknown(
 ) -> OptionChange | None:
     """An option that prefrl does not have."""
     row = NAMES.get(name)
+    if config == "OnlineDPOConfig" and name == "max_length":  # it is taken, but not listed
+        return None
     if row is None:
         return None if config is None else OptionChange(name, "keep", f"is no option of {config}", {})
     if row.kind == "aside":

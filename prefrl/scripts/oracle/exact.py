@@ -28,9 +28,20 @@ from prefrl.losses.per_token import row_sums
 from prefrl.losses.truncation import TokenTruncation, Truncation
 
 END = 0  # the token that ends a completion
+_BATCHES_PER_CALL = 100
 _WHOLE = Truncation()
 
-ObjectiveName = Literal["reward", "kl", "token_kl", "reverse_token_kl", "token_variation", "entropy", "token_entropy"]
+ObjectiveName = Literal[
+    "reward",
+    "kl",
+    "forward_kl",
+    "jensen_shannon",
+    "token_kl",
+    "reverse_token_kl",
+    "token_variation",
+    "entropy",
+    "token_entropy",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +234,17 @@ def _kl(problem: Problem, parameters: Tensor) -> Tensor:
     return problem.expectation(log_ratio, parameters)
 
 
+def _forward_kl(problem: Problem, parameters: Tensor) -> Tensor:
+    log_ratio = problem.completion_logprobs(problem.reference) - problem.completion_logprobs(parameters)
+    return problem.expectation(log_ratio, problem.reference)
+
+
+def _jensen_shannon(problem: Problem, parameters: Tensor) -> Tensor:
+    ours, theirs = (problem.completion_logprobs(each).exp() for each in (parameters, problem.reference))
+    mean = (ours + theirs) / 2
+    return (ours * (ours / mean).log() + theirs * (theirs / mean).log()).sum() / 2 / problem.tree.num_prompts
+
+
 def _token_entropy(problem: Problem, parameters: Tensor) -> Tensor:
     table = problem.table(parameters)
     return -(problem.visits * (table.exp() * table).sum(-1)).sum()
@@ -234,6 +256,8 @@ def _token_entropy(problem: Problem, parameters: Tensor) -> Tensor:
 OBJECTIVES: dict[ObjectiveName, Callable[[Problem, Tensor], Tensor]] = {
     "reward": lambda problem, parameters: problem.expectation(problem.rewards, parameters),
     "kl": _kl,
+    "forward_kl": _forward_kl,
+    "jensen_shannon": _jensen_shannon,
     "token_kl": lambda problem, parameters: _token_kl(problem, parameters, problem.reference),
     "reverse_token_kl": lambda problem, parameters: _token_kl(problem, problem.reference, parameters),
     "token_variation": _token_variation,
@@ -349,16 +373,16 @@ class Samples:
         """[N] the critic's value of the prefix that each token follows."""
         return self.problem.critic[self.states]
 
-    def single(self, batch: int) -> Self:
-        """A single batch, as a trainer sees it."""
-        is_there = self.batch_of_token == batch
-        rows = self.completions.view(self.num_batches, -1)[batch]
+    def part(self, first: int, past: int) -> Self:
+        """The batches from `first` to before `past`, as a trainer sees them."""
+        tokens = (self.batch_of_token >= first) & (self.batch_of_token < past)
+        probabilities = self.probabilities[first:past]
         return dataclasses.replace(
             self,
-            num_batches=1,
-            completions=rows,
-            probabilities=self.probabilities[batch : batch + 1],
-            leaf=self.leaf[is_there],
+            num_batches=len(probabilities),
+            completions=self.completions.view(self.num_batches, -1)[first:past].flatten(),
+            probabilities=probabilities,
+            leaf=self.leaf[tokens],
         )
 
 
@@ -396,13 +420,13 @@ def estimate(samples: Samples, loss: Callable[[Samples], Tensor], *, stacked: bo
     Args:
         samples: From `every_batch`.
         loss: The loss of each batch, [T] for T batches; it reads the policy through `Samples.logprobs` or `leaf`.
-        stacked: Compute the loss of all batches in one call. This needs a loss in which groups do not affect each
+        stacked: Compute the loss of many batches in one call. This needs a loss in which groups do not affect each
             other; otherwise call it once for each batch.
     """
-    if stacked:
-        losses = loss(samples)
-    else:
-        losses = torch.cat([loss(samples.single(batch)) for batch in range(samples.num_batches)])
+    # Sums over the tokens of a call are rounded relative to their size, so no call has too many of them.
+    size = _BATCHES_PER_CALL if stacked else 1
+    parts = [samples.part(first, first + size) for first in range(0, samples.num_batches, size)]
+    losses = torch.cat([loss(part) for part in parts])
     (at_leaf,) = torch.autograd.grad(losses.sum(), samples.leaf)
     problem = samples.problem
     num_states, num_tokens = problem.tree.num_states, problem.tree.num_tokens

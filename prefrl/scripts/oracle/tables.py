@@ -7,7 +7,9 @@ show how large a bias can be, not how large it is elsewhere.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,13 +18,27 @@ from torch import Tensor
 from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.advantage.estimators import Advantages
 from prefrl.losses.advantage.tokens import turn_advantages
-from prefrl.losses.kl import KL_ESTIMATORS, full_kl, importance_corrected, sequence_kl
+from prefrl.losses.kl import (
+    KL_ESTIMATORS,
+    importance_corrected,
+)
 from prefrl.losses.policy.losses import POLICY_LOSSES, PolicyLoss
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.losses.policy.tokens import PolicyTokens, TokenLoss
 from prefrl.losses.truncation import Truncation
 from prefrl.options.params import Params
-from prefrl.options.policy import LossType, Reduction, SequenceKLParams
+from prefrl.options.policy import LossType, Reduction
+from prefrl.scripts.oracle.distillation import (
+    FORMS,
+    SAMPLERS,
+    Form,
+    full,
+    later_tokens,
+    log_ratio,
+    problems,
+    reference,
+    sequence,
+)
 from prefrl.scripts.oracle.exact import (
     Agreement,
     ObjectiveName,
@@ -105,7 +121,11 @@ def _bias(found: Agreement) -> str:
 
 
 def _cosine(found: Agreement) -> str:
-    return f"{round(found.cosine, 2) + 0.0:.2f}"  # no minus before a zero
+    return _decimals(found.cosine)
+
+
+def _decimals(value: float) -> str:
+    return "-" if math.isnan(value) else f"{round(value, 2) + 0.0:.2f}"  # no minus before a zero
 
 
 def _three(found: Agreement) -> tuple[str, ...]:
@@ -275,50 +295,32 @@ def kl_lines() -> Iterator[Line]:
     for name, row in KL_ESTIMATORS.items():
 
         def value(samples: Samples, function: Any = row.function) -> Tensor:
-            found: Tensor = function(samples.logprobs, _reference(samples))
+            found: Tensor = function(samples.logprobs, reference(samples))
             return found
 
         def weighted(samples: Samples, name: str = name) -> Tensor:
-            return importance_corrected(samples.logprobs, _reference(samples), _log_ratio(samples), kl_estimator=name)
+            return importance_corrected(samples.logprobs, reference(samples), log_ratio(samples), kl_estimator=name)
 
         yield Line(f"`{name}`", (*_loss_cells(value), *_reward_cells(value)))
         yield Line(f"`{name}`, weighted", (*_loss_cells(weighted), "", ""))
-    yield Line("`full`", (*_loss_cells(_full), *_reward_cells(_full)))
+    yield Line("`full`", (*_loss_cells(full), *_reward_cells(full)))
     for cap in (None, 1.1):
         words = "no cap" if cap is None else f"cap {cap:g}"
-        yield Line(f"`sequence`, {words}", (*_loss_cells(functools.partial(_sequence, cap=cap)), "", ""))
+        yield Line(f"`sequence`, {words}", (*_loss_cells(functools.partial(sequence, cap=cap)), "", ""))
+    yield Line("`later_tokens`", (*_loss_cells(later_tokens), "", ""))
+    yield Line("`later_tokens`, one completion", (*_loss_cells(later_tokens, group_size=1), "", ""))
 
 
-def _reference(samples: Samples) -> Tensor:
-    return samples.logprobs_of(samples.problem.reference)
-
-
-def _log_ratio(samples: Samples) -> Tensor:
-    return samples.logprobs - samples.logprobs_of(samples.problem.sampler)
-
-
-def _full(samples: Samples) -> Tensor:
-    return full_kl(samples.leaf, samples.problem.table(samples.problem.reference)[samples.states])
-
-
-def _sequence(samples: Samples, *, cap: float | None) -> Tensor:
-    return sequence_kl(
-        samples.logprobs,
-        _reference(samples),
-        _log_ratio(samples),
-        samples.trainable,
-        samples.row_index,
-        samples.num_rows,
-        SequenceKLParams(weight_cap=cap),
-    )
-
-
-def _loss_cells(value: PerToken) -> tuple[str, ...]:
+def _loss_cells(value: PerToken, *, group_size: int = 2) -> tuple[str, ...]:
     """Bias against the divergence of tokens and of completions, on-policy and a large step away; and the noise."""
     recipe, problem = Recipe(silent, term=value), one_prompt()
     away = problem.moved(sampler=STEPS["large step"])
-    cells = [_agree(p, recipe, objective=objective) for objective in _KL_OBJECTIVES for p in (problem, away)]
-    return *map(_bias, cells), _number(_agree(problem, recipe, objective="kl").noise)
+    cells = [
+        _agree(p, recipe, objective=objective, group_size=group_size)
+        for objective in _KL_OBJECTIVES
+        for p in (problem, away)
+    ]
+    return *map(_bias, cells), _number(_agree(problem, recipe, objective="kl", group_size=group_size).noise)
 
 
 _KL_OBJECTIVES: tuple[ObjectiveName, ...] = ("token_kl", "kl")
@@ -329,6 +331,34 @@ def _reward_cells(value: PerToken) -> tuple[str, ...]:
     total = row_total(value)
     found = _agree(one_prompt(), Recipe(reinforce_loss, lambda samples: -total(samples)), objective="kl")
     return _bias(found), _number(found.noise)
+
+
+_DIVERGENCES: dict[ObjectiveName, str] = {"kl": "reverse KL", "forward_kl": "forward KL", "jensen_shannon": "JSD"}
+
+
+def distillation_lines() -> Iterator[Line]:
+    """Forms of distillation against a divergence of completions: ranges over four problems, for three samplers."""
+    of_all = problems()
+    for form in FORMS:
+        found = {name: [_form(form, problem, move(problem)) for problem in of_all] for name, move in SAMPLERS.items()}
+        # Two completions that do not affect each other have half the variance of one.
+        noise = [each.noise if form.reads_group else each.noise / 2**0.5 for each in found["student"]]
+        pairs = [
+            (_range(_number, [a.bias for a in each]), _range(_decimals, [a.cosine for a in each]))
+            for each in found.values()
+        ]
+        yield Line(form.name, (_DIVERGENCES[form.objective], *itertools.chain(*pairs), _range(_number, noise)))
+
+
+def _form(form: Form, problem: Problem, sampled: Problem) -> Agreement:
+    samples = every_batch(sampled, group_size=2 if form.reads_group else 1)
+    return agreement(estimate(samples, form.recipe), exact_gradient(problem, form.objective))
+
+
+def _range(cell: Callable[[float], str], values: Sequence[float]) -> str:
+    """The smallest and the largest number."""
+    ends = list(dict.fromkeys(cell(value) for value in (min(values), max(values))))
+    return " to ".join(ends)
 
 
 TABLES: dict[str, TableOfLines] = {
@@ -361,5 +391,14 @@ TABLES: dict[str, TableOfLines] = {
             "noise",
         ),
         kl_lines,
+    ),
+    "distillation": TableOfLines(
+        (
+            "form",
+            "compared with",
+            *(f"{what}, {samples}" for samples in SAMPLERS for what in ("bias", "cosine")),
+            "noise",
+        ),
+        distillation_lines,
     ),
 }

@@ -26,8 +26,8 @@ def count_flops(run: Run) -> None:
 class StepFlops:
     """Counts the operations of a step's passes, and the minimum that its rows need (the floor); see `models.flops`.
 
-    The floor contains each pass of the algorithm once: the training pass, the reference's pass and the no-grad passes
-    of the policy. Generation and rewards are left out of both.
+    The floor contains each pass of the algorithm once: the training pass, the passes of reference and teacher, and the
+    no-grad passes of the policy. Generation and rewards are left out of both.
 
     Args:
         model: The policy.
@@ -35,7 +35,7 @@ class StepFlops:
     """
 
     def __init__(self, model: nn.Module, policy: ModelCost) -> None:
-        self.reference = policy
+        self.others: dict[Pass, ModelCost] = {}
         self._model = model
         self._policy = policy
         self._rows: dict[Pass, list[TokenBatch]] = {}  # of the current step
@@ -68,7 +68,7 @@ class StepFlops:
         """End the step: add its counts to the totals."""
         self._counted += self._step_flops
         for kind, batches in self._rows.items():
-            cost = self.reference if kind == "reference" else self._policy
+            cost = self.others.get(kind, self._policy)
             trains = kind == "training"
             share = recomputed_share(self._model) if trains else 0.0
             self._floor += floor_flops(cost, batches, trains=trains, recomputed_share=share)

@@ -28,7 +28,6 @@ from prefrl.trainer.arguments import (
     check_arguments,
     check_has_data,
     check_stream,
-    default_output_dir,
     kept_reference,
     loaded_reference,
     named,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from prefrl.data.images import ProcessingClass
     from prefrl.losses.per_token import TokenScores
     from prefrl.models.reference import Reference
+    from prefrl.models.teachers import Teachers
     from prefrl.trainer.configs import OfflineConfig
     from prefrl.trainer.evaluation import ComputeMetrics
 
@@ -118,7 +118,7 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         check_has_data(given)
         given = {name: value for name, value in given.items() if name not in ARGUMENTS}
         suffix = type(self).__name__.removesuffix("Trainer")
-        self.args = args = own_config(type(self), args, output_dir=default_output_dir(model, suffix))
+        self.args = args = own_config(type(self), args, model, suffix)
         check_stream(given.get("train_dataset"), args)
         super().__init__(model, args, **given)
         if self.policy.can_generate():
@@ -137,7 +137,9 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
 
     # With precompute_ref_log_probs:
     _precomputed_from: str | None = None  # fingerprint of the reference's weights
-    _late_reference: Reference | None = None  # for datasets given to evaluate(), where keeping it is for free
+    _late_reference: Reference | Teachers | None = (
+        None  # for datasets given to evaluate(), where keeping it is for free
+    )
     _policy_is_reference = False  # it has the weights that the datasets were scored with
 
     def set_up_reference(self, given: str | Path | PreTrainedModel | None) -> None:
@@ -433,9 +435,10 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         if self.loss_balance is not None:
             self.loss_balance.load(folder / _LOSS_BALANCE_FILE)
 
-    def _reference_fingerprint(self) -> str | None:
+    def _fingerprints(self) -> dict[str, str]:
         """See `BaseTrainer`; log-probs that were precomputed stand for a reference, too."""
-        return super()._reference_fingerprint() or self._precomputed_from
+        precomputed = {} if self._precomputed_from is None else {"weights": self._precomputed_from}
+        return precomputed | super()._fingerprints()
 
 
 def numbered_apart(batches: list[Loaded]) -> list[Loaded]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prefrl.rewards.runner import RewardRunner
     from prefrl.trainer.configs import PolicyGradientConfig
     from prefrl.trainer.online.policy_objective import PolicyObjective
+    from prefrl.trainer.online.policy_terms import Compared
     from prefrl.trainer.scorer import Scores
     from prefrl.types import Rollout, SampledBatch, TokenBatch
 
@@ -46,13 +47,13 @@ class RewardedRows:
     batch: SampledBatch
     scores: Scores
     rollouts: Sequence[Rollout]
-    kl: Tensor | None  # [N] nats, estimated KL(policy || reference) that the reward contains; None: it contains none
+    kl: Tensor | None  # [N] weighted estimates of the KL that are subtracted from the reward; None: there are none
     # Of all ranks, B rows.
     rewards: Tensor  # [B, K] float32, NaN where there is no reward
     groups: Tensor  # [B] int64
     lengths: Tensor  # [B] number of trainable tokens
     finish_reasons: list[Any]  # [B]
-    penalties: Tensor  # [B] beta * KL, subtracted from the reward
+    penalties: Tensor  # [B] weighted KL, subtracted from the reward
     greedy: Tensor  # [B] total reward of the greedy completion of the row's prompt, NaN if there is none
     mine: slice  # the rows of this rank among them
     step: int  # the first optimizer step that learns from them
@@ -64,32 +65,33 @@ class RewardedRows:
 
 
 class KLInReward:
-    """Subtracts beta * KL(policy || reference) from the reward, of each token or summed over a row.
+    """Subtracts coef * KL(policy || reference or teacher) from the reward, of each token or summed over a row.
 
     Args:
         args: Options.
-        objective: Has the current weight, and adapts it to the KL.
+        compared: The reference, the teacher or both.
     """
 
-    def __init__(self, args: PolicyGradientConfig, objective: PolicyObjective) -> None:
-        self._estimate = KL_ESTIMATORS[args.kl_estimator].function
-        self._objective = objective
+    def __init__(self, args: PolicyGradientConfig, compared: Sequence[Compared]) -> None:
+        self._compared = compared
         self._is_of_rows = ADVANTAGES[args.estimator].level == "row"
 
     def of_tokens(self, batch: SampledBatch, scores: Scores, metrics: dict[str, Metric]) -> Tensor:
-        """[N] nats, constants; adds their metric."""
-        kl: Tensor = self._estimate(scores.old_logprobs, scores.ref_logprobs)
-        if self._objective.adaptation is not None:
-            self._objective.adaptation.observe_kl(kl, batch)
-        metrics["kl"] = token_mean(kl, batch.trainable)
-        return kl
+        """[N] the weighted sum of their KL, constants; adds their metrics."""
+        total = torch.zeros(batch.num_tokens)
+        for each in self._compared:
+            kl = KL_ESTIMATORS[each.estimator].function(scores.old_logprobs, getattr(scores, each.score))
+            if each.adaptation is not None:
+                each.adaptation.observe_kl(kl, batch)
+            metrics[each.metric] = token_mean(kl, batch.trainable)
+            total = total + each.coef() * kl
+        return total
 
     def penalties(self, kl: Tensor, batch: SampledBatch) -> list[float]:
         """[B] what is subtracted from the reward of each row; 0 if it is subtracted from those of tokens."""
         if not self._is_of_rows:
             return [0.0] * batch.num_rows
-        sums = row_sums(kl, batch.trainable, batch.row_index, batch.num_rows)
-        penalties: list[float] = (self._objective.beta * sums).tolist()
+        penalties: list[float] = row_sums(kl, batch.trainable, batch.row_index, batch.num_rows).tolist()
         return penalties
 
 
@@ -138,12 +140,10 @@ class TurnCredit:
 
     Args:
         args: Options.
-        objective: Has the current weight of the KL.
     """
 
-    def __init__(self, args: PolicyGradientConfig, objective: PolicyObjective) -> None:
+    def __init__(self, args: PolicyGradientConfig) -> None:
         params = args.advantage_params
-        self._objective = objective
         self._discount = args.turn_discount
         is_scaled = isinstance(params, ScaleParams) and params.scale_rewards == "group"
         self._epsilon = params.advantage_epsilon if isinstance(params, ScaleParams) and is_scaled else None
@@ -160,7 +160,7 @@ class TurnCredit:
         totals = totals.masked_fill(~is_kept, torch.nan)
         rewards, episodes = turn_rewards(rows.rollouts, (totals + rows.penalties)[rows.mine])
         if rows.kl is not None:
-            rewards -= self._objective.beta * row_sums(rows.kl, batch.trainable, index, len(rewards)).double()
+            rewards -= row_sums(rows.kl, batch.trainable, index, len(rewards)).double()
         values = turn_advantages(
             rewards, episodes, rows.groups[rows.mine], discount=self._discount, epsilon=self._epsilon
         )
@@ -172,7 +172,7 @@ class TokenCredit:
 
     Args:
         args: Options.
-        objective: Has the current weight of the KL, and the correction of sampling.
+        objective: Has the correction of sampling.
     """
 
     def __init__(self, args: PolicyGradientConfig, objective: PolicyObjective) -> None:
@@ -192,7 +192,7 @@ class TokenCredit:
         batch, scores = rows.batch, rows.scores
         rewards = self._rewards_of_tokens(rows, totals[rows.mine])
         if rows.kl is not None:
-            rewards = rewards - self._objective.beta * rows.kl
+            rewards = rewards - rows.kl
         log_ratio = None
         if self._corrects and self._objective.correction is not None:
             log_ratio = self._objective.correction.weights(batch, scores.old_logprobs)[0].log()

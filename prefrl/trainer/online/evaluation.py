@@ -68,7 +68,8 @@ class EvaluationRollouts:
             return {}
         seconds = self.collector.clock() - started
         times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
-        metrics = rollout_metrics(collected.rollouts, logged=collected.logged_metrics)
+        has_rewards = bool(self.collector.rewards.names)
+        metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
         return metrics | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
 
     def take(self) -> Collected:

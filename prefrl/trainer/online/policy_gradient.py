@@ -52,14 +52,15 @@ class PolicyGradient:
         rewards: Gives the names and weights of the rewards.
 
     Raises:
-        ConfigError: `reward_balance` with one reward.
+        ConfigError: `reward_balance` with one reward, or an option of rewards without any.
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: RewardRunner) -> None:
+        args.validate_rewards(rewards.names)
         self.args = args
         self.objective = PolicyObjective(args)
         self.estimator, self._params = ADVANTAGES[args.estimator], args.advantage_params
-        self._weights = torch.tensor(rewards.weights)
+        self._weights = torch.tensor(rewards.weights or [1.0])  # without rewards, all are 0
         self._needs_greedy = args.needs_greedy
         is_of_rows = self.estimator.level == "row"
         # What happens to total rewards, [B] of all ranks, before they are compared.
@@ -67,7 +68,7 @@ class PolicyGradient:
         self.moments = RunningMoments() if args.shaping_params.normalize else None
         if not args.shaping_params.is_default:
             self._changes.append(partial(self._shaped, args.shaping_params, subtract_mean=not is_of_rows))
-        self._kl = KLInReward(args, self.objective) if args.kl_in == "reward" and args.beta > 0 else None
+        self._kl = KLInReward(args, self.objective.in_reward) if self.objective.in_reward else None
         if self._kl is not None and is_of_rows:
             self._changes.append(lambda totals, rows: totals - rows.penalties)
         self._select: Callable[..., Tensor] | None = None
@@ -81,7 +82,7 @@ class PolicyGradient:
         if not is_of_rows:
             self._credit = TokenCredit(args, self.objective)
         elif args.turn_credit == "return":
-            self._credit = TurnCredit(args, self.objective)
+            self._credit = TurnCredit(args)
         self._normalizes_rows = args.normalize_advantages and not self.estimator.whitened
         self._scalings: list[Callable[[Tensor, RewardedRows, Tensor], Tensor]] = []
         if args.normalize_advantages and self.estimator.whitened:
@@ -105,8 +106,7 @@ class PolicyGradient:
         if not self.args.needs_scores_first:
             return frozenset()
         needs: set[ScoreNeed] = {"old_logprobs", *self.objective.reference_needs}
-        if self._kl is not None:
-            needs.add("ref_logprobs")
+        needs |= {compared.score for compared in self.objective.in_reward}
         if self.args.top_entropy_quantile < 1:
             needs.add("entropies")
         if "log_collision" in self.estimator.needs:
@@ -156,7 +156,8 @@ class PolicyGradient:
             penalties = self._kl.penalties(kl, batch)
         mine = [
             (
-                [float("nan") if value is None else value for value in rollout.rewards.values()],
+                [float("nan") if value is None else value for value in rollout.rewards.values()]
+                or [float("nan") if rollout.has_failed else 0.0],
                 rollout.group,
                 length,
                 rollout.finish_reason,

@@ -13,10 +13,12 @@ from prefrl.losses.per_token import row_items, row_sums, token_weights
 from prefrl.losses.policy.losses import NEEDS_RATIO, POLICY_LOSSES
 from prefrl.losses.policy.tokens import PolicyTokens
 from prefrl.metrics import Max, Mean, Metric, Min, host, token_mean
+from prefrl.options.policy import KL_PARAMS
 from prefrl.trainer.online.policy_terms import (
     Adaptation,
     AdaptiveEntropy,
     AdaptiveKL,
+    Compared,
     CriticBatch,
     EntropyBonus,
     KLTerm,
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 
 
 class PolicyObjective:
-    """Sum over tokens of policy loss + beta * KL with the policy loss's token weights, minus an entropy bonus.
+    """Sum over tokens of policy loss + beta * KL + teacher_kl_coef * KL of the teacher, minus an entropy bonus.
+
+    The KL terms have the token weights of the policy loss.
 
     After division by the items of the step the bonus is entropy_coef * (mean entropy of the tokens that have a policy
     loss), whatever the reduction of the loss.
@@ -56,16 +60,17 @@ class PolicyObjective:
         self.args = args
         self.policy_loss = POLICY_LOSSES[args.loss_type]
         self.loss_params = params = args.loss_params
-        has_critic, has_kl = "values" in ADVANTAGES[args.estimator].needs, args.beta > 0 and args.kl_in == "loss"
+        has_critic = "values" in ADVANTAGES[args.estimator].needs
         self.stage: type[PolicyBatch] = CriticBatch if has_critic else PolicyBatch
         self.adaptation = _adaptation(args)
+        in_loss, self.in_reward = self._compared(args)
         self.correction = SamplingCorrection(args) if args.corrects_sampling else None
         self.bonus = EntropyBonus(args, self.row_items, self.adaptation) if args.has_bonus else None
         mask, likelihood = params.off_policy_mask_threshold, params.positive_nll_coef
         self.token_terms: list[LossTerm] = [
             *([] if self.correction is None else [self.correction]),
             *([] if mask is None else [OffPolicyMask(mask)]),
-            *([KLTerm(args, lambda: self.beta, self.adaptation)] if has_kl else []),
+            *(KLTerm(args, compared) for compared in in_loss),
         ]
         self.sum_terms: list[LossTerm] = [
             *([] if likelihood is None else [LikelihoodTerm(likelihood)]),
@@ -77,14 +82,27 @@ class PolicyObjective:
             *(["entropy_weights"] if args.bonus_has_own_count else []),
         ]
         # With these, even rows with zero advantage have a gradient.
-        self._all_act = has_kl or has_critic or bool(self.sum_terms) or args.loss_type == "kl_cov"
-        # The scores of the reference that the loss reads. "full" compares whole distributions.
-        full: list[ScoreNeed] = ["ref_hidden"] if args.kl_estimator == "full" else []
-        self.reference_needs: frozenset[ScoreNeed] = frozenset(["ref_logprobs", *full] if has_kl else [])
+        self._all_act = bool(in_loss) or has_critic or bool(self.sum_terms) or args.loss_type == "kl_cov"
+        # The scores of reference and teacher that the loss reads. "full" compares whole distributions.
+        full: list[ScoreNeed] = ["ref_hidden"] if any(each.estimator == "full" for each in in_loss) else []
+        self.reference_needs: frozenset[ScoreNeed] = frozenset([*(each.score for each in in_loss), *full])
+
+    def _compared(self, args: PolicyGradientConfig) -> tuple[list[Compared], list[Compared]]:
+        """The models that the policy is compared with in the loss, and those in the reward."""
+        in_loss: list[Compared] = []
+        in_reward: list[Compared] = []
+        if args.beta > 0:
+            how = args.kl_estimator, args.kl_params, lambda: self.beta, self.adaptation
+            (in_reward if args.kl_in == "reward" else in_loss).append(Compared("ref_logprobs", "kl", *how))
+        if args.teacher_kl_coef > 0:
+            name, is_in_reward = args.teacher_kl_params.name, args.teacher_kl_params.in_reward
+            how = name, KL_PARAMS[name](), lambda: args.teacher_kl_coef, None
+            (in_reward if is_in_reward else in_loss).append(Compared("teacher_logprobs", "teacher_kl", *how))
+        return in_loss, in_reward
 
     @property
     def beta(self) -> float:
-        """Current weight of the KL term."""
+        """Current weight of the reference's KL term."""
         adaptive = None if self.adaptation is None else self.adaptation.kl
         return self.args.beta if adaptive is None else adaptive.value
 
@@ -128,8 +146,7 @@ class PolicyObjective:
     ) -> PolicyBatch:
         """See `Objective`; computes the scores that the advantages did not need."""
         needs: set[ScoreNeed] = set() if is_first or batch.old_logprobs is not None else {"old_logprobs"}
-        if batch.ref_logprobs is None:
-            needs |= self.reference_needs
+        needs |= {need for need in self.reference_needs if getattr(batch, need) is None}
         found: dict[str, Tensor | None] = {}
         if needs:
             found |= {str(name): values for name, values in score(batch, needs).found.items()}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, sequence_kl
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS, importance_weights
 from prefrl.losses.policy.tokens import off_policy_sequence_mask, positive_nll
 from prefrl.metrics import EffectiveShare, Max, Mean, Metric, Min, token_mean
-from prefrl.options.policy import EntropyParams, SampledKLParams, SequenceKLParams
+from prefrl.options.policy import EntropyParams, KLEstimate, KLParams, SampledKLParams, SequenceKLParams
 from prefrl.types import ReadyBatch
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class PolicyBatch(ReadyBatch):
     entropy_weights: Tensor  # [N] weights of the entropy in its bonus; 0 for tokens without a policy loss
     # [N] nats, of the policy before the first update from this generation batch, if it was computed.
     entropies: Tensor | None = None
+    teacher_logprobs: Tensor | None = None  # [N] nats, of the teacher; None: the loss has no KL term of a teacher
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -143,18 +144,29 @@ class OffPolicyMask:
         return kept * loss
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A model that the policy stays close to, and how the KL from it is weighted and estimated."""
+
+    score: Literal["ref_logprobs", "teacher_logprobs"]  # its log-probs
+    metric: str
+    estimator: KLEstimate
+    params: KLParams
+    coef: Callable[[], float]  # the current weight
+    adaptation: Adaptation | None  # adapts the weight to the KL, if it is not constant
+
+
 class KLTerm:
-    """beta * KL(policy || reference) of each token.
+    """coef * KL(policy || reference or teacher) of each token.
 
     Args:
         args: Options.
-        beta: Returns the current weight.
-        adaptation: Adapts the weight to the KL, if it is not constant.
+        compared: The reference, or the teacher.
     """
 
-    def __init__(self, args: PolicyGradientConfig, beta: Callable[[], float], adaptation: Adaptation | None) -> None:
-        params, name = args.kl_params, args.kl_estimator
-        self._beta, self._adaptation = beta, adaptation
+    def __init__(self, args: PolicyGradientConfig, compared: Compared) -> None:
+        params, name = compared.params, compared.estimator
+        self._compared = compared
         self._is_corrected = args.corrects_sampling
         # Of log-probs of policy and reference, and log policy / sampler; None: the full distributions are compared.
         self._estimate: Callable[[PolicyBatch, Tensor, Tensor, Tensor], Tensor] | None
@@ -174,16 +186,16 @@ class KLTerm:
         """See `LossTerm`."""
         batch, logprobs = seen.batch, seen.scores.logprobs
         if self._estimate is None:
-            kl = seen.scores.full_kl
+            kl = seen.scores.divergence
         else:
-            assert batch.ref_logprobs is not None
+            reference: Tensor = getattr(batch, self._compared.score)
             sampler = batch.sampling_logprobs if self._is_corrected else seen.old_logprobs
             log_ratio = (logprobs - sampler).where(batch.trainable, 0.0)
-            kl = self._estimate(batch, logprobs, batch.ref_logprobs, log_ratio)
-        seen.metrics["kl"] = token_mean(kl.detach(), batch.trainable)
-        if self._adaptation is not None:
-            self._adaptation.observe_kl(kl, batch)
-        return loss + self._beta() * kl
+            kl = self._estimate(batch, logprobs, reference, log_ratio)
+        seen.metrics[self._compared.metric] = token_mean(kl.detach(), batch.trainable)
+        if self._compared.adaptation is not None:
+            self._compared.adaptation.observe_kl(kl, batch)
+        return loss + self._compared.coef() * kl
 
 
 def _sequence_kl(

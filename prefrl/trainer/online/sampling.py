@@ -31,11 +31,12 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.models.load import arguments_for_reward
 from prefrl.options.fields import warn_of_hint
-from prefrl.options.names import about_evaluations
+from prefrl.options.names import about_evaluations, nearest
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.named import named_rewards
 from prefrl.rewards.runner import RewardRunner, reward_fingerprint
-from prefrl.rollout.collect import CompletionSampler, RolloutSampler
+from prefrl.rollout.collect import Collector, CompletionSampler, RolloutSampler
+from prefrl.rollout.episodes.command import CommandAgent
 from prefrl.rollout.episodes.driver import EpisodeSampler
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, EnvironmentKind, Seats, environment_kinds
 from prefrl.rollout.episodes.play import EpisodeLimits
@@ -91,6 +92,8 @@ class Episodes:
         self.has_environments = environment_factory is not None
         if self.exist:
             self.kinds = environment_kinds(tools, environment_factory, option=option)
+            for agent in self._commands:
+                agent.setup()
             self._check(args)
 
     def _check(self, args: OnlineConfig) -> None:
@@ -127,9 +130,12 @@ class Episodes:
         own = {kind.name: kind.cls or kind.agent for kind in self.kinds.values()}
         code |= {name: one for name, one in own.items() if one is not None}
         hashes = {name: reward_fingerprint(one) for name, one in code.items()}
-        for kind in self.kinds.values():  # what a class is always made with
-            if isinstance(kind.make, partial) and kind.make.keywords:
-                hashes[kind.name] += f" {kind.make.keywords!r}"
+        for kind in self.kinds.values():  # what a class or a function always gets
+            made = kind.agent or kind.make
+            if isinstance(made, partial) and made.keywords:
+                hashes[kind.name] += f" {made.keywords!r}"
+            elif isinstance(made, CommandAgent):
+                hashes[kind.name] += f" {made!r}"
         return hashes
 
     def training_prompts(self, dataset: Any, *, num_rows: int) -> Any:
@@ -140,7 +146,8 @@ class Episodes:
             num_rows: The number of prompts if there is none.
 
         Raises:
-            ConfigError: Without a dataset, there are several environments, or the run is limited by its epochs.
+            ConfigError: Without a dataset, there are several environments, or the run is limited by its epochs; or the
+                command of an agent names a column that the dataset does not have.
         """
         if not self.has_environments or dataset is not None or self._args.max_steps <= 0:
             return self.with_prompts(dataset)
@@ -161,11 +168,23 @@ class Episodes:
         if isinstance(dataset, Mapping):
             return {name: self.with_prompts(one) for name, one in dataset.items()}
         is_dataset = isinstance(dataset, datasets.Dataset | datasets.IterableDataset)
+        if is_dataset:
+            self._check_columns(get_dataset_column_names(dataset))
         if not self.has_environments or not is_dataset or "prompt" in get_dataset_column_names(dataset):
             return dataset
         if isinstance(dataset, datasets.IterableDataset):
             return dataset.map(lambda row: {**row, "prompt": EMPTY_PROMPT})
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
+
+    @property
+    def _commands(self) -> list[CommandAgent]:
+        return [kind.agent for kind in self.kinds.values() if isinstance(kind.agent, CommandAgent)]
+
+    def _check_columns(self, columns: Sequence[str]) -> None:
+        for agent in self._commands:
+            if missing := sorted(agent.columns - {*columns}):
+                remedy = nearest(missing[0], columns)
+                raise ConfigError(f"agent={agent.command!r}: the dataset has no column {missing[0]!r}. {remedy}")
 
     def sampler(self, processing_class: ProcessingClass, generator: Callable[[], Generator]) -> RolloutSampler:
         """Samples rollouts as the arguments say.
@@ -287,6 +306,7 @@ def reward_runner(
         on_error=args.on_reward_error,
         processing_classes=processors,
         environments=environments,
+        needed=args.needs_rewards,
         device=args.device,
         model_init_kwargs=arguments_for_reward(cast("dict[str, Any] | None", args.model_init_kwargs)),
         model_kwargs=asdict(args.reward_model_params) if args.reward_model_kwargs else None,
@@ -311,6 +331,23 @@ def evaluation_rewards(
             "training. Give eval_reward_funcs, or remove it."
         )
     return None
+
+
+def collector_of(
+    args: PolicyGradientConfig,
+    sampler: RolloutSampler,
+    state: Callable[[], object],
+    clock: Callable[[], float],
+    rewards: RewardRunner,
+) -> Collector:
+    """See `Collector`; `state` is asked each time, because HuggingFace makes a new one for each training.
+
+    Ranks may share the weights of reward models, so that they run equally many passes.
+    """
+    if not rewards.models:
+        return Collector(rewards, sampler, state, clock)
+    company = partial(distributed.in_company, device=args.device)
+    return Collector(rewards, sampler, state, clock, lambda: company(rewards.passes))
 
 
 def make_generator(

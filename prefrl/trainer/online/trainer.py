@@ -14,16 +14,18 @@ from prefrl.data.formats import get_dataset_column_names
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.models.export import PolicyWeights
 from prefrl.rollout.batches import Minibatch, RolloutBuffer, sampled_batch, token_counts
-from prefrl.rollout.collect import Collected, Collector, RolloutSampler, joined
+from prefrl.rollout.collect import Collected, RolloutSampler, joined
 from prefrl.rollout.episodes.environment import with_agents
 from prefrl.rollout.journal import Journal
 from prefrl.rollout.selection import visit_order
 from prefrl.rollout.summary import SignalHealth, Tables, log_collected, rollout_metrics
 from prefrl.trainer.arguments import (
+    GivenTeacher,
+    add_teacher,
     check_arguments,
     check_has_data,
     check_stream,
-    default_output_dir,
+    chosen_teacher,
     loaded_reference,
     own_config,
 )
@@ -45,6 +47,7 @@ from prefrl.trainer.online.prompts import (
 )
 from prefrl.trainer.online.sampling import (
     Episodes,
+    collector_of,
     evaluation_rewards,
     make_generator,
     reward_runner,
@@ -72,8 +75,7 @@ if TYPE_CHECKING:
     from prefrl.trainer.online.learner import Learned, Learner
     from prefrl.trainer.online.sampling import Agents, EnvironmentFactory, Tools
 
-# The checkpoint file of adaptive coefficients and running moments.
-_STATE_FILE = "learning_state.json"
+_STATE_FILE = "learning_state.json"  # adaptive coefficients and running moments in a checkpoint
 
 
 class OnlineTrainer(BaseTrainer[Ready]):
@@ -86,7 +88,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         model: Name, path or instance. An instance is trained in place.
         reward_funcs: One or several of: a function `f(prompts, completions, completion_ids, **columns)`, the name or
             instance of a sequence-classification model, or the name of a built-in or registered reward. A mapping
-            gives each of them its weight. None means only environments give rewards.
+            gives each of them its weight. None means only environments give rewards, or a teacher is learned from.
         args: Options. The default options write to `<model name>-<algorithm>`.
         train_dataset: Rows with `prompt` (text or messages) and the columns that the rewards read; a stream is read
             in its order and needs `max_steps`.
@@ -99,10 +101,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
         peft_config: Train an adapter of this kind instead of the model.
         tools: Functions that the model may call, sync or async, with types and docstrings.
         rollout_func: Must be None; it is there for TRL's order.
-        environment_factory: A class of environments, see `prefrl.Environment`, or several by the value of the
-            dataset's column `environment`.
+        environment_factory: A `prefrl.Environment`, or several by the value of the dataset's column `environment`.
         compute_metrics: Further metrics of evaluations, from completions, rewards and dataset rows.
         eval_reward_funcs: Rewards of evaluations instead of `reward_funcs`. Evaluations then have no loss.
+        teacher_model: The teacher of `teacher_kl_coef`, with the model's vocabulary: name, path or instance.
         agent: A program that asks the policy over a chat API, see `Agent`, or several by the column `environment`.
 
     Raises:
@@ -135,20 +137,19 @@ class OnlineTrainer(BaseTrainer[Ready]):
         environment_factory: EnvironmentFactory | None = None,
         compute_metrics: ComputeMetrics | None = None,
         eval_reward_funcs: RewardSources | None = None,
+        teacher_model: GivenTeacher = None,
         agent: Agents | None = None,
     ) -> None:
         check_arguments(type(self), {"rollout_func": rollout_func, "eval_reward_funcs": eval_reward_funcs})
         shared: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        shared |= {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
-        shared |= {"quantization_config": quantization_config, "peft_config": peft_config}
-        shared |= {"compute_metrics": compute_metrics}
+        shared |= {"processing_class": processing_class, "compute_metrics": compute_metrics, "callbacks": callbacks}
+        shared |= {"optimizers": optimizers, "quantization_config": quantization_config, "peft_config": peft_config}
         environment_factory = with_agents(environment_factory, agent)
-        if reward_funcs is None and environment_factory is not None:
-            reward_funcs = []  # the environments give them
-        check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **shared})
-        check_has_data(shared | {"environment_factory": environment_factory})
-        output_dir = default_output_dir(model, self.algorithm.upper())
-        args = cast("PolicyGradientConfig", own_config(type(self), args, output_dir=output_dir))
+        given = shared | {"environment_factory": environment_factory}
+        check_arguments(type(self), {"model": model, "reward_funcs": reward_funcs, "args": args, **given})
+        check_has_data(given)
+        args = cast("PolicyGradientConfig", own_config(type(self), args, model, self.algorithm.upper()))
+        self._teacher = chosen_teacher(type(self), args, teacher_model, train_dataset)
         check_stream(train_dataset, args)
         self.episodes = Episodes(args, tools, environment_factory)
         shared["train_dataset"] = self.episodes.training_prompts(train_dataset, num_rows=prompts_per_generation(args))
@@ -160,9 +161,14 @@ class OnlineTrainer(BaseTrainer[Ready]):
         check_prompts(args, self.train_dataset)
         for reward in {id(one.model): one for one in self.rewards.models + self.eval_rewards.models}.values():
             distributed.prepare_frozen(self.accelerator, reward.model)
-        self._add_reference(args, loaded_reference(self._ref_model, self.policy, args))
+        self._set_up_reference()
         self._set_up_sampling(args)
         self._set_up_learning(args)
+
+    def _set_up_reference(self) -> None:
+        """What the loss compares the policy with, if anything."""
+        self._add_reference(self.args, loaded_reference(self._ref_model, self.policy, self.args))
+        add_teacher(self, self._teacher, self._idle_batch())
 
     def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
         """From prompts to scored rollouts."""
@@ -171,22 +177,18 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.generator: Generator = make_generator(
             args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
-        sampler = self.episodes.sampler(self.processing_class, lambda: self.generator)
-        self._collector = self._collector_of(self.rewards, sampler)
+        sampler = self._sampler()
+        collects = partial(collector_of, args, sampler, lambda: self.state, lambda: self.account.clock())
+        self._collector = collects(self.rewards)
         has_loss = self.eval_rewards is self.rewards
-        collector = self._collector if has_loss else self._collector_of(self.eval_rewards, sampler)
+        collector = self._collector if has_loss else collects(self.eval_rewards)
         self._evaluation = EvaluationRollouts(args, collector, has_loss=has_loss)
         rows, rows_of_generation = numbered_rows(args, self.train_dataset)
         self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
 
-    def _collector_of(self, rewards: RewardRunner, sampler: RolloutSampler) -> Collector:
-        # Asked each time: HuggingFace makes a new state for each training.
-        state, clock = lambda: self.state, lambda: self.account.clock()
-        if not rewards.models:
-            return Collector(rewards, sampler, state, clock)
-        # Ranks may share the weights of models, so that they have to run equally many passes.
-        company = partial(distributed.in_company, device=self.args.device)
-        return Collector(rewards, sampler, state, clock, lambda: company(rewards.passes))
+    def _sampler(self) -> RolloutSampler:
+        """What samples rollouts, with the current generator."""
+        return self.episodes.sampler(self.processing_class, lambda: self.generator)
 
     def _set_up_learning(self, args: PolicyGradientConfig) -> None:
         """From scored rollouts to minibatches and their loss."""
@@ -194,13 +196,12 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.objective = self.learner.objective
         self.buffer = RolloutBuffer(args.num_iterations, self.objective.stage)
         hidden_size = self.policy.config.get_text_config().hidden_size
-        self._minibatches = MinibatchMaker(
-            args, self.objective, self.scorer, lambda batch: self.cut(batch, args.rows_per_micro_batch), hidden_size
-        )
+        cut = lambda batch: self.cut(batch, args.rows_per_micro_batch)  # noqa: E731 - the number may change
+        self._minibatches = MinibatchMaker(args, self.objective, self.scorer, cut, hidden_size)
         place = (distributed.rank(), distributed.world_size())
         self._tables = Tables(args.report_to)
         self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
-        self.health = SignalHealth(args)
+        self.health = SignalHealth(args, has_rewards=bool(self.rewards.names))
         self._fresh_logprobs: list[Tensor] = []  # of this step's micro-batches, if they are visited again
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
 
@@ -453,7 +454,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         step = self.state.global_step
-        metrics = rollout_metrics(collected.rollouts, logged=collected.logged_metrics)
+        has_rewards = bool(self.rewards.names)
+        metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
         metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= server_metrics(collected.rollouts, self.generator, step=step)

@@ -41,6 +41,7 @@ _TITLES = {
     "rewards/margins": "margin",
     "completions/mean_length": "length",
     "kl": "KL",
+    "teacher_kl": "teacher KL",
     "entropy": "entropy",
 }
 _EVALUATION = "eval_"

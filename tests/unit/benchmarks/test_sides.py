@@ -61,7 +61,7 @@ def test_prefrl_accepts_the_options_of_each_workload(workload: Workload, tmp_pat
     assert config.max_steps == 3 * workload.steps_per_turn
     if workload.is_online:
         assert config.completions_per_rank == len(workload.lengths) * workload.num_prompts
-        assert config.num_generations == len(workload.lengths)
+        assert config.num_generations == (1 if workload.task == "gkd" else len(workload.lengths))
 
 
 @pytest.mark.parametrize("workload", WITH_LIGER, ids=lambda workload: workload.name)
@@ -83,6 +83,8 @@ def test_names_of_workloads_are_unique() -> None:
         ("grpo_loss", 2 * 18),  # 2 prompts, completions alone
         ("grpo", 2 * 18),
         ("generation", 2 * 18),
+        ("distillation", 2 * 18),
+        ("gkd", 18),
         ("dpo", 18 + 4 * 6),  # each of 4 rows with a prompt of 6
         ("kto", 18 + 4 * 6),
         ("reward", 18 + 4 * 6),
@@ -91,8 +93,8 @@ def test_names_of_workloads_are_unique() -> None:
 )
 @pytest.mark.usefixtures("uniform_numbers")
 def test_each_task_runs_the_tokens_that_its_workload_says(task: Task, num_tokens: int, tmp_path: Path) -> None:
-    options = {"num_prompts": 2, "options": {"beta": 0.04}} if task in ("grpo_loss", "grpo", "generation") else {}
-    workload, pipe = tiny(task, **options), OpenPipe()
+    options = {"num_prompts": 2, "options": {"beta": 0.04}} if num_tokens == 2 * 18 else {}
+    workload, pipe = tiny(task, **(options | ({"options": {"lmbda": 0.0}} if task == "gkd" else {}))), OpenPipe()
     outcome = prefrl_side.build(setup_of(workload, tmp_path, pipe))()
     assert workload.num_tokens == num_tokens
     assert pipe.num_allowed == len(pipe.turns) == 3

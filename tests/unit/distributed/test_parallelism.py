@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from prefrl import distributed
 from prefrl.distributed import check_deepspeed, check_model, processes, set_up_parallelism, tell_ddp
 from prefrl.distributed.launch import check_parallelism
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
 from tests.assets import ragged_batch, tiny_model
-from tests.contract.cases import ragged_reward
+from tests.contract.cases import make_trainer, ragged_reward
 
 
 def accelerator_with(config: dict[str, Any] | None) -> Any:
@@ -162,15 +164,36 @@ def test_ddp_looks_for_weights_without_a_gradient_where_there_may_be_some(
     model = tiny_model(attention_dropout=0.5).train()
     if "unused" in changed:
         model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
-    model.config.layerdrop = changed.get("layerdrop", 0.0)
+    model.model.layerdrop = changed.get("layerdrop", 0.0)
     handler = SimpleNamespace(find_unused_parameters=True)
     kind = SimpleNamespace(value=changed.get("kind", "MULTI_CPU"))
-    args = SimpleNamespace(
-        ddp_find_unused_parameters=changed.get("ddp_find_unused_parameters"), torch_compile=False, device="cpu"
-    )
+    accelerator = SimpleNamespace(ddp_handler=handler, distributed_type=kind, autocast=nullcontext)
+    args = SimpleNamespace(ddp_find_unused_parameters=changed.get("ddp_find_unused_parameters"), torch_compile=False)
     random = torch.get_rng_state()
-    tell_ddp(SimpleNamespace(ddp_handler=handler, distributed_type=kind), model, args)
+    tell_ddp(accelerator, model, args, lambda: token_logprobs(model, ragged_batch()).logprobs.sum())
     assert handler.find_unused_parameters is looks
     assert all(module.training for module in model.modules())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("ppo", {"critic": "head"}), ("ppo", {"critic": "model"}), ("sft", {"pictures": "qwen2_5_vl"})],
+    ids=str,
+)
+def test_ddp_knows_that_critics_and_vision_towers_have_a_gradient_in_each_pass(
+    algorithm: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = SimpleNamespace(find_unused_parameters=True)
+
+    def told(accelerator: Any, *arguments: Any) -> None:
+        kind = SimpleNamespace(value="MULTI_CPU")
+        pretended = SimpleNamespace(ddp_handler=handler, distributed_type=kind, autocast=accelerator.autocast)
+        with monkeypatch.context() as patched:
+            patched.setattr("prefrl.models.forward.num_processes", lambda: 2)  # each of which runs the tower
+            tell_ddp(pretended, *arguments)
+
+    monkeypatch.setattr(distributed, "tell_ddp", told)
+    make_trainer(algorithm, tmp_path, rows=8, **options).train()
+    assert handler.find_unused_parameters is False

@@ -12,7 +12,8 @@ import pytest
 from prefrl.errors import GenerationError
 from prefrl.generation.base import Home, SamplingParams
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
-from prefrl.generation.vllm.pending import MAX_RECOVERIES, Done, Failed, Lost, Outcome, VLLMTurns
+from prefrl.generation.vllm.asking import Done, Failed, Lost, Outcome
+from prefrl.generation.vllm.pending import MAX_RECOVERIES, VLLMTurns
 from prefrl.generation.vllm.requests import PromptRequest
 from prefrl.types import Completion
 from tests.patience import PATIENCE, wait_until

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from prefrl.generation.base import SamplingParams
-from prefrl.generation.vllm import client as code
-from prefrl.generation.vllm.client import Balance, Server, ServerAsker
+from prefrl.generation.vllm import asking as code
+from prefrl.generation.vllm.asking import Balance, Done, Failed, Lost, Outcome, Server
+from prefrl.generation.vllm.client import ServerAsker
 from prefrl.generation.vllm.fleet import VLLMStats
-from prefrl.generation.vllm.pending import Done, Failed, Lost, Outcome
 from prefrl.generation.vllm.requests import Aborted, PromptRequest
 from prefrl.http import Overdue, Refused, Unreachable
 from tests.patience import PATIENCE, wait_until
@@ -115,7 +115,7 @@ def test_a_prompt_of_a_server_that_is_gone_goes_to_another_one(asking: MakeAskin
     ask.balance.servers[1].num_failures = 9  # the other one comes first
     outcome = ask.ask()
     assert isinstance(outcome, Done)
-    assert outcome.completions[0].token_ids == [5, 6]
+    assert outcome.result[0].token_ids == [5, 6]
     assert (ask.requests(A), ask.requests(B)) == (1, 1)
     assert (ask.fleet.stats.requests, ask.fleet.stats.retries) == (2, 1)
 

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefrl.losses.kl import KL_ESTIMATORS, importance_corrected, k1, k2, k3, row_prefix_sums, sequence_kl
+from prefrl.losses.kl import (
+    KL_ESTIMATORS,
+    completion_kl,
+    importance_corrected,
+    k1,
+    k2,
+    k3,
+    row_prefix_sums,
+    sequence_kl,
+)
 from prefrl.options.policy import SequenceKLParams
 
 LOG2 = math.log(2)
@@ -336,6 +345,28 @@ def test_hand_numbers_of_two_rows():
     # A ratio is in the weights of its own token and of those after it.
     assert log_ratio.grad.tolist() == pytest.approx([10.0, 9.0, 2.0])
     assert differences.grad is None
+
+
+def test_hand_numbers_of_completion_kl_in_a_group_of_two_and_a_row_alone():
+    divergences, row_index = tensors([1.0, 2.0, 9.0, 3.0], [4.0, 5.0], [6.0, 7.0])
+    log_ratio = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    trainable = torch.tensor([True, True, False, True, True, True, True, True])
+    values = completion_kl(divergences, log_ratio, trainable, row_index, [3, 3, 8], longest=3)
+    assert values.tolist() == pytest.approx([1.0, 2.0, 0.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    values.sum().backward()
+    assert divergences.grad.tolist() == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    # Of the policy's tokens, later sums are (5, 3, 0), (5, 0) and (7, 0); each is compared with the other row's.
+    credit = [5 - 5, 3 - 0, 0, 0, 5 - 5, 0 - 3, 7, 0]
+    assert log_ratio.grad.tolist() == credit
+
+
+def test_the_divergence_at_a_token_has_the_weight_of_the_tokens_before_it():
+    """The ratio of the token itself has mean 1: with it, the mean would be the same, and the variance larger."""
+    divergences, row_index = tensors([1.0, 2.0, 9.0, 3.0])
+    log_ratio = torch.tensor([2.0, 5.0, 7.0, 4.0], dtype=torch.float64).log()
+    trainable = torch.tensor([True, True, False, True])
+    values = completion_kl(divergences, log_ratio, trainable, row_index, [0], longest=3)
+    assert values.tolist() == pytest.approx([1.0, 2 * 2.0, 0.0, 2 * 5 * 3.0])
 
 
 def test_on_policy_a_token_answers_for_its_own_and_later_divergence():

@@ -1,4 +1,4 @@
-"""full_kl of chunked_logprobs and module_logprobs against the dense divergence of all logits."""
+"""The divergence of chunked_logprobs and module_logprobs against the dense divergence of all logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from prefrl.losses import truncation
-from prefrl.losses.kl import ReferenceLogits, full_kl, reference_log_probs
+from prefrl.losses.kl import ReferenceLogits, divergence, full_kl, reference_log_probs
 from prefrl.losses.logprobs import KEPT_BYTES, Head, chunked_logprobs
 from prefrl.losses.module_logprobs import module_logprobs
 from prefrl.losses.per_token import TokenScores
@@ -54,6 +54,19 @@ def all_logits(hidden, head):
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
+def plain_divergence(p, q, beta):
+    """Generalized Jensen-Shannon divergence of probabilities [c, V] by its definition, 0 log 0 = 0."""
+
+    def kl(a, b):
+        log_ratio = (a / b.where(a > 0, 1.0)).where(a > 0, 1.0).log()
+        return (a * log_ratio).sum(1)
+
+    if beta in (0, 1):
+        return kl(p, q) if beta else kl(q, p)
+    mixed = beta * q + (1 - beta) * p
+    return beta * kl(q, mixed) + (1 - beta) * kl(p, mixed)
+
+
 def dense(hidden, targets, head, reference, temperature):
     log_p = (all_logits(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(
         1
@@ -62,7 +75,7 @@ def dense(hidden, targets, head, reference, temperature):
     return TokenScores.of(
         log_p[range(len(targets)), targets],
         entropy=-(log_p.exp() * log_p).sum(1),
-        full_kl=(log_p.exp() * (log_p - log_q)).sum(1),
+        divergence=plain_divergence(log_p.exp(), log_q.exp(), reference.beta),
     )
 
 
@@ -81,10 +94,10 @@ def leaves_of(hidden, head):
     return [hidden, head.weight] + ([] if head.bias is None else [head.bias])
 
 
-def gradients(scores, leaves, names=("logprobs", "entropy", "full_kl")):
+def gradients(scores, leaves, names=("logprobs", "entropy", "divergence")):
     """Of a loss that weighs every token and every quantity differently."""
     weights = torch.linspace(-1.0, 2.0, len(scores.logprobs), dtype=scores.logprobs.dtype)
-    factors = {"logprobs": 1.0, "entropy": 0.7, "full_kl": 1.3}
+    factors = {"logprobs": 1.0, "entropy": 0.7, "divergence": 1.3}
     loss = sum(factors[n] * (weights.pow(i + 1) * getattr(scores, n)).sum() for i, n in enumerate(names))
     return torch.autograd.grad(loss, leaves, retain_graph=True)
 
@@ -97,22 +110,31 @@ def test_hand_number(function):
     head = Head(torch.tensor([[math.log(3)], [0.0]], requires_grad=True))
     reference = ReferenceLogits(torch.ones(1, 1), lambda rows: rows @ torch.tensor([[5.0, 5.0]]))
     scores = score(function, hidden, torch.tensor([0]), head, reference, temperature=1.0)
-    assert scores.full_kl.tolist() == pytest.approx([0.130812], abs=1e-6)
-    scores.full_kl.sum().backward()
+    assert scores.divergence.tolist() == pytest.approx([0.130812], abs=1e-6)
+    scores.divergence.sum().backward()
     assert head.weight.grad.flatten().tolist() == pytest.approx([0.205990, -0.205990], abs=1e-6)
     assert hidden.grad.item() == pytest.approx(0.205990 * math.log(3), abs=1e-6)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("chunk_size", [1, 4, 13, 50, None])
+@pytest.mark.parametrize(
+    ("chunk_size", "beta"),
+    [*((size, 1.0) for size in (1, 4, 13, 50, None)), (4, 0.0), (None, 0.0), (4, 0.5), (None, 0.1), (13, 0.99)],
+)
 @pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
-def test_equals_the_dense_divergence_and_its_gradients_for_any_chunk_size(head_options, chunk_size, function):
+def test_equals_the_dense_divergence_and_its_gradients_for_any_chunk_size(head_options, chunk_size, beta, function):
     hidden, targets, head, reference = make(13, dtype=torch.float64, **head_options)
+    reference = replace(reference, beta=beta)
     scores = score(function, hidden, targets, head, reference, chunk_size=chunk_size)
     expected = dense(hidden, targets, head, reference, 0.7)
     leaves = leaves_of(hidden, head)
-    torch.testing.assert_close(scores.full_kl, expected.full_kl, rtol=1e-12, atol=1e-12)
-    for names in (("logprobs", "entropy", "full_kl"), ("full_kl",), ("logprobs", "full_kl"), ("entropy", "full_kl")):
+    torch.testing.assert_close(scores.divergence, expected.divergence, rtol=1e-12, atol=1e-12)
+    for names in (
+        ("logprobs", "entropy", "divergence"),
+        ("divergence",),
+        ("logprobs", "divergence"),
+        ("entropy", "divergence"),
+    ):
         for ours, theirs in zip(gradients(scores, leaves, names), gradients(expected, leaves, names), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
@@ -123,10 +145,10 @@ def test_nothing_else_needs_to_be_wanted(head_options, function):
     hidden, targets, head, reference = make(13, dtype=torch.float64, **head_options)
     scores = score(function, hidden, targets, head, reference, want=(), chunk_size=4)
     expected = dense(hidden, targets, head, reference, 0.7)
-    assert scores.wanted.keys() == {"full_kl"}
-    torch.testing.assert_close(scores.full_kl, expected.full_kl, rtol=1e-12, atol=1e-12)
+    assert scores.wanted.keys() == {"divergence"}
+    torch.testing.assert_close(scores.divergence, expected.divergence, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=1e-12, atol=1e-12)
-    names, leaves = ("logprobs", "full_kl"), leaves_of(hidden, head)
+    names, leaves = ("logprobs", "divergence"), leaves_of(hidden, head)
     for ours, theirs in zip(gradients(scores, leaves, names), gradients(expected, leaves, names), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
@@ -135,7 +157,7 @@ def test_nothing_else_needs_to_be_wanted(head_options, function):
 def test_the_reference_is_a_constant(function):
     hidden, targets, head, reference = make(5)
     scores = score(function, hidden, targets, head, reference)
-    scores.full_kl.sum().backward()
+    scores.divergence.sum().backward()
     assert reference.hidden.grad is None
     assert all(parameter.grad is None for parameter in reference.head.parameters())
 
@@ -160,7 +182,7 @@ def test_without_a_reference_there_is_no_divergence_and_with_one_nothing_else_ch
     )
     with_one = score(function, hidden, targets, head, reference, want=want)
     assert without.wanted.keys() == {"entropy", "correct", "mean_logit", "log_collision"}
-    assert with_one.wanted.keys() == {*without.wanted, "full_kl"}
+    assert with_one.wanted.keys() == {*without.wanted, "divergence"}
     for name in ("logprobs", "entropy", "correct", "mean_logit", "log_collision"):
         assert getattr(without, name).equal(getattr(with_one, name))
     names, leaves = ("logprobs", "entropy"), leaves_of(hidden, head)
@@ -168,29 +190,31 @@ def test_without_a_reference_there_is_no_divergence_and_with_one_nothing_else_ch
         assert a.equal(b)
 
 
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_reference_that_is_the_policy_has_no_divergence_and_no_gradient(function):
+def test_a_reference_that_is_the_policy_has_no_divergence_and_no_gradient(function, beta):
     hidden, targets, head, _ = make(9, scale=3.0)
-    reference = ReferenceLogits(hidden.detach(), lambda rows: all_logits(rows, head))
+    reference = ReferenceLogits(hidden.detach(), lambda rows: all_logits(rows, head), beta)
     scores = score(function, hidden, targets, head, reference)
-    assert scores.full_kl.abs().max() < 2e-6
-    assert all(g.abs().max() < 2e-5 for g in gradients(scores, leaves_of(hidden, head), ("full_kl",)))
+    assert scores.divergence.abs().max() < 2e-6
+    assert all(g.abs().max() < 2e-5 for g in gradients(scores, leaves_of(hidden, head), ("divergence",)))
 
 
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_float32_keeps_the_digits_of_a_small_divergence(function):
+def test_float32_keeps_the_digits_of_a_small_divergence(function, beta):
     hidden, targets, head, _ = make(9, vocab=500, hidden_size=16)
     shift = 1e-2 * torch.randn(9, 16, generator=torch.Generator().manual_seed(4))
-    reference = ReferenceLogits(hidden.detach() + shift, lambda rows: all_logits(rows, head))
+    reference = ReferenceLogits(hidden.detach() + shift, lambda rows: all_logits(rows, head), beta)
     exact_head = Head(head.weight.detach().double().requires_grad_())
-    exact_reference = ReferenceLogits(reference.hidden.double(), lambda rows: all_logits(rows, exact_head))
+    exact_reference = ReferenceLogits(reference.hidden.double(), lambda rows: all_logits(rows, exact_head), beta)
     exact_hidden = hidden.detach().double().requires_grad_()
     scores = score(function, hidden, targets, head, reference)
     expected = dense(exact_hidden, targets, exact_head, exact_reference, 0.7)
-    assert 1e-5 < expected.full_kl.mean() < 1e-2
-    torch.testing.assert_close(scores.full_kl.double(), expected.full_kl, rtol=0, atol=3e-6)
-    ours = gradients(scores, leaves_of(hidden, head), ("full_kl",))
-    theirs = gradients(expected, leaves_of(exact_hidden, exact_head), ("full_kl",))
+    assert 1e-6 < expected.divergence.mean() < 1e-2
+    torch.testing.assert_close(scores.divergence.double(), expected.divergence, rtol=0, atol=3e-6)
+    ours = gradients(scores, leaves_of(hidden, head), ("divergence",))
+    theirs = gradients(expected, leaves_of(exact_hidden, exact_head), ("divergence",))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= 2e-4 * b.norm()
 
@@ -222,11 +246,11 @@ def test_autocast_rounds_products_of_both_and_nothing_after_them(function):
     expected = TokenScores.of(
         log_p[range(12), targets],
         entropy=-(log_p.exp() * log_p).sum(1),
-        full_kl=(log_p.exp() * (log_p - log_q)).sum(1),
+        divergence=(log_p.exp() * (log_p - log_q)).sum(1),
     )
-    assert scores.full_kl.dtype == torch.float32
+    assert scores.divergence.dtype == torch.float32
     assert (log_q - (low_reference / 0.7).log_softmax(1)).abs().max() > 1e-2  # the rounding is seen
-    torch.testing.assert_close(scores.full_kl, expected.full_kl, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.divergence, expected.divergence, rtol=1e-5, atol=1e-5)
     for a, b in zip(ours, gradients(expected, low), strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() <= 0.01 * b.norm()
@@ -274,7 +298,7 @@ def test_a_divergence_that_no_loss_reads_costs_the_reference_one_pass(function):
     if function == "matrix":
         scores.logprobs.sum().backward(retain_graph=True)
         assert rows == [4, 4]
-    scores.full_kl.sum().backward()
+    scores.divergence.sum().backward()
     assert rows == [4, 4, 4, 4]
 
 
@@ -282,7 +306,7 @@ def test_a_divergence_that_no_loss_reads_costs_the_reference_one_pass(function):
 def test_an_empty_batch_has_zero_gradients(function):
     hidden, targets, head, reference = make(0, bias=True)
     scores = score(function, hidden, targets, head, reference)
-    assert scores.full_kl.shape == (0,)
+    assert scores.divergence.shape == (0,)
     for leaf, grad in zip(leaves_of(hidden, head), gradients(scores, leaves_of(hidden, head)), strict=True):
         assert grad.equal(torch.zeros_like(leaf))
 
@@ -291,8 +315,8 @@ def test_nothing_is_saved_without_grad():
     hidden, targets, head, reference = make(5)
     with torch.no_grad():
         scores = score("matrix", hidden, targets, head, reference)
-    assert scores.full_kl.grad_fn is None
-    torch.testing.assert_close(scores.full_kl, dense(hidden, targets, head, reference, 0.7).full_kl)
+    assert scores.divergence.grad_fn is None
+    torch.testing.assert_close(scores.divergence, dense(hidden, targets, head, reference, 0.7).divergence)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -308,6 +332,9 @@ def test_the_divergence_of_a_chunk_is_not_symmetric():
     log_p, log_q = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
     assert full_kl(log_p, log_q).item() == pytest.approx(0.130812, abs=1e-6)
     assert full_kl(log_q, log_p).item() == pytest.approx(0.143841, abs=1e-6)
+    assert divergence(log_p, log_q, beta=0.0).item() == pytest.approx(0.143841, abs=1e-6)
+    # m = (5/8, 3/8): (KL(p, m) + KL(q, m)) / 2 = (0.035375 + 0.032269) / 2.
+    assert divergence(log_p, log_q, beta=0.5).item() == pytest.approx(0.033822, abs=1e-6)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -438,14 +465,12 @@ def processed(logits, cuts, history, targets):
 @pytest.mark.parametrize("function", ["matrix", "module"])
 @pytest.mark.parametrize("head_options", CASES_OF_HEADS.values(), ids=CASES_OF_HEADS.keys())
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("has_reference", [False, True])
-def test_values_and_gradients_are_those_of_the_processed_logits(
-    cuts, head_options, function, keep_bytes, has_reference
-):
+@pytest.mark.parametrize("beta", [None, 1.0, 0.5, 0.0])  # of the divergence; None: there is no reference
+def test_values_and_gradients_are_those_of_the_processed_logits(cuts, head_options, function, keep_bytes, beta):
     hidden, head, history, targets, reference = random_problem(13, **head_options)
     used = history if cuts.repetition_penalty != 1 else None
     options = {"temperature": 0.7, "want": WANT, "truncation": TokenTruncation(cuts, used), "chunk_size": 4}
-    options["reference"] = reference if has_reference else None
+    options["reference"] = None if beta is None else replace(reference, beta=beta)
     if function == "matrix":
         scores = chunked_logprobs(hidden, targets, head, keep_bytes=keep_bytes, **options)
     else:
@@ -457,11 +482,11 @@ def test_values_and_gradients_are_those_of_the_processed_logits(
     probs = log_probs.exp()
     entropy = -(probs * finite).sum(1)
     expected = {"logprobs": log_probs[range(13), targets], "entropy": entropy}
-    if has_reference:
+    if beta is not None:
         factors = TokenTruncation(cuts, used).penalties(reference.hidden / 0.7)
         of_reference = reference.hidden / 0.7 * (1 if factors is None else factors)
         log_ref = of_reference.masked_fill(logits.isinf(), -torch.inf).log_softmax(1)
-        expected["full_kl"] = (probs * (finite - log_ref.where(log_ref.isfinite(), 0.0))).sum(1)
+        expected["divergence"] = plain_divergence(probs, log_ref.exp(), beta)
     torch.testing.assert_close(scores.log_collision, probs.square().sum(1).log().detach())
     weights = torch.linspace(-1.0, 2.0, 13, dtype=torch.float64)
     leaves = [hidden, head.weight, head.bias]

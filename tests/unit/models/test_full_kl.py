@@ -93,7 +93,7 @@ def full_kl(policy: nn.Module, batch: HiddenBatch, reference: Reference, plan: A
     of_reference = ReferenceLogits(batch.ref_hidden, reference.logits)
     return token_logprobs(
         policy, batch, temperature=TEMPERATURE, plan=plan, reference=of_reference, want=("entropy",)
-    ).full_kl
+    ).divergence
 
 
 def gradient(model: nn.Module, values: Tensor) -> Tensor:

@@ -1,16 +1,22 @@
 """The claims about what losses, advantages, KL estimates and corrections do on average hold to 1e-10 in float64."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 
 from prefrl.losses.advantage import ADVANTAGES
-from prefrl.losses.kl import KL_ESTIMATORS, ReferenceLogits, full_kl, importance_corrected, sequence_kl
+from prefrl.losses.kl import (
+    KL_ESTIMATORS,
+    ReferenceLogits,
+    completion_kl,
+    importance_corrected,
+)
 from prefrl.losses.logprobs import Head, chunked_logprobs
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
-from prefrl.options.policy import SequenceKLParams
+from prefrl.scripts.oracle.distillation import FORMS, SAMPLERS, full, later_tokens, log_ratio, problems, sequence
 from prefrl.scripts.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
 from prefrl.scripts.oracle.recipe import (
     Recipe,
@@ -346,35 +352,12 @@ def kl_value(name):
     return value
 
 
-def log_ratio(samples):
-    return samples.logprobs - samples.logprobs_of(samples.problem.sampler)
-
-
 def kl_corrected(name):
     def value(samples):
         reference = samples.logprobs_of(samples.problem.reference)
         return importance_corrected(samples.logprobs, reference, log_ratio(samples), kl_estimator=name)
 
     return value
-
-
-def kl_sequence(cap):
-    def value(samples):
-        return sequence_kl(
-            samples.logprobs,
-            samples.logprobs_of(samples.problem.reference),
-            log_ratio(samples),
-            samples.trainable,
-            samples.row_index,
-            samples.num_rows,
-            SequenceKLParams(weight_cap=cap),
-        )
-
-    return value
-
-
-def kl_full(samples):
-    return full_kl(samples.leaf, samples.problem.table(samples.problem.reference)[samples.states])
 
 
 def as_loss(value):
@@ -426,7 +409,7 @@ def test_no_estimate_as_a_loss_has_the_gradient_of_whole_completions():
     p = problem()
     difference = exact_gradient(p, "kl") - exact_gradient(p, "token_kl")
     assert float(difference.norm()) > 0.05 * float(exact_gradient(p, "kl").norm())
-    for value in (kl_value("k2"), kl_full):
+    for value in (kl_value("k2"), full):
         is_equal(expected(p, as_loss(value)) + difference, exact_gradient(p, "kl"))
     one_token = problem(length=1)
     is_equal(expected(one_token, as_loss(kl_value("k2"))), exact_gradient(one_token, "kl"))
@@ -477,49 +460,89 @@ def test_unweighted_kl_estimates_are_biased_off_policy_and_the_full_divergence_i
     p = problem().moved(sampler=step)
     for name in ("k2", "k3+"):
         assert bias(p, as_loss(kl_value(name)), exact_gradient(p, "token_kl")) > 0.02
-    is_equal(expected(p, as_loss(kl_full)), exact_gradient(p, "token_kl"))
+    is_equal(expected(p, as_loss(full)), exact_gradient(p, "token_kl"))
 
 
 @BOTH_POLICIES
 @pytest.mark.parametrize("step", [0.0, *OFF_POLICY])
 def test_sequence_kl_has_the_gradient_of_whole_completions_from_any_policy(step, num_features):
     p = problem(num_features=num_features).moved(sampler=step)
-    is_equal(expected(p, as_loss(kl_sequence(None))), exact_gradient(p, "kl"))
+    is_equal(expected(p, as_loss(sequence)), exact_gradient(p, "kl"))
 
 
 def test_sequence_kl_with_a_cap_is_biased_where_weights_reach_it():
     p = problem().moved(sampler=1.0)
-    capped = bias(p, as_loss(kl_sequence(1.5)), exact_gradient(p, "kl"))
+    capped = bias(p, as_loss(functools.partial(sequence, cap=1.5)), exact_gradient(p, "kl"))
     assert 0.01 < capped < 1
-    is_equal(expected(problem(), as_loss(kl_sequence(1.0))), exact_gradient(problem(), "kl"))
+    is_equal(expected(problem(), as_loss(functools.partial(sequence, cap=1.0))), exact_gradient(problem(), "kl"))
 
 
 def test_sequence_kl_of_longer_rows_is_exact_too():
     p = problem(num_tokens=3, length=4).moved(sampler=0.5)
-    is_equal(expected(p, as_loss(kl_sequence(None)), group_size=1), exact_gradient(p, "kl"))
+    is_equal(expected(p, as_loss(sequence), group_size=1), exact_gradient(p, "kl"))
 
 
+@BOTH_POLICIES
+@pytest.mark.parametrize("step", [0.0, *OFF_POLICY])
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+def test_completion_kl_has_the_gradient_of_whole_completions_from_any_policy(group_size, step, num_features):
+    sizes = {"length": 3} if group_size == 1 else {"num_tokens": 2} if group_size == 3 else {}
+    p = problem(num_features=num_features, **sizes).moved(sampler=step)
+    is_equal(expected(p, as_loss(later_tokens), group_size=group_size), exact_gradient(p, "kl"))
+    assert bias(p, as_loss(full), exact_gradient(p, "kl"), group_size=1) > 1e-5
+
+
+# The forms of distillation that have the gradient of their divergence of completions, by whose samples.
+EXACT = {
+    "`later_tokens: true`": SAMPLERS.keys(),
+    "`later_tokens: true`, no baseline": SAMPLERS.keys(),
+    "`sequence`": SAMPLERS.keys(),
+    "own token in full, later ones sampled": {"student"},
+    "`k1` in the reward": SAMPLERS.keys(),
+    "`beta: 0`": {"teacher"},
+    "`beta: 0`, top 4 of 4": {"teacher"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_forms_of_distillation_are_exact_for_the_samples_that_the_docs_say_and_no_others(form):
+    p = problems()[0]
+    target, group_size = exact_gradient(p, form.objective), 2 if form.reads_group else 1
+    found = {name: bias(move(p), form.recipe, target, group_size=group_size) for name, move in SAMPLERS.items()}
+    assert {name for name, value in found.items() if value < 1e-10} == set(EXACT.get(form.name, ()))
+    assert not [value for value in found.values() if 1e-10 <= value < 0.05]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("step", [0.0, 1.0])
-def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens(step):
-    """Entropy and full KL, as the trainers compute them: the policy's logits are hidden states of an identity head."""
+def test_scores_of_the_chunked_head_have_the_gradients_of_their_tokens_and_completions(step, temperature):
+    """Entropy and divergences, as trainers compute them: the logits are hidden states of an identity head.
+
+    Logits are the log-probs times the temperature, so the policy at this temperature is that of the problem.
+    """
     p = problem().moved(sampler=step)
     head = Head(torch.eye(3, dtype=torch.float64))
 
     def scores(samples):
-        reference = ReferenceLogits(
-            samples.problem.table(samples.problem.reference)[samples.states], lambda hidden: hidden
-        )
+        teacher = samples.problem.table(samples.problem.reference)[samples.states]
+        reference = ReferenceLogits(temperature * teacher, lambda hidden: hidden)
         return chunked_logprobs(
-            samples.leaf,
+            temperature * samples.leaf,
             samples.tokens,
             head,
-            temperature=1.0,
+            temperature=temperature,
             want=("entropy", "entropy_gradient"),
             reference=reference,
             chunk_size=7,
         )
 
-    is_equal(expected(p, as_loss(lambda samples: scores(samples).full_kl)), exact_gradient(p, "token_kl"))
+    def of_completions(samples):
+        found, groups = scores(samples), samples.groups.tolist()
+        ratio = found.logprobs - samples.sampling_logprobs
+        return completion_kl(found.divergence, ratio, samples.trainable, samples.row_index, groups, longest=2)
+
+    is_equal(expected(p, as_loss(of_completions)), exact_gradient(p, "kl"))
+    is_equal(expected(p, as_loss(lambda samples: scores(samples).divergence)), exact_gradient(p, "token_kl"))
     is_equal(expected(p, as_loss(lambda samples: scores(samples).entropy)), exact_gradient(p, "token_entropy"))
     assert bias(p, as_loss(lambda samples: scores(samples).entropy), exact_gradient(p, "entropy")) > 0.1
 
@@ -549,7 +572,7 @@ def test_on_policy_a_combination_is_unbiased_exactly_if_all_its_parts_are(loss):
     p = problem()
     samples = every_batch(p, group_size=2)
     targets = {None: reward_loss(p)} | {name: reward_loss(p) + exact_gradient(p, name) for name in ("kl", "token_kl")}
-    terms = {None: None, "token_kl": kl_value("k2"), "kl": kl_sequence(None)}
+    terms = {None: None, "token_kl": kl_value("k2"), "kl": sequence}
     weights = {None: None, "token": sampling_weights("token_mask", low=0.5, high=2.0)}
     for (name, (changes, is_fair)), reduction, objective, correction in itertools.product(
         ESTIMATORS.items(), REDUCTIONS, terms, weights

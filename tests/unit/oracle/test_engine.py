@@ -159,9 +159,9 @@ def test_batches_one_at_a_time_give_what_all_in_one_call_give():
     assert one_call.variance == pytest.approx(many.variance, abs=1e-12)
 
 
-def test_a_single_batch_is_what_a_trainer_would_have():
+def test_a_part_is_the_batches_that_a_trainer_would_have():
     samples = every_batch(problem(), group_size=2)
-    one = samples.single(100)
+    one = samples.part(100, 101)
     assert one.num_rows == 4
     assert one.groups.tolist() == [0, 0, 1, 1]
     assert one.row_index[one.is_last].tolist() == [0, 1, 2, 3]
@@ -173,6 +173,9 @@ def test_a_single_batch_is_what_a_trainer_would_have():
     torch.testing.assert_close(one.logprobs, samples.logprobs[here])
     prompts = samples.problem.tree.prompts[rows]
     assert prompts.tolist() == [0, 0, 1, 1]
+    rest = samples.part(samples.num_batches - 2, samples.num_batches + 50)
+    assert rest.num_batches == 2
+    assert rest.completions.tolist() == samples.completions[-8:].tolist()
 
 
 def test_agreement_tells_size_and_direction_apart():

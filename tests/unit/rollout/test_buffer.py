@@ -114,6 +114,7 @@ FULL: list[TokenBatch] = [
         old_logprobs=torch.arange(6.0),
         ref_logprobs=torch.arange(6.0) + 1,
         ref_hidden=torch.arange(12.0, dtype=torch.float64).view(6, 2),
+        teacher_logprobs=torch.arange(6.0) - 1,
         entropies=torch.arange(6.0) + 2,
         values=torch.arange(6.0) + 3,
         returns=torch.arange(6.0) + 4,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from prefrl.run.folder import (
     Stopped,
     StopRequest,
     command_of,
+    leave,
     only_writer,
     read_starts,
     record_start,
@@ -385,3 +388,24 @@ def test_the_deadline_counts_from_the_start_of_the_training() -> None:
         assert request.code == 0
         now = 110.0
         assert request.code == 75
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "expected"),
+    [
+        (130, "", (130, "")),
+        (143, "", (143, "")),
+        (130, "sys.ps1 = '>>> '", (-signal.SIGINT, "KeyboardInterrupt: 130")),
+    ],
+)
+def test_a_script_ends_with_a_code_and_no_traceback_unless_somebody_types(
+    code: int, more: str, expected: tuple[int, str]
+) -> None:
+    text = f"import sys\n{more}\nfrom prefrl.run.folder import leave\nleave({code})"
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.strip().rpartition("\n")[2]) == expected
+
+
+def test_the_end_after_ctrl_c_is_a_keyboard_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt, match="130"):
+        leave(128 + signal.SIGINT)

@@ -21,7 +21,7 @@ import pytest
 
 from prefrl.errors import ConfigError, RewardError
 from prefrl.sandbox import AssertionTest, InputOutputTest, LocalSandbox, SandboxLimits, Verdict, local
-from prefrl.sandbox.local import _working
+from prefrl.sandbox.local import working_launcher
 from prefrl.sandbox.walls import Output
 
 LIMITS = SandboxLimits(wall_s=20.0, cpu_s=1.0, memory_mb=256, processes=4, scratch_mb=2, output_bytes=2**16)
@@ -50,7 +50,7 @@ def isolating() -> list[LocalSandbox]:
 
 def printed(sandbox: LocalSandbox, code: str, text: str = "") -> str:
     """What a program prints, by its launcher, without a test."""
-    return _working(sandbox).run_program("python", code, text).data.decode()
+    return working_launcher(sandbox).run_program("python", code, text).data.decode()
 
 
 def program(sandbox: LocalSandbox, code: str, output: str = "done") -> Verdict:
@@ -386,8 +386,8 @@ def _open_files() -> set[tuple[str, str]]:
 
 
 def test_a_sandbox_that_lets_a_program_out_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = local._Launcher
-    monkeypatch.setattr(local, "_Launcher", lambda how, *rest: launcher("process", *rest))
+    launcher = local.Launcher
+    monkeypatch.setattr(local, "Launcher", lambda how, *rest: launcher("process", *rest))
     with pytest.raises(ConfigError, match=r"a program can read a file of this machine.*apt install bubblewrap"):
         LocalSandbox("namespaces", SandboxLimits(wall_s=7.5)).setup()
 

@@ -81,6 +81,22 @@ def test_a_penalty_in_the_reward_belongs_to_the_turn_of_its_tokens(tmp_path: Pat
     check(found, [[3 - 2.5] * 2 + [2 - 0] * 2, [3 - 2.5] * 2, [2 - 3] * 2 + [0 - 1] * 2])
 
 
+def test_penalties_of_reference_and_teacher_add_up(tmp_path: Path) -> None:
+    both = {"kl_in": "reward", "kl_estimator": "k1", "turn_credit": "episode"}
+    both |= {"teacher_kl_coef": 0.25, "teacher_kl_kwargs": {"estimator": "k2", "in_reward": True}}
+    old, ref, teacher = [0.0, 0.0, 9.0, 4.0, 2.0] + [0.0] * 7, [0.0] * 12, [0.0] * 5 + [4.0, 0.0] + [0.0] * 5
+    teacher[:5] = old[:5]
+    scores = {"old_logprobs": old, "ref_logprobs": ref, "teacher_logprobs": teacher}
+    # 0.5 * (4 + 2) of the first, 0.25 * 4^2 / 2 of the second; what the model is told has none.
+    rows = advantages(RLOOConfig(**options(tmp_path, beta=0.5, **both)), **scores)
+    totals = [6 - 3, 3 - 2, 2]
+    check(rows, [[t - (sum(totals) - t) / 2] * n for t, n in zip(totals, (4, 2, 4), strict=True)])
+    tokens = advantages(
+        ReinforcePlusPlusConfig(**options(tmp_path, beta=0.5, normalize_advantages=False, **both)), **scores
+    )
+    check(tokens, [[3.0, 3.0, 3.0, 5.0], [1.0, 3.0], [2.0] * 4])
+
+
 def test_with_advantages_of_tokens_each_reward_stands_at_the_end_of_its_turn(tmp_path: Path) -> None:
     args = ReinforcePlusPlusConfig(**options(tmp_path, normalize_advantages=False))
     check(advantages(args, old_logprobs=[0.0] * 12), [[6.0, 6, 5, 5], [3.0, 3], [2.0, 2, 0, 0]])

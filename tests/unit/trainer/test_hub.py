@@ -262,7 +262,8 @@ def grpo_card(folder: Path, **options: Any) -> str:
     config = GRPOConfig(output_dir="/home/me/out", use_cpu=True, report_to=[], seed=7, **options)
     decisive = dict.fromkeys(options) | {
         "data": {"rows": 1234, "columns": ["prompt"], "hash": "0f0f"},
-        "rewards": {"right": "abc"},
+        "rewards": {"right": "abc", "Game": "def"},
+        "episodes": {"open": "012", "Game": "def"},
     }
     facts = RunFacts.of(config, decisive)
     history = [
@@ -290,6 +291,7 @@ def test_the_card_has_what_it_takes_to_train_the_model_again(tmp_path: Path) -> 
     for row in (
         "| Loss | `dr_grpo` (Liu et al. 2025, [arXiv 2503.20783](https://arxiv.org/abs/2503.20783)",
         "| Reward functions | `right` |",
+        "| Environment and tools | `open`, `Game` |",
         "| Optimizer steps | 3 |",
         "| `epsilon` | 0.2 |",
         "| reward | 0.25 | 0.5 |",

@@ -397,6 +397,25 @@ def test_no_default_switches_the_correction_off(config_class: Any, mode: str, tm
     assert config_class(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, generation_mode=mode).corrects_sampling
 
 
+@pytest.mark.parametrize(
+    ("bounds", "prompt"),
+    [
+        ({"max_length": 512}, 256),
+        ({"max_length": 512, "max_new_tokens": 64}, 448),
+        ({"max_length": 512, "max_prompt_length": 100}, 100),
+        ({"max_length": 512, "max_prompt_length": None}, 256),
+        ({"max_length": 4096}, 512),
+    ],
+    ids=str,
+)
+def test_a_bound_of_prompt_and_completion_together_bounds_prompts(
+    bounds: dict[str, Any], prompt: int, tmp_path: Path
+) -> None:
+    config = OnlineDPOConfig(output_dir=str(tmp_path), use_cpu=True, **bounds)
+    assert (config.max_prompt_length, config.max_length) == (prompt, None)
+    assert dataclasses.replace(config, max_completion_length=600).max_prompt_length == prompt
+
+
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_online_dpo_takes_a_server_by_defaults_and_corrects_nothing(mode: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "use_vllm": True}

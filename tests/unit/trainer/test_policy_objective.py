@@ -12,6 +12,7 @@ import torch
 
 from prefrl import GRPOConfig
 from prefrl.errors import ConfigError
+from prefrl.losses.kl import full_kl
 from prefrl.losses.per_token import TokenScores
 from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.options.policy import EntropyParams
@@ -86,6 +87,31 @@ def test_a_loss_of_the_ratio_to_the_sampler_is_not_corrected_again(tmp_path: Pat
     batch = batch_of([2], sampling_logprobs=logprobs - ratios.log())
     output = PolicyObjective(args)(batch, TokenScores.of(logprobs, entropy=torch.zeros(2)))
     assert output.total.item() == pytest.approx(1.5 * 2 * 1 + 0.5 * 2 * 2)
+
+
+def test_both_kl_terms_are_added_with_the_weights_of_the_policy_loss(tmp_path: Path) -> None:
+    """Of three tokens in two rows, with ratio 1: (-A log pi + 0.3 k3 of the reference + 0.7 KL of the teacher) / n."""
+    options: dict[str, Any] = {"loss_type": "grpo", "beta": 0.3, "teacher_kl_coef": 0.7}
+    objective = PolicyObjective(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options))
+    assert objective.reference_needs == {"ref_logprobs", "teacher_logprobs", "ref_hidden"}
+    logits, of_reference, of_teacher = (
+        torch.randn(3, 6, dtype=torch.float64, generator=torch.manual_seed(seed)) for seed in range(3)
+    )
+    logits.requires_grad_()
+    p, first, q = (each.log_softmax(1) for each in (logits, of_reference, of_teacher))
+    ids = torch.tensor([[0], [5], [2]])
+    logprobs, ref_logprobs = (each.gather(1, ids).squeeze(1) for each in (p, first))
+    batch = batch_of([1, 2], ref_logprobs=ref_logprobs, teacher_logprobs=torch.zeros(3))
+    scores = TokenScores.of(logprobs, entropy=torch.zeros(3), divergence=full_kl(p, q))
+    output = objective(batch, scores)
+    (found,) = torch.autograd.grad(output.total, logits, retain_graph=True)
+    chosen = torch.nn.functional.one_hot(ids[:, 0], 6)
+    kl = (p.exp() * (p - q)).sum(1, keepdim=True)
+    d = (ref_logprobs - logprobs)[:, None]
+    by_hand = (-2.0 + 0.3 * (1 - d.exp())) * (chosen - p.exp()) + 0.7 * p.exp() * (p - q - kl)
+    torch.testing.assert_close(found, by_hand / torch.tensor([1.0, 2, 2])[:, None], rtol=1e-12, atol=1e-12)
+    assert output.metrics["teacher_kl"].value() == pytest.approx(kl.mean().item(), rel=1e-6)
+    assert output.metrics["kl"].value() == pytest.approx((d.exp() - 1 - d).mean().item(), rel=1e-6)
 
 
 VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_kl_0_9_1.json").read_text(encoding="utf-8"))

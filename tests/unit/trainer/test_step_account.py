@@ -251,7 +251,7 @@ def test_operations_of_a_step_stand_beside_their_floor(clock: Clock, flops: Step
 
 
 def test_passes_without_gradients_need_one_forward(clock: Clock, flops: StepFlops) -> None:
-    flops.reference = ModelCost(token=Products(20, 40), position=Products(0, 0), pair={}, scores_rows=False)
+    flops.others["reference"] = ModelCost(token=Products(20, 40), position=Products(0, 0), pair={}, scores_rows=False)
     account = StepAccount(CPU, clock=clock, flops=flops)
     account.start()
     with account.phase("old_policy", "old_policy", rows()):

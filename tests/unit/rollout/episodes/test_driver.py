@@ -18,7 +18,8 @@ import pytest
 from prefrl import DataError, Environment, EpisodeError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.turns import LocalTurns
-from prefrl.generation.vllm.pending import Done, Lost, VLLMTurns
+from prefrl.generation.vllm.asking import Done, Lost
+from prefrl.generation.vllm.pending import VLLMTurns
 from prefrl.generation.vllm.requests import PromptRequest
 from prefrl.rollout.episodes import driver
 from prefrl.rollout.episodes.driver import EpisodeSampler, EpisodesPending

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from prefrl.rewards.call import EventLoopThread
-from prefrl.rollout.gateway.server import Client, Gateway, Limits
+from prefrl.rollout.gateway.client import Client
+from prefrl.rollout.gateway.server import Gateway, Limits
 from prefrl.rollout.gateway.session import Policy, Session
 from prefrl.types import Completion
 from tests.unit.rollout.episodes.scripted import completion, hermes

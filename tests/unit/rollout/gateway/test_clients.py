@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from prefrl.rollout.batches import responses_of, sampled_batch
+from prefrl.rollout.gateway.client import Client
 from prefrl.rollout.gateway.formats import Reply
-from prefrl.rollout.gateway.server import Client
 from prefrl.types import Rollout
 from tests.unit.rollout.episodes.scripted import call
 from tests.unit.rollout.gateway.served import Served

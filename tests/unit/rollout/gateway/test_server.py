@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from prefrl.rollout.gateway.server import Client, Gateway, Limits
+from prefrl.rollout.gateway.client import Client
+from prefrl.rollout.gateway.server import Gateway, Limits
 from tests.patience import PATIENCE, before_a_deadline, wait_until
 from tests.unit.rollout.gateway.served import Served
 
