@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -157,6 +158,10 @@ def play(num_episodes: dict[str, int], **columns: Any) -> dict[str, list[Rollout
 
 
 def opened() -> tuple[int, int, int]:
-    """How many file descriptors, threads and children this process has."""
+    """How many file descriptors, threads and children this process has.
+
+    The thread of a sampler's loop ends when the sampler is collected.
+    """
+    gc.collect()
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children)
