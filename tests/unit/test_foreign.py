@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import prefrl
-from prefrl import ConfigError, DPOConfig, GRPOConfig, PPOConfig, SFTConfig, rewards
+from prefrl import ConfigError, DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig, rewards
 from prefrl.options.fields import flat_names
 from prefrl.options.names import ARGUMENTS, FOREIGN_FILE, TRAINER_NAMES, advice, nearest
 from prefrl.options.params import KwargsOption, kwargs_options
@@ -97,7 +97,7 @@ def test_no_name_of_the_table_is_an_option_of_every_command() -> None:
 
 
 def test_keys_of_mappings_are_keys_of_these() -> None:
-    listed = (*kwargs_options(GRPOConfig), *kwargs_options(PPOConfig))
+    listed = [one for config in (GRPOConfig, PPOConfig, DistillationConfig) for one in kwargs_options(config)]
     options: dict[str, KwargsOption[Any]] = {option.name: option for option in listed}
     for rows in LIBRARIES.values():
         for name, row in rows.items():

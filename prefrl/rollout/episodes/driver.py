@@ -188,7 +188,7 @@ class EpisodeSampler:
             logger.warning(
                 "%s. The episode is %s, because environment_error=%r; later ones like this are counted in "
                 "episodes/stop_reason/environment_error",
-                error,
+                str(error),  # what keeps the record of this must not keep the episode, to which the error leads
                 "dropped" if self.limits.environment_error == "drop" else "begun again",
                 self.limits.environment_error,
             )

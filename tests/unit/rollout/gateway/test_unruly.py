@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from operator import le
+
 from tests.patience import wait_until
 from tests.unit.rollout.gateway.unruly import LATE, UNRULY, opened, play
 
-NUM_TURNS = {"talk": 10, "send_100_mb": 1, "fork_20": 22, "call_after_the_end": 1}
+NUM_TURNS = {"talk": 10, "send_100_mb": 1, "fork_20": 22, "call_after_the_end": 1, "outlast": 1}
 
 
 def test_agents_that_misbehave_change_nothing_for_others_and_leave_nothing() -> None:
     play({"talk": 1}, num_turns=1)  # what is loaded once
     before = opened()
-    found = play({**dict.fromkeys(UNRULY, 2), "flood": 1, "talk": 10}, num_turns=10, flood=300)
+    found = play({**dict.fromkeys(UNRULY, 2), "flood": 1, "talk": 10}, num_turns=10, flood=300, num_late=2)
 
     for name, num_turns in NUM_TURNS.items():
         for rollout in found[name]:
@@ -27,4 +29,5 @@ def test_agents_that_misbehave_change_nothing_for_others_and_leave_nothing() -> 
     (flooded,) = found["flood"]
     assert 1 <= len(flooded.turns) <= 300
     assert [late.result() for late in LATE] == [410, 410]
-    assert wait_until(lambda: opened() == before), (before, opened())
+    # A thread of the first episode may have ended since.
+    assert wait_until(lambda: all(map(le, opened(), before))), (before, opened())

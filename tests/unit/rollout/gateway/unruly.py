@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -126,8 +127,19 @@ async def call_after_the_end(row: Any, client: Any) -> float:
     return 1.0
 
 
+async def outlast(row: Any, client: Any) -> float:
+    """It behaves, and ends after those who call after their end, so that the gateway is still there."""
+    async with Web(client) as web:
+        await web.say([ASK])
+    while len(LATE) < row["num_late"]:
+        await asyncio.sleep(0.01)
+    await asyncio.wait(LATE)
+    return 1.0
+
+
 UNRULY = {
-    agent.__name__: agent for agent in (talk, never_call, exit_1, send_100_mb, flood, fork_20, call_after_the_end)
+    agent.__name__: agent
+    for agent in (talk, never_call, exit_1, send_100_mb, flood, fork_20, call_after_the_end, outlast)
 }
 
 
@@ -146,6 +158,10 @@ def play(num_episodes: dict[str, int], **columns: Any) -> dict[str, list[Rollout
 
 
 def opened() -> tuple[int, int, int]:
-    """How many file descriptors, threads and children this process has."""
+    """How many file descriptors, threads and children this process has.
+
+    The thread of a sampler's loop ends when the sampler is collected.
+    """
+    gc.collect()
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children)
