@@ -282,3 +282,9 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         """See `CommandArguments`."""
         # Of several environments and agents, the dataset has the name of each row's.
         return not (self.environment or self.agent) or not self.has_one_kind
+
+    @property
+    def lacks_reward(self) -> bool:
+        """Whether neither an option nor an environment or agent brings a reward."""
+        sources = self.reward_funcs or self.reward_model_name_or_path or self.environment
+        return not (sources or (self.agent and self.agents_have_rewards))
