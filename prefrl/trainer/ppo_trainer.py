@@ -118,13 +118,9 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         attach_critic(self.policy, self.critic)
 
     @property
-    def _is_warmup(self) -> bool:
-        return bool(self.state.global_step < self.args.critic_warmup)
-
-    @property
     def policy_learns(self) -> bool:
         """See `BaseTrainer`. The policy does not learn in the steps of `critic_warmup`."""
-        return not self._is_warmup
+        return bool(self.state.global_step >= self.args.critic_warmup)
 
     def forward_sum(self, model: nn.Module, batch: TokenBatch) -> Tensor:
         """See `BaseTrainer`; covers the parameters of the policy and of the critic, as on other ranks."""
@@ -138,7 +134,7 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         )
         output = self._policy_loss(batch, scores)
         value = critic_loss(self.args, batch, values)
-        weight = 0.0 if self._is_warmup else 1.0
+        weight = 1.0 if self.policy_learns else 0.0
         return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)
 
     # The critic is part of the model that HuggingFace trains, and its parameters are in the optimizer's last groups.
@@ -155,12 +151,12 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
 
     def run_step(self, model: nn.Module, step: Step, num_items: Tensor | float | None) -> Tensor:
         """See `OnlineTrainer`; during `critic_warmup`, weight decay of the policy is off, too."""
-        set_decays(self.optimizer, self.lr_scheduler, self._weight_decays, is_warmup=self._is_warmup)
+        set_decays(self.optimizer, self.lr_scheduler, self._weight_decays, is_warmup=not self.policy_learns)
         return super().run_step(model, step, num_items)
 
     def penalized(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """See `BaseTrainer`. During `critic_warmup`, these are only the critic's."""
-        return self.critic.parameters() if self._is_warmup else super().penalized(model)
+        return super().penalized(model) if self.policy_learns else self.critic.parameters()
 
     def clip(self, model: nn.Module) -> Any:
         """See `Loop`. The norms of policy and critic are clipped separately."""

@@ -204,7 +204,7 @@ CASES: dict[str, Case] = {
         reward_model=True,
         eval_rows=3,
     ),
-    "grpo_one_group_of_episodes": Case("grpo", {"talks": "forgetful", "num_generations": 8, **ONE}),
+    "grpo_one_group_of_episodes": Case("grpo", {"talks": "agent", "num_generations": 8, **ONE}),
     "grpo_scored_first": Case(
         "grpo",
         {

@@ -107,7 +107,7 @@ def places() -> frozenset[tuple[str, str]]:
     A place is a class that declares the option's field; a table of a module or of a class, which has the name as a key
     or as an element of a list; and a data file that has the name. What reads the option is none, and neither are the
     arguments of a call, such as a rule's, the words of a `Literal`, and the tables that translate options of other
-    libraries. Names of TRL that configs only take are no options.
+    libraries, or fields of the requests of chat APIs. Names of TRL that configs only take are no options.
     """
     configs = [row.load_config() for row in REGISTRY.values()]
     fields = {field.name for config in configs for field in listed_fields(config)}
@@ -115,7 +115,7 @@ def places() -> frozenset[tuple[str, str]]:
     found = {(name, cls) for name, cls in declared if name in fields}
     options = {name for name, _ in found}
     for path in SOURCES:
-        if not {"foreign", "migrate"} & {*path.parts}:
+        if not {"foreign", "gateway", "migrate"} & {*path.parts}:
             file = path.relative_to(ROOT).as_posix()
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found |= {(name, f"{file}: {table}") for table, name in _named_in_tables(tree.body) if name in options}

@@ -271,8 +271,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
                 self._seal(number, [collected])  # with the advantages, and before anything has learned from it
             minibatches, order, args = self._minibatches.of(learned), None, self.args
             if args.shuffle_minibatches:
-                number = min(generations)
-                order = visit_order(len(minibatches), args.num_iterations, seed=args.seed, generation=number)
+                order = visit_order(len(minibatches), args.num_iterations, seed=args.seed, generation=min(generations))
             self.buffer.fill(minibatches, order=order)
             for collected in generations.values():
                 self._report(collected)
@@ -495,8 +494,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         rank, world_size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / distributed.rollouts_file(number, num_files) for number in range(num_files)]
-        cut = partial(self.cut, rows_per_micro_batch=self.args.rows_per_micro_batch)
-        self.buffer.load_share(paths, cut=cut, rank=rank, world_size=world_size)
+        self.buffer.load_share(paths, cut=self._minibatches.cut, rank=rank, world_size=world_size)
         self.prompts.load(folder / "curriculum.safetensors")
         restore(self.learner, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
         super()._load_update_state(folder)
