@@ -45,8 +45,8 @@ class EpisodeArguments:
     )
     agent: dict[str, Any] | str | None = opt(
         None,
-        "Agent that asks the model over a chat API, as the clients of OpenAI and Anthropic do. It is a function of a "
-        "row and a client, such as my_agent.py:solve, or a program that is started for each episode, such as "
+        "Agent that asks the model over a chat API of OpenAI or Anthropic. It is a function of a row and a client, "
+        "such as my_agent.py:solve, or a program that is started for each episode, such as "
         "'claude -p {question}', where {question} is a column of the dataset. There is no shell. The program reads "
         "the address of the model in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. "
         "episode_timeout ends it, with all that it has started. For several agents, give a mapping from the values of "
