@@ -322,8 +322,9 @@ def _pythons() -> list[str]:
     return list(dict.fromkeys([os.path.realpath(base), "/usr/bin/python3"]))
 
 
+@functools.cache
 def folders_of(python: str) -> tuple[str, ...]:
-    """The folders that an interpreter needs, with those of the system.
+    """The folders that an interpreter needs, with those of the system. It is asked once for each process.
 
     Raises:
         ValueError: It cannot be used.
