@@ -28,8 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prefrl.errors import reason_of
 from prefrl.rollout.gateway.chat import CHAT
-from prefrl.rollout.gateway.client import MODEL, Client
-from prefrl.rollout.gateway.formats import Asked, Event, Reply, RequestError, WireFormat
+from prefrl.rollout.gateway.formats import MODEL, Asked, Client, Event, Reply, RequestError, WireFormat
 from prefrl.rollout.gateway.messages import MESSAGES
 from prefrl.rollout.gateway.responses import RESPONSES
 from prefrl.rollout.gateway.session import Session
@@ -37,6 +36,7 @@ from prefrl.rollout.gateway.session import Session
 logger = logging.getLogger(__name__)
 
 FORMATS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+COUNT = "/v1/messages/count_tokens"  # as Anthropic's clients ask before they send a conversation
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,20 @@ class Gateway:
         return hmac.new(self._secret, name.encode(), "sha256").hexdigest()
 
     def _app(self) -> Starlette:
-        routes = [Route(path, self._answer, methods=["POST"]) for path in FORMATS]
+        routes = [Route(path, self._answer, methods=["POST"]) for path in (*FORMATS, COUNT)]
         models = [Route(path, self._models, methods=["GET"]) for path in ("/v1/models", "/v1/models/{id:path}")]
         return Starlette(routes=[*routes, *models], exception_handlers={HTTPException: _unknown})
 
     async def _answer(self, request: Request) -> Response:
-        form = FORMATS[request.url.path]
+        form = FORMATS.get(request.url.path, MESSAGES)
         try:
             name = self._name(request)
             with self._counted(name):
                 body = await _body(request, self._limits.body)
                 asked = form.read(body)
                 session = self._session(name)
+                if request.url.path == COUNT:
+                    return JSONResponse({"input_tokens": session.num_tokens(asked)})
                 is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
                 reply = await _while_connected(request, session, asked, is_retry)
         except RequestError as error:
