@@ -255,8 +255,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("max_length", "assistant_only_loss"),
     ),
     "Rewards and agents": (
-        *("reward_funcs", "reward_weights", "reward_model_name_or_path", "eval_reward_funcs"),
-        *("environment", "agent", "tools"),
+        *("reward_funcs", "reward_weights", "reward_model_name_or_path", "environment", "agent", "tools"),
     ),
     "Algorithm": (
         *("preset", "loss_type", "beta", "epsilon", "scale_rewards", "advantage_estimator", "packing"),

@@ -155,7 +155,7 @@ def test_what_cannot_be_played_is_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     for words, message in (
-        ([], "environment, tools: not given"),
+        ([], "environment, agent, tools: not given"),
         (["my_env.py:Gues"], "my_env.py has no 'Gues'. Did you mean 'Guess'?"),
         (["--tools", "my_env.py:search"], "prompt: not given. With tools alone"),
         (["my_env.py:Guess", "--row", "3"], "row=3 has no effect because there is no dataset"),

@@ -50,8 +50,8 @@ def test_the_version_of_the_installation_is_that_of_the_code() -> None:
     assert "version" in project["project"]["dynamic"]
 
 
-# Extras that `make test-floors` does not install: an environment of its own, GPUs, or tools.
-WITHOUT_FLOORS = {"vllm", "liger", "docs", "bench", "dev"}
+# Extras that `make test-floors` does not install: an environment of its own, GPUs, what only tests ask with, or tools.
+WITHOUT_FLOORS = {"vllm", "liger", "agent-clients", "docs", "bench", "dev"}
 
 
 def pins(name: str) -> dict[str, Version]:

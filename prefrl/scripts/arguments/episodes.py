@@ -37,21 +37,21 @@ class EpisodeArguments:
         "environments, give a mapping from the values of the dataset's column environment to such names, on the "
         "command line as JSON.",
     )
-    agent: dict[str, Any] | str | None = opt(
-        None,
-        "Agent that asks the model over a chat API, as the clients of OpenAI and Anthropic do. It is a function of a "
-        "row and a client, such as my_agent.py:solve, or a program that is started for each episode, such as "
-        "'claude -p {question}', where {question} is a column of the dataset. There is no shell. The program reads "
-        "the address of the model in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. "
-        "episode_timeout ends it, with all that it has started. For several agents, give a mapping from the values of "
-        "the dataset's column environment to such names, on the command line as JSON. A program in a sandbox is a "
-        "mapping with the key command, and keys such as files and tests, see docs/agents.md.",
-    )
     tools: list[str] | None = opt(
         None,
         "Tools that the model may call, such as my_tools.py:search or module.search. Each is a function with type "
         "hints and a docstring, or a class, whose public methods are tools. A class is instantiated once for each "
         "process.",
+    )
+    agent: dict[str, Any] | str | None = opt(
+        None,
+        "Agent that asks the model over a chat API of OpenAI or Anthropic. It is a function of a row and a client, "
+        "such as my_agent.py:solve, or a program that is started for each episode, such as "
+        "'claude -p {question}', where {question} is a column of the dataset. There is no shell. The program reads "
+        "the address of the model in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. "
+        "episode_timeout ends it, with all that it has started. For several agents, give a mapping from the values of "
+        "the dataset's column environment to such names, on the command line as JSON. A program in a sandbox is a "
+        "mapping with the key command, and keys such as files and tests, see docs/agents.md.",
     )
 
     def check_names(self) -> None:

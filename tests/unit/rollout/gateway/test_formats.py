@@ -182,7 +182,7 @@ def broken(draw: Any) -> tuple[WireFormat, dict[str, Any]]:
     body = copy.deepcopy(body)
     for _ in range(draw(st.integers(1, 3))):
         where = draw(st.sampled_from([*_places(body)]))
-        where[0][where[1]] = draw(NONSENSE)
+        where[0][where[1]] = copy.deepcopy(draw(NONSENSE))
     return form, body
 
 
