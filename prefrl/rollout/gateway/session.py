@@ -33,6 +33,9 @@ from prefrl.types import Completion, StopReason, Turn
 logger = logging.getLogger(__name__)
 
 
+Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
+
+
 @dataclass(frozen=True)
 class Shared:
     """What the sessions of a run have in common, so that it is found or said once."""
@@ -55,10 +58,12 @@ class Policy:
         sampling: How completions are sampled, whatever clients ask for; None: unknown.
         tool_parser: See `tool_call_reader`.
         shared: With other sessions.
+        follow: Gives what samples as a request asks, where nothing is trained; None: `sample` samples, and options of
+            a request that would change the distribution are overruled.
     """
 
     template: ChatTemplate
-    sample: Callable[[Sequence[int], int, int], Awaitable[Completion]]
+    sample: Sample
     max_tokens: int
     context_limit: int | None
     max_turns: int | None = None
@@ -66,6 +71,7 @@ class Policy:
     sampling: SamplingParams | None = None
     tool_parser: ToolParser | None = None
     shared: Shared = field(default_factory=Shared)
+    follow: Callable[[Asked], Sample] | None = None
 
     def reader(self, asked: Asked) -> ToolCallReader | None:
         """Reads the calls of a request's tools; None: it has none.
@@ -82,6 +88,17 @@ class Policy:
             own = replace(template, tools=asked.tools)
             readers[key] = tool_call_reader(own, schemas, tool_parser=self.tool_parser)
         return readers[key]
+
+    def sampler(self, asked: Asked) -> Sample:
+        """What samples the answer to a request.
+
+        Raises:
+            RequestError: It asks for a distribution that there is not.
+        """
+        if self.follow is not None:
+            return self.follow(asked)
+        self.overrule(asked.sampling)
+        return self.sample
 
     def overrule(self, asked: Mapping[str, Any]) -> None:
         """Warn, once for each name in a run, of options of a request that ask for another distribution."""
@@ -128,6 +145,25 @@ class _Node:
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """A conversation up to an answer that no other conversation has.
+
+    Args:
+        messages: All of it.
+        num_asked: Messages before the first answer.
+        tools: Of the last request, as JSON.
+        turns: Numbers of its turns.
+        reward: What they were credited with together; None: nothing.
+    """
+
+    messages: list[Message]
+    num_asked: int
+    tools: str
+    turns: list[int]
+    reward: float | None
+
+
+@dataclass(frozen=True)
 class _Request:
     """A request, and what it goes on from."""
 
@@ -169,8 +205,8 @@ class Session:
         self._unheard: dict[str, list[asyncio.Future[Reply]]] = {}  # those whose clients hung up, by request
         self._heard: set[asyncio.Future[Reply]] = set()
 
-    def credit(self, reward: float) -> None:
-        """Add to the reward of the last turn. May be called from any thread.
+    def credit(self, reward: float, turn: int | None = None) -> None:
+        """Add to the reward of a turn, by default the last one. May be called from any thread.
 
         Raises:
             EpisodeError: There is no turn yet, or the reward is not a finite number.
@@ -179,7 +215,7 @@ class Session:
             raise EpisodeError("client.reward: the policy has not answered yet, so there is no turn to credit")
         if not math.isfinite(reward):
             raise EpisodeError(f"client.reward({reward}): must be a finite number")
-        self._credits.append((len(self.turns) - 1, float(reward)))
+        self._credits.append((len(self.turns) - 1 if turn is None else turn, float(reward)))
 
     @property
     def turn_rewards(self) -> list[float]:
@@ -188,6 +224,27 @@ class Session:
         for turn, reward in self._credits:
             rewards[turn] += reward
         return rewards
+
+    def leaves(self) -> list[Leaf]:
+        """The conversations that no other goes on from, in the order in which they ended."""
+        before = [self._whole_parent(turn) for turn in range(len(self.turns))]
+        found = []
+        for last in sorted(set(range(len(self.turns))) - set(before)):
+            path = [last]
+            while before[path[0]] >= 0:
+                path.insert(0, before[path[0]])
+            node = self._nodes[last]
+            roles = [message["role"] for message in node.seen]
+            rewards = [reward for turn, reward in tuple(self._credits) if turn in path]
+            reward = sum(rewards) if rewards else None
+            found.append(Leaf(node.seen, roles.index("assistant", node.root), node.tools, path, reward))
+        return found
+
+    def _whole_parent(self, turn: int) -> int:
+        """The turn that one goes on from, if that has all of its conversation; otherwise -1."""
+        parent = self.parents[turn]
+        seen = self.conversations[parent] if parent >= 0 else []
+        return parent if self.conversations[turn][: len(seen)] == seen else -1
 
     @property
     def num_open(self) -> int:
@@ -203,7 +260,7 @@ class Session:
         Raises:
             RequestError: It cannot be answered.
         """
-        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop])
+        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop, asked.sampling])
         work = self._earlier(key, is_retry)
         if work is None:
             work = self._last[key] = asyncio.ensure_future(self._answer(asked))
@@ -247,7 +304,7 @@ class Session:
             raise _over()
         policy = self._policy
         self._check(asked)
-        policy.overrule(asked.sampling)
+        sample = policy.sampler(asked)
         try:
             request = self._request(asked)
             token_ids = self._context(request)
@@ -259,7 +316,7 @@ class Session:
         number = sum(ids == token_ids for ids in self._sent)
         self._sent.append(token_ids)
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
-        completion = await policy.sample(token_ids, limit, self._seed(token_ids, number))
+        completion = await sample(token_ids, limit, self._seed(token_ids, number))
         return self._note(request, Turn(token_ids, completion), start)
 
     def _check(self, asked: Asked) -> None:
