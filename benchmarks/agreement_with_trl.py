@@ -56,6 +56,7 @@ def trl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str, f
             bf16=False,
             gradient_checkpointing=False,
             **case.trl_options,
+            **case.trl,
         )
         extra = model_beside(case, inputs)
         trainer = trainer_class(

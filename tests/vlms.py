@@ -6,10 +6,9 @@ Only pillow is needed: the image processors are those of transformers that work 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,6 +20,9 @@ from transformers import (
 )
 
 from prefrl.models.classifier import add_classifier
+
+if TYPE_CHECKING:
+    import pytest  # benchmarks, too, import this module
 
 __all__ = ["FAMILIES", "forget_classifiers", "image", "tiny_vision_judge", "tiny_vlm"]
 

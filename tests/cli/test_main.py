@@ -375,7 +375,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
         ),
         pytest.param(
             ["rloo", "--model_name_or_path", "m", "--dataset_name", "d", "--teacher_kl_coef", "0.5"],
-            "teacher_model_name_or_path=None: teacher_kl_coef=0.5 needs a teacher. Set it to a model",
+            "teacher_model_name_or_path=None: teacher_kl_coef=0.5 needs a teacher. Give a model with the",
             id="no teacher",
         ),
         pytest.param(

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 from transformers import PreTrainedTokenizerBase
 
 from prefrl import Environment, Observation
+from prefrl.http import httpx
 from tests.assets import tiny_tokenizer
 
 # What the model says in earlier turns is cut down to its first two characters, as other templates drop thinking.

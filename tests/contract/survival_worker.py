@@ -3,7 +3,7 @@
     python -m tests.contract.survival_worker FOLDER NAME KILLS [NAME KILLS ...]
 
 The last line is a JSON list: for each algorithm its kills, the hash of the weights of an undisturbed run, those of the
-killed ones, and the steps that were scored although they were in the journal.
+killed ones, and the steps that were scored or played although they were in the journal.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from prefrl.rollout.episodes.environment import Agent
+from tests.contract import episodes
 from tests.contract.cases import make_trainer, ragged_reward
 
 STEPS = 7
@@ -37,6 +39,7 @@ SETTINGS |= {"optim": "adamw_torch", "learning_rate": 1e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "grpo": {"steps_per_generation": 2, "num_iterations": 2, "beta": 0.1, "curriculum": "variance"},
     "ppo": {"steps_per_generation": 2},
+    "rloo": {"talks": "agent", "turn_credit": "return", "max_steps": 4, "save_steps": 2},
 }
 
 
@@ -80,13 +83,20 @@ def train(name: str, folder: Path, after: float | None) -> int:
         options = dict(OPTIONS.get(name, {}))
         if name in OPTIONS:
 
-            def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+            def note(state: Any) -> None:
                 with (folder / "scored").open("a") as file:
-                    file.write(f"{trainer_state.global_step}\n")
+                    file.write(f"{state.global_step}\n")
+
+            def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+                note(trainer_state)
                 return ragged_reward(completions, **columns)
 
-            options["reward"] = reward
-        trainer = make_trainer(name, folder, **SETTINGS, **options)
+            async def agent(row: Any, client: Any) -> float:
+                note(trainer.state)
+                return await episodes.wander(row, client)
+
+            options |= {"environment": Agent(agent)} if "talks" in options else {"reward": reward}
+        trainer = make_trainer(name, folder, **SETTINGS | options)
         killed = Killed(after)
         trainer.add_callback(killed)
         trainer.train(resume_from_checkpoint=True)
@@ -101,7 +111,7 @@ def train(name: str, folder: Path, after: float | None) -> int:
 
 
 def scored(folder: Path) -> list[str]:
-    """The steps whose completions have been scored so far."""
+    """The steps whose completions have been scored, or whose agents have been run, so far."""
     return (folder / "scored").read_text().splitlines() if (folder / "scored").exists() else []
 
 

@@ -133,7 +133,7 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "rloo": [
         {"teacher_kl_coef": 0.5, "teacher_kl_kwargs": {"in_reward": True}},
-        {"talks": "forgetful", "turn_credit": "return", "turn_discount": 0.9},
+        {"talks": "agent", "turn_credit": "return", "turn_discount": 0.9},
         {"num_generations": 4, "updates": 2, "num_iterations": 2, "max_steps": 4, "kl_kwargs": {"target": 0.1}},
     ],
     "reinforce_plus_plus": [
@@ -149,12 +149,13 @@ REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "online_dpo": [
         {"max_steps": 2},
-        {"talks": "forgetful"},
+        {"talks": "agent"},
         {"loss_type": "ipo", "num_generations": 4, "learning_rate": 0.01, "max_steps": 2},
     ],
     "distillation": [
         {"beta": 0.5, "num_generations": 1, "updates": 2, "num_iterations": 2, "max_steps": 4},
         {"later_tokens": True, "num_generations": 2, "num_iterations": 2, "max_steps": 2},
+        {"talks": "agent", "max_steps": 2},
         {"several": True, "teacher_prompt": "hint", "num_generations": 2, "num_iterations": 2, "max_steps": 2},
     ],
 }

@@ -26,8 +26,9 @@ class AgreementCase:
     differs_because: str | None = None
     # Responses of equal lengths: the order of pairs by the policy's margins differs from that by the reference's.
     is_even: bool = False
-    # The trainer of TRL, if it has another name; GKD's rows are conversations in one column.
+    # The trainer of TRL, if it has another name; GKD's rows are conversations in one column, SDFT's have a hint.
     peer: str | None = None
+    trl: dict[str, Any] = field(default_factory=dict)  # options of TRL's trainer alone
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ def inputs_of(case: AgreementCase) -> Inputs:
     rows = Dataset.from_list(EVEN_PAIRS) if case.is_even else dataset_of(case.trainer, 8)
     if case.peer == "GKD":
         rows = dataset_of("sft", 8).map(_as_messages, remove_columns=["prompt", "completion"])
-    has_reference = case.trainer in ("dpo", "kto", "bco", "distillation")
+    if case.peer == "SDFT":
+        rows = rows.rename_column("hint", "privileged_context")
+    has_reference = case.trainer in ("dpo", "kto", "bco", "distillation") and case.peer != "SDFT"
     width = {"hidden_size": 24} if case.trainer == "distillation" else {}
     return Inputs(
         model=tiny_reward_model() if case.trainer == "reward" else tiny_model(),
         reference=tiny_model(seed=5, **width) if has_reference else None,
-        tokenizer=tiny_tokenizer(chat_template=None if case.peer is None else _TEMPLATE),
+        tokenizer=tiny_tokenizer(chat_template=_TEMPLATE if case.peer == "GKD" else None),
         rows=rows,
     )
 
@@ -67,6 +70,10 @@ def _as_messages(row: dict[str, str]) -> dict[str, Any]:
 
 def _split(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+
+def _with_context(row: dict[str, str]) -> str:
+    return f"{row['prompt']}\n\n{row['privileged_context']}"
 
 
 def model_beside(case: AgreementCase, inputs: Inputs) -> dict[str, PreTrainedModel]:
@@ -97,7 +104,7 @@ def prefrl_values(case: AgreementCase, inputs: Inputs | None = None) -> dict[str
                 **case.prefrl,
             }
         )
-        rows = inputs.rows if case.peer is None else inputs.rows.map(_split, remove_columns=["messages"])
+        rows = inputs.rows.map(_split, remove_columns=["messages"]) if case.peer == "GKD" else inputs.rows
         extra = model_beside(case, inputs)
         trainer = row.load_trainer()(
             inputs.model, args=args, train_dataset=rows, processing_class=inputs.tokenizer, **extra
@@ -164,6 +171,17 @@ AGREEMENT_CASES: dict[str, AgreementCase] = {
     },
     **{
         f"gkd {beta}": AgreementCase("distillation", {"beta": beta, "lmbda": 0.0}, peer="GKD")
+        for beta in (0.0, 0.5, 1.0)
+    },
+    # All completions have 12 tokens: TRL averages over the tokens of each row, then over rows.
+    **{
+        f"sdft {beta}": AgreementCase(
+            "distillation",
+            {"top_k": 1, "max_completion_length": 12, "num_generations": 1},
+            {"beta": beta, "teacher_weights": "live", "teacher_prompt": _with_context},
+            peer="SDFT",
+            trl={"distillation_alpha": beta, "teacher_model_kind": "live", "distillation_mode": "full_logits"},
+        )
         for beta in (0.0, 0.5, 1.0)
     },
     "orpo": AgreementCase("orpo", differs_because="TRL's NLL spans prompt and response, the paper's the response"),

@@ -10,10 +10,14 @@ import pytest
 
 from prefrl.errors import RewardError
 from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.http import Http
 from prefrl.rewards import LabelModel, RewardRunner, ScoreModel
+from prefrl.rollout.episodes.environment import Agent
 from prefrl.scripts import commands, eval, sampling
+from tests.contract import episodes
 from tests.contract.cases import relative_difference, update_of
-from tests.vllm.faults import proxy_of, second_door
+from tests.patience import PATIENCE
+from tests.vllm.faults import GENERATE, proxy_of, second_door, vanish
 from tests.vllm.server import Server
 from tests.vllm.test_training import key as key
 from tests.vllm.test_training import logged, online
@@ -97,12 +101,56 @@ def test_overlap_makes_the_update_of_sync_and_scores_agree(tmp_path: Path, serve
     assert relative_difference(update, expected) < 1e-4
 
 
-def test_async_episodes_train(tmp_path: Path, server: Server) -> None:
-    options: dict[str, Any] = {"talks": "faithful", "max_steps": 4, "generation_mode": "async", "max_staleness": 2}
+@pytest.mark.parametrize("talks", ["faithful", "agent"])
+def test_async_episodes_train(tmp_path: Path, server: Server, talks: str) -> None:
+    options: dict[str, Any] = {"talks": talks, "max_steps": 4, "generation_mode": "async", "max_staleness": 2}
     trainer = online(tmp_path, server, learning_rate=0.1, **options)
     trainer.train()
     assert logged(trainer, "sample/staleness_max")[-1] <= 2
+    for sampled, trained in zip(
+        *(logged(trainer, f"episodes/tokens_{end}") for end in ("sampled", "trained")), strict=True
+    ):
+        assert sampled == trained > 0, "something was sampled and lost"
     trainer.end()
+
+
+def test_agents_ask_the_weights_of_each_step_and_wait_for_a_server_that_was_killed(
+    tmp_path: Path, server: Server, http: Http
+) -> None:
+    """In the second step, the server is gone for a while, and comes back with other weights."""
+    with proxy_of(server.url) as proxy:
+        begun: list[Any] = []
+
+        async def agent(row: Any, client: Any) -> float:
+            begun.append(row)
+            return await episodes.wander(row, client)
+
+        def die(handler: Any, _: Any) -> None:
+            vanish(proxy)
+            version = {"new_version": "default"}
+            http.request("POST", f"{server.url}/update_weight_version", timeout=PATIENCE, json=version)
+            handler.break_off()
+
+        options: dict[str, Any] = {"talks": "agent", "environment": Agent(agent), "environment_error": "raise"}
+        trainer = online(tmp_path, server, vllm_server_base_url=proxy.url, max_steps=2, learning_rate=0.1, **options)
+        versions: list[set[int]] = []
+        learned = trainer._learned
+
+        def noted(rollouts: Any, **more: Any) -> Any:
+            versions.append({version for rollout in rollouts for version in rollout.policy_versions})
+            if not trainer.state.global_step:
+                proxy.fail(GENERATE, die, times=1)
+            return learned(rollouts, **more)
+
+        trainer._learned = noted  # type: ignore[method-assign]
+        trainer.train()
+        assert versions == [{0}, {1}]
+        # The server has the weights that the trainer has in this step, or their log-probs would differ.
+        assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+        assert logged(trainer, "server/restarts") == [0, 1]
+        assert len(begun) == 2 * 8, "an agent did not only wait longer"
+        assert logged(trainer, "episodes/tokens_dropped") == [0, 0]
+        trainer.end()
 
 
 def test_the_turns_of_an_episode_stay_with_their_server(tmp_path: Path, server: Server) -> None:

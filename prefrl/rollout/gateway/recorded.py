@@ -79,14 +79,13 @@ class RecordedSession(Session):
     def __init__(self, policy: Policy, seed: Callable[[Sequence[int], int], int], *, name: str, path: Path) -> None:
         super().__init__(policy, seed)
         self.name, self._path = name, path
-        self._num_credits = 0
-        self._saved = (0, 0)  # turns and credits that are in the file
+        self._rewards: list[tuple[int, float]] = []  # number of the turn, reward
+        self._saved = (0, 0)  # turns and rewards that are in the file
         self._lock = asyncio.Lock()
 
-    def credit(self, reward: float, turn: int | None = None) -> None:
-        """See `Session`."""
-        super().credit(reward, turn)
-        self._num_credits += 1
+    def reward(self, value: float, turn: int) -> None:
+        """Add to the reward of a turn."""
+        self._rewards.append((turn, value))
 
     async def save(self) -> None:
         """Write what is new. Answers that come while the file is written are then written together.
@@ -95,7 +94,7 @@ class RecordedSession(Session):
             OSError: The file cannot be written.
         """
         async with self._lock:
-            state = len(self.turns), self._num_credits
+            state = len(self.turns), len(self._rewards)
             if state != self._saved:
                 await asyncio.to_thread(write_conversations, self._rows(), self._path)
                 self._saved = state
@@ -103,17 +102,17 @@ class RecordedSession(Session):
     def _rows(self) -> list[dict[str, Any]]:
         rows = []
         for leaf in self.leaves():
-            completions = [self.turns[turn].completion for turn in leaf.turns]
+            rewards = [value for turn, value in self._rewards if turn in leaf.numbers]
             rows.append(
                 {
                     "session": self.name,
-                    "prompt": leaf.messages[: leaf.num_asked],
-                    "completion": leaf.messages[leaf.num_asked :],
+                    "prompt": leaf.prompt,
+                    "completion": leaf.completion,
                     "tools": None if leaf.tools == "[]" else leaf.tools,
-                    "reward": leaf.reward,
-                    "turns": len(completions),
-                    "tokens": sum(len(completion.token_ids) for completion in completions),
-                    "finish_reason": completions[-1].finish_reason,
+                    "reward": sum(rewards) if rewards else None,
+                    "turns": len(leaf.numbers),
+                    "tokens": sum(len(completion.token_ids) for completion in leaf.completions),
+                    "finish_reason": leaf.completions[-1].finish_reason,
                 }
             )
         return rows
@@ -208,9 +207,8 @@ class RecordingGateway(Gateway):
             name = self.name_of(request)
             body = await self.body_of(request)
             session = self.sessions[name]
-            if not session.turns:
-                raise RequestError(f"session {name!r} has no answer yet that a reward could be for")
-            session.credit(_number(body), _turn_of(body.get("id"), len(session.turns)))
+            assert isinstance(session, RecordedSession)
+            session.reward(_number(body), _turn_of(body.get("id"), session))
         except RequestError as error:
             return refusal(CHAT, error)
         await self.answered(session)
@@ -282,12 +280,15 @@ def _number(body: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _turn_of(answer: Any, num_turns: int) -> int | None:
-    """The number of the turn that an answer has the id of; None: no id."""
+def _turn_of(answer: Any, session: RecordedSession) -> int:
+    """The number of the turn that an answer has the id of; without an id, that of the last one."""
+    count = len(session.turns)
+    if not count:
+        raise RequestError(f"session {session.name!r} has no answer yet that a reward could be for")
     if answer is None:
-        return None
+        return count - 1
     found = re.search(r"[0-9a-f]{8,}$", str(answer))
-    if found is None or int(found[0], 16) >= num_turns:
+    if found is None or int(found[0], 16) >= count:
         raise RequestError(f"id={answer!r:.200}: must be that of an answer of this session")
     return int(found[0], 16)
 

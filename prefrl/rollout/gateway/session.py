@@ -136,7 +136,10 @@ def _sampling_options(sampling: SamplingParams) -> dict[str, tuple[Any, ...]]:
 class _Node:
     """A turn, and the conversation that it stands in."""
 
-    number: int  # of the turn
+    number: int  # of the turn, in the order in which they ended
+    parent: int  # number of the turn that it goes on from; -1: it begins a conversation
+    after: int  # turns that had ended when it was asked for
+    seed: int
     seen: list[Message]  # what it saw, and its answer
     answers: list[Answer]  # of the conversation, in order; the last one is its own
     tools: str  # of the request
@@ -149,18 +152,18 @@ class Leaf:
     """A conversation up to an answer that no other conversation has.
 
     Args:
-        messages: All of it.
-        num_asked: Messages before the first answer.
+        prompt: The messages before its first answer.
+        completion: The messages from there on.
         tools: Of the last request, as JSON.
-        turns: Numbers of its turns.
-        reward: What they were credited with together; None: nothing.
+        numbers: Of its turns among those of the session, in the order in which these ended.
+        completions: That were sampled in these turns.
     """
 
-    messages: list[Message]
-    num_asked: int
+    prompt: list[Message]
+    completion: list[Message]
     tools: str
-    turns: list[int]
-    reward: float | None
+    numbers: list[int]
+    completions: list[Completion]
 
 
 @dataclass(frozen=True)
@@ -186,27 +189,23 @@ class Session:
     def __init__(self, policy: Policy, seed: Callable[[Sequence[int], int], int]) -> None:
         self._policy = policy
         self._seed = seed
-        self.turns: list[Turn] = []  # in the order in which they ended
-        self.conversations: list[list[Message]] = []  # that of each turn, with its answer
-        # For each turn: what is new in its conversation, its answer, and what the first turn that goes on from it saw.
-        self.said: list[list[Message]] = []
-        self.parents: list[int] = []  # the turn that each goes on from; -1: it begins a conversation
+        self.turns: list[Turn] = []  # in the order in which they ended; `close` rearranges them
         self.num_calls = self.num_failed_calls = 0
         self.num_dropped = 0  # tokens that were sampled behind a stop string
         self.is_over = False
         # The limit at which the last request was refused, and what it was told; None: it was answered.
         self.refusal: tuple[StopReason, str] | None = None
         self.failure: Exception | None = None  # of the sampler or a parser: no fault of the agent
-        self._credits: list[tuple[int, float]] = []  # turn, reward
-        self._nodes: list[_Node] = []
+        self._credits: list[tuple[int, float]] = []  # turns that had ended, reward of the last of them
+        self._nodes: list[_Node] = []  # of the turns
         self._sent: list[list[int]] = []  # the ids of every request
         self._open: set[asyncio.Future[Reply]] = set()
         self._last: dict[str, asyncio.Future[Reply]] = {}  # the last answer to each request
         self._unheard: dict[str, list[asyncio.Future[Reply]]] = {}  # those whose clients hung up, by request
         self._heard: set[asyncio.Future[Reply]] = set()
 
-    def credit(self, reward: float, turn: int | None = None) -> None:
-        """Add to the reward of a turn, by default the last one. May be called from any thread.
+    def credit(self, reward: float) -> None:
+        """Add to the reward of the last turn. May be called from any thread.
 
         Raises:
             EpisodeError: There is no turn yet, or the reward is not a finite number.
@@ -215,36 +214,62 @@ class Session:
             raise EpisodeError("client.reward: the policy has not answered yet, so there is no turn to credit")
         if not math.isfinite(reward):
             raise EpisodeError(f"client.reward({reward}): must be a finite number")
-        self._credits.append((len(self.turns) - 1 if turn is None else turn, float(reward)))
+        self._credits.append((len(self.turns), float(reward)))
 
     @property
     def turn_rewards(self) -> list[float]:
         """The sum of `credit` for each turn."""
         rewards = [0.0] * len(self.turns)
-        for turn, reward in self._credits:
-            rewards[turn] += reward
+        for num_ended, reward in tuple(self._credits):
+            rewards[max(i for i, node in enumerate(self._nodes) if node.number < num_ended)] += reward
         return rewards
 
     def leaves(self) -> list[Leaf]:
         """The conversations that no other goes on from, in the order in which they ended."""
-        before = [self._whole_parent(turn) for turn in range(len(self.turns))]
+        by_number = {node.number: node for node in self._nodes}
+        before: dict[int, _Node] = {}  # by number of a turn: the turn behind which its whole conversation stands
+        for node in self._nodes:
+            parent = by_number.get(node.parent)
+            if parent is not None and node.seen[: len(parent.seen)] == parent.seen:
+                before[node.number] = parent
+        gone_on = {node.number for node in before.values()}
         found = []
-        for last in sorted(set(range(len(self.turns))) - set(before)):
-            path = [last]
-            while before[path[0]] >= 0:
-                path.insert(0, before[path[0]])
-            node = self._nodes[last]
-            roles = [message["role"] for message in node.seen]
-            rewards = [reward for turn, reward in tuple(self._credits) if turn in path]
-            reward = sum(rewards) if rewards else None
-            found.append(Leaf(node.seen, roles.index("assistant", node.root), node.tools, path, reward))
+        for last in sorted(by_number.keys() - gone_on):
+            numbers, node = [last], by_number[last]
+            while numbers[0] in before:
+                numbers.insert(0, before[numbers[0]].number)
+            completions = [by_number[number].answers[-1].turn.completion for number in numbers]
+            first = [message["role"] for message in node.seen].index("assistant", node.root)
+            found.append(Leaf(node.seen[:first], node.seen[first:], node.tools, numbers, completions))
         return found
 
-    def _whole_parent(self, turn: int) -> int:
-        """The turn that one goes on from, if that has all of its conversation; otherwise -1."""
-        parent = self.parents[turn]
-        seen = self.conversations[parent] if parent >= 0 else []
-        return parent if self.conversations[turn][: len(seen)] == seen else -1
+    @property
+    def conversations(self) -> list[list[Message]]:
+        """That of each turn, with its answer."""
+        return [node.seen for node in self._nodes]
+
+    @property
+    def parents(self) -> list[int]:
+        """The turn that each goes on from; -1: it begins a conversation."""
+        places = {node.number: i for i, node in enumerate(self._nodes)}
+        return [places.get(node.parent, -1) for node in self._nodes]
+
+    @property
+    def said(self) -> list[list[Message]]:
+        """For each turn: what is new in its conversation, its answer, and what the first turn behind it saw next."""
+        said: list[list[Message]] = []
+        has_next: set[int] = set()
+        for node, parent in zip(self._nodes, self.parents, strict=True):
+            *asked, message = node.seen
+            before = [] if parent < 0 else self._nodes[parent].seen
+            known = common_prefix_length(asked, before)
+            new = asked[known:] if said else []  # the first request is the prompt
+            if parent >= 0 and known == len(before) and parent not in has_next:
+                said[parent] += new
+                new = []
+            has_next.add(parent)
+            said.append([*new, message])
+        return said
 
     @property
     def num_open(self) -> int:
@@ -263,7 +288,7 @@ class Session:
         key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop, asked.sampling])
         work = self._earlier(key, is_retry)
         if work is None:
-            work = self._last[key] = asyncio.ensure_future(self._answer(asked))
+            work = self._last[key] = asyncio.ensure_future(self._answer(asked, after=len(self.turns)))
             self._open.add(work)
             work.add_done_callback(self._ended)
         try:
@@ -277,11 +302,17 @@ class Session:
         return reply
 
     async def close(self) -> None:
-        """End the session: requests that are not answered yet never are."""
+        """End the session: requests that are not answered yet never are.
+
+        Which of the turns that are sampled at the same time ends first is chance, so these get an order of their own.
+        """
         self.is_over = True
         for work in tuple(self._open):
             work.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
+        turns = dict(zip((node.number for node in self._nodes), self.turns, strict=True))
+        self._nodes = _arranged(self._nodes)
+        self.turns = [turns[node.number] for node in self._nodes]
 
     def _earlier(self, key: str, is_retry: bool) -> asyncio.Future[Reply] | None:
         """The answer, or what will be one, that a request asks for again; None: it asks for a new one."""
@@ -299,7 +330,7 @@ class Session:
         if isinstance(error, Exception) and not isinstance(error, RequestError):
             self.failure = self.failure or error
 
-    async def _answer(self, asked: Asked) -> Reply:
+    async def _answer(self, asked: Asked, *, after: int) -> Reply:
         if self.is_over:
             raise _over()
         policy = self._policy
@@ -316,8 +347,9 @@ class Session:
         number = sum(ids == token_ids for ids in self._sent)
         self._sent.append(token_ids)
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
-        completion = await sample(token_ids, limit, self._seed(token_ids, number))
-        return self._note(request, Turn(token_ids, completion), start)
+        seed = self._seed(token_ids, number)
+        completion = await sample(token_ids, limit, seed)
+        return self._note(request, Turn(token_ids, completion), start, after=after, seed=seed)
 
     def _check(self, asked: Asked) -> None:
         """Refuse what cannot be answered.
@@ -383,7 +415,7 @@ class Session:
             raise self._refused(cast("StopReason", reason), ContextOverflow(length, longest))
         return longest - length
 
-    def _note(self, request: _Request, turn: Turn, start: int) -> Reply:
+    def _note(self, request: _Request, turn: Turn, start: int, *, after: int, seed: int) -> Reply:
         """Note a turn; returns what the client is told of it."""
         asked, template, number = request.asked, request.template, len(self.turns)
         turn, stop = self._stopped(template, turn, asked.stop)
@@ -394,10 +426,9 @@ class Session:
         answers = [*([] if request.node is None else request.node.answers), Answer(message, turn)]
         parent = request.parent
         root = len(asked.messages) if parent is None else parent.root
-        self._add(asked.messages, message, parent)
+        before = -1 if parent is None else parent.number
+        self._nodes.append(_Node(number, before, after, seed, seen, answers, request.tools, root, start))
         self.turns.append(turn)
-        self.conversations.append(seen)
-        self._nodes.append(_Node(number, seen, answers, request.tools, root, start))
         if stop is not None:
             message = {**message, "content": message["content"].partition(stop)[0]}
         reason = turn.completion.finish_reason
@@ -419,16 +450,31 @@ class Session:
         self.num_dropped += num_tokens - count
         return _first(turn, count), found(count)
 
-    def _add(self, messages: list[Message], message: Message, parent: _Node | None) -> None:
-        """Note what a turn said, and what it was answered, if a turn goes on from it."""
-        known = 0 if parent is None else common_prefix_length(messages, parent.seen)
-        new = messages[known:] if self.turns else []  # the first request is the prompt
-        number = -1 if parent is None else parent.number
-        if parent is not None and known == len(parent.seen) and number not in self.parents:
-            self.said[number] += new
-            new = []
-        self.said.append([*new, message])
-        self.parents.append(number)
+
+def _arranged(nodes: Sequence[_Node]) -> list[_Node]:
+    """Turns that were asked for one after another stay so; others follow their conversations, by their seeds."""
+    found: list[_Node] = []
+    first, nodes = 0, sorted(nodes, key=lambda node: node.number)
+    for stop in range(1, len(nodes) + 1):
+        if all(node.after >= stop for node in nodes[stop:]):
+            found += _by_conversation(nodes[first:stop])
+            first = stop
+    return found
+
+
+def _by_conversation(nodes: Sequence[_Node]) -> list[_Node]:
+    """Each turn with those that go on from it right behind it."""
+    own = {node.number for node in nodes}
+    children: dict[int, list[_Node]] = {}
+    for node in sorted(nodes, key=lambda node: node.seed, reverse=True):
+        children.setdefault(node.parent if node.parent in own else -1, []).append(node)
+    found: list[_Node] = []
+    left = children.get(-1, [])
+    while left:
+        node = left.pop()
+        found.append(node)
+        left += children.get(node.number, [])
+    return found
 
 
 def _first(turn: Turn, count: int) -> Turn:

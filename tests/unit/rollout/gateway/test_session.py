@@ -134,6 +134,48 @@ def test_what_a_turn_said_is_told_with_what_followed_it() -> None:
     assert said == [["one", "hi"], ["two"], ["other", "three"]]
 
 
+@pytest.mark.parametrize("ends", [(0, 1), (1, 0)])
+def test_which_of_parallel_turns_ends_first_changes_nothing(ends: tuple[int, ...]) -> None:
+    gates = [asyncio.Event() for _ in range(3)]
+
+    def text(number: int) -> Any:
+        async def said() -> str:
+            await gates[number].wait()
+            return f"number {number}"
+
+        return said
+
+    world = World("first", *map(text, range(3)), "behind 1", "last")
+    session = world.session
+    session._seed = lambda ids, number: len(ids)
+
+    async def work() -> None:
+        begun = [ASK, *then(await world.ask([ASK]))]
+        asks = [[*begun, {"role": "user", "content": "and so on " * (3 - number)}] for number in range(3)]
+        asked = [asyncio.ensure_future(world.ask(messages)) for messages in asks]
+        await asyncio.sleep(0)
+        for number in ends:
+            gates[number].set()
+            await asked[number]
+        await world.ask([*asks[1], *then(asked[1].result(), ASK)])
+        gates[2].set()
+        await asked[2]
+        session.credit(0.5)
+        await world.ask([{"role": "user", "content": "summary"}])
+        session.credit(0.25)
+        await session.close()
+
+    run(work)
+    said = [[message["content"].replace("and so on ", "?") for message in messages] for messages in session.said]
+    assert said[:3] == [["first", "?"], ["number 2"], ["??", "number 1", "hi"]]
+    assert said[3:] == [["behind 1"], ["???", "number 0"], ["summary", "last"]]
+    assert session.parents == [-1, 0, 0, 2, 0, -1]
+    assert [messages[-1]["content"] for messages in session.conversations] == [
+        world.template.tokenizer.decode(turn.completion.token_ids[:-1]) for turn in session.turns
+    ]
+    assert session.turn_rewards == [0, 0, 0, 0, 0.5, 0.25]
+
+
 # Requests that are asked again.
 
 
