@@ -30,7 +30,6 @@ from starlette.routing import Route
 from prefrl.data.chat import ChatTemplate
 from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
-from prefrl.rollout.episodes.driver import seed_of
 from prefrl.rollout.gateway.chat import CHAT
 from prefrl.rollout.gateway.formats import Asked, RequestError
 from prefrl.rollout.gateway.server import FORMATS, Gateway, Limits, key_of, refusal
@@ -175,9 +174,7 @@ class RecordingGateway(Gateway):
         )
         readable = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)
         path = self._folder / f"session-{readable}-{secrets.token_hex(4)}.parquet"
-        of_name = int(hashlib.sha256(name.encode()).hexdigest()[:15], 16)
-        seed = partial(_seed, self._source.seed, of_name)
-        return RecordedSession(policy, seed, name=name, path=path)
+        return RecordedSession(policy, partial(_seed, self._source.seed, name), name=name, path=path)
 
     async def answered(self, session: Session) -> None:
         """See `Gateway`."""
@@ -236,7 +233,7 @@ class RecordingGateway(Gateway):
         most = asked.max_tokens or sampling.max_tokens
 
         async def sample(token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
-            seed = seed if own_seed is None else seed_of(own_seed % 2**63)
+            seed = seed if own_seed is None else _seed(own_seed)
             limited = replace(sampling, max_tokens=min(max_tokens, most))
             return await asyncio.wrap_future(source.ask(token_ids, limited, seed))
 
@@ -255,8 +252,9 @@ class RecordingGateway(Gateway):
             logger.warning(text, name, value)
 
 
-def _seed(run: int, session: int, token_ids: Sequence[int], number: int) -> int:
-    return seed_of(run, session, number, *token_ids)
+def _seed(*entropy: Any) -> int:
+    """A seed below 2^60, as a function of some values."""
+    return int(hashlib.sha256(repr(entropy).encode()).hexdigest()[:15], 16)
 
 
 async def _never(token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
