@@ -196,6 +196,7 @@ class Session:
         self._seed = seed
         self.turns: list[Turn] = []  # in the order in which they ended; `close` rearranges them
         self.num_calls = self.num_failed_calls = 0
+        self.asked: Asked | None = None  # the last request for which a turn is sampled, or was
         self.num_dropped = 0  # tokens that were sampled behind a stop string
         self.is_over = False
         # The limit at which the last request was refused, and what it was told; None: it was answered.
@@ -355,6 +356,7 @@ class Session:
         self.refusal = None
         number = sum(ids == token_ids for ids in self._sent)
         self._sent.append(token_ids)
+        self.asked = asked
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
         seed = self._seed(token_ids, number)
         completion = await sample(token_ids, limit, seed)
