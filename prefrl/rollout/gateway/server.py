@@ -28,8 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prefrl.errors import reason_of
 from prefrl.rollout.gateway.chat import CHAT
-from prefrl.rollout.gateway.client import MODEL, Client
-from prefrl.rollout.gateway.formats import Asked, Event, Reply, RequestError, WireFormat
+from prefrl.rollout.gateway.formats import MODEL, Asked, Client, Event, Reply, RequestError, WireFormat
 from prefrl.rollout.gateway.messages import MESSAGES
 from prefrl.rollout.gateway.responses import RESPONSES
 from prefrl.rollout.gateway.session import Session
@@ -37,6 +36,7 @@ from prefrl.rollout.gateway.session import Session
 logger = logging.getLogger(__name__)
 
 FORMATS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+COUNT = "/v1/messages/count_tokens"  # as Anthropic's clients ask before they send a conversation
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,20 @@ class Gateway:
 
     def routes(self) -> list[Route]:
         """What it answers."""
-        routes = [Route(path, self._answer, methods=["POST"]) for path in FORMATS]
+        routes = [Route(path, self._answer, methods=["POST"]) for path in (*FORMATS, COUNT)]
         models = [Route(path, self._models, methods=["GET"]) for path in ("/v1/models", "/v1/models/{id:path}")]
         return [*routes, *models]
 
     async def _answer(self, request: Request) -> Response:
-        form = FORMATS[request.url.path]
+        form = FORMATS.get(request.url.path, MESSAGES)
         try:
             name = self.name_of(request)
             with self._counted(name):
                 body = await self.body_of(request)
                 asked = form.read(body)
                 session = self._session(name)
+                if request.url.path == COUNT:
+                    return JSONResponse({"input_tokens": session.num_tokens(asked)})
                 is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
                 reply = await _while_connected(request, session, asked, is_retry)
                 await self.answered(session)

@@ -128,6 +128,11 @@ def _sampling_options(sampling: SamplingParams) -> dict[str, tuple[Any, ...]]:
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "logit_bias": ({},),
+        "repetition_penalty": (sampling.repetition_penalty,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "ignore_eos": (False,),
+        "stop_token_ids": ([],),
         "tool_choice": ("auto",),
     }
 
@@ -191,6 +196,7 @@ class Session:
         self._seed = seed
         self.turns: list[Turn] = []  # in the order in which they ended; `close` rearranges them
         self.num_calls = self.num_failed_calls = 0
+        self.asked: Asked | None = None  # the last request for which a turn is sampled, or was
         self.num_dropped = 0  # tokens that were sampled behind a stop string
         self.is_over = False
         # The limit at which the last request was refused, and what it was told; None: it was answered.
@@ -301,6 +307,14 @@ class Session:
         self._heard.add(work)
         return reply
 
+    def num_tokens(self, asked: Asked) -> int:
+        """How many ids would be sent for a request.
+
+        Raises:
+            RequestError: It cannot be answered.
+        """
+        return len(self._read(asked)[1])
+
     async def close(self) -> None:
         """End the session: requests that are not answered yet never are.
 
@@ -336,16 +350,13 @@ class Session:
         policy = self._policy
         self._check(asked)
         sample = policy.sampler(asked)
-        try:
-            request = self._request(asked)
-            token_ids = self._context(request)
-        except (ConfigError, DataError) as error:
-            raise RequestError(str(error)) from error
+        request, token_ids = self._read(asked)
         start = len(token_ids) if request.parent is None else request.parent.start
         room = self._room(start, token_ids)
         self.refusal = None
         number = sum(ids == token_ids for ids in self._sent)
         self._sent.append(token_ids)
+        self.asked = asked
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
         seed = self._seed(token_ids, number)
         completion = await sample(token_ids, limit, seed)
@@ -363,6 +374,18 @@ class Session:
         if limit is not None and len(self._sent) >= limit:
             # No status that clients take for a reason to try again.
             raise self._refused("max_turns", RequestError(f"this episode may have at most {limit} turns (max_turns)"))
+
+    def _read(self, asked: Asked) -> tuple[_Request, list[int]]:
+        """What a request goes on from, and the ids to send for it.
+
+        Raises:
+            RequestError: The chat template cannot show it.
+        """
+        try:
+            request = self._request(asked)
+            return request, self._context(request)
+        except (ConfigError, DataError) as error:
+            raise RequestError(str(error)) from error
 
     def _refused(self, reason: StopReason, error: RequestError) -> RequestError:
         self.refusal = reason, str(error)
@@ -433,8 +456,17 @@ class Session:
             message = {**message, "content": message["content"].partition(stop)[0]}
         reason = turn.completion.finish_reason
         ending: Ending = "stop_string" if stop is not None else "length" if reason == "length" else "stop"
-        ids = len(turn.sent_ids), len(turn.completion.token_ids)
+        ids = len(turn.sent_ids), len(turn.completion.token_ids), self._num_thought(template, turn, message)
         return Reply(f"{number:08x}", message, ending, stop, *ids, created=int(time.time()))
+
+    @staticmethod
+    def _num_thought(template: ChatTemplate, turn: Turn, message: Message) -> int:
+        """The tokens of a turn up to the end of its thinking."""
+        thinking = message.get("reasoning_content")
+        if not thinking or thinking not in said_text(template, turn):
+            return 0
+        counts = range(len(turn.completion.token_ids))
+        return bisect_left(counts, True, key=lambda count: thinking in said_text(template, _first(turn, count)))
 
     def _stopped(self, template: ChatTemplate, turn: Turn, stops: Sequence[str]) -> tuple[Turn, str | None]:
         """The turn up to the token that completes the first stop string, as if it had ended there; and the string."""
