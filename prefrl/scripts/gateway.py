@@ -270,21 +270,15 @@ def _serving(source: Source, options: GatewayArguments) -> Iterator[str]:
 
     template = ChatTemplate(source.tokenizer, special_tokens(source.tokenizer))
     answering = Answering(template, source.ask, source.context_limit, options.params(), options.seed)
-    gateway = RecordingGateway(
-        answering,
-        Path(options.output_dir),
-        host=options.host,
-        port=options.port,
-        model=source.name,
-        key=options.api_key,
-    )
+    place: dict[str, Any] = {"host": options.host, "port": options.port, "key": options.api_key}
+    gateway = RecordingGateway(answering, Path(options.output_dir), model=source.name, **place)
     loop = EventLoopThread()
     try:
         loop.submit(gateway.start()).result()
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # Python adds the address, which is named here anyway
-        place = f"host={options.host!r}, port={options.port}"
-        raise ConfigError(f"{place}: {reason}. Choose another port, or 0 for any free one.") from error
+        where = f"host={options.host!r}, port={options.port}"
+        raise ConfigError(f"{where}: {reason}. Choose another port, or 0 for any free one.") from error
     try:
         yield gateway.url
     finally:

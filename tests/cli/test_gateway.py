@@ -53,9 +53,12 @@ def test_sessions_of_a_served_model_are_data_for_sft_and_dpo(
 
     def serve(source: Any) -> None:
         sample = source._generator.generate
-        source._generator.generate = lambda prompts, *more, **named: (
-            waves.append(len(prompts)) or sample(prompts, *more, **named)
-        )
+
+        def noted(prompts: Any, *more: Any, **named: Any) -> Any:
+            waves.append(len(prompts))
+            return sample(prompts, *more, **named)
+
+        source._generator.generate = noted
         url = re.search(r"OpenAI: (\S+)", capsys.readouterr().out)
         assert url is not None
         Thread(target=play_all, args=(url[1],)).start()
