@@ -276,8 +276,9 @@ def _serving(source: Source, options: GatewayArguments) -> Iterator[str]:
     try:
         loop.submit(gateway.start()).result()
     except OSError as error:
-        reason = f"{error.strerror}. Choose another port, or 0 for any free one."
-        raise ConfigError(f"host={options.host!r}, port={options.port}: {reason}") from error
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds the address, which is named here anyway
+        where = f"host={options.host!r}, port={options.port}"
+        raise ConfigError(f"{where}: {reason}. Choose another port, or 0 for any free one.") from error
     try:
         yield gateway.url
     finally:
