@@ -137,11 +137,11 @@ def _check_run(script: CommandArguments, config: Any) -> None:
             "vocabulary."
         )
     if isinstance(script, RewardArguments):
-        sources = script.reward_funcs or script.reward_model_name_or_path or script.environment
+        sources = script.reward_funcs or script.reward_model_name_or_path or script.has_rewards
         if not sources and config.needs_rewards:
             raise ConfigError(
                 "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
+                "module:function, or set reward_model_name_or_path, or an environment or an agent that has rewards."
             )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)

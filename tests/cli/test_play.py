@@ -16,6 +16,9 @@ from tests.cli.conftest import write_jsonl
 from tests.contract.cases import ONLINE
 
 CODE = '''\
+import json
+import urllib.request
+
 from prefrl import Environment, Observation
 
 
@@ -70,6 +73,14 @@ def search(query: str) -> str:
         query: What.
     """
     return query.upper()
+
+
+def solve(row, client):
+    body = json.dumps({"messages": [{"role": "user", "content": row["question"]}]}).encode()
+    headers = {"authorization": f"Bearer {client.api_key}", "content-type": "application/json"}
+    asked = urllib.request.Request(f"{client.base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(asked) as answer:
+        return len(json.load(answer)["choices"][0]["message"]["content"]) / 9
 
 
 def length(completions, environments, **columns):
@@ -201,11 +212,15 @@ def test_what_is_played_is_what_is_trained_on(
 
 @pytest.mark.parametrize("algorithm", [name for name in ONLINE if name != "grpo"])
 @pytest.mark.usefixtures("env_file")
-def test_every_online_algorithm_takes_environments_and_tools(algorithm: str, model_folder: Path) -> None:
-    sizes = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", "2"]
+def test_every_online_algorithm_takes_environments_agents_and_tools(algorithm: str, model_folder: Path) -> None:
+    """By the column of the dataset."""
+    write_jsonl(Path("rows.jsonl"), [{"question": "?", "environment": name} for name in ("guess", "ask")])
+    size = "2" if algorithm == "online_dpo" else "4"  # there, it counts prompts
+    sizes = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", size]
     run = ["--use_cpu", "--max_steps", "1", "--output_dir", "out", "--save_strategy", "no", "--report_to", "none"]
-    names = ["--environment", "my_env.py:Guess", "--tools", "my_env.py:search"]
+    names = ["--environment", '{"guess": "my_env.py:Guess"}', "--agent", '{"ask": "my_env.py:solve"}']
+    names += ["--tools", "my_env.py:search", "--dataset_name", "rows.jsonl"]
     names += ["--teacher_model_name_or_path", str(model_folder)] if algorithm == "distillation" else []
     assert main([algorithm, "--model_name_or_path", str(model_folder), *names, *sizes, *run]) == 0
     table = pq.read_table(next(Path("out/completions").glob("*.parquet")))
-    assert {*table["environment"].to_pylist()} == {"Guess"}
+    assert {*table["environment"].to_pylist()} == {"Guess", "solve"}
