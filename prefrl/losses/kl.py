@@ -350,7 +350,13 @@ def divergence(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float) -> Tens
 
 
 def compared(
-    logits: Tensor, log_normalizers: Tensor, probs: Tensor, ref_log_probs: Tensor, *, beta: float
+    logits: Tensor,
+    log_normalizers: Tensor,
+    probs: Tensor,
+    ref_log_probs: Tensor,
+    *,
+    beta: float,
+    slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`divergence` of softmax(z), and what its gradient with respect to z needs besides, without autograd.
 
@@ -360,6 +366,7 @@ def compared(
         probs: [c, V] p = softmax(z).
         ref_log_probs: [c, V] nats, log q; overwritten.
         beta: 0 .. 1.
+        slopes: [c, V] room for the gradient itself; None: it is not computed.
 
     Returns:
         [c] nats, the divergence; and [c] sum_j p_j (z_j - log q_j), with m for q where 0 < beta < 1, None at 0.
@@ -369,11 +376,19 @@ def compared(
     if beta < 1:
         log_probs = logits - log_normalizers[:, None]
         log_other = log_probs if beta == 0 else mixture(log_probs, ref_log_probs, beta=beta)
-        of_reference = (ref_log_probs.exp() * (ref_log_probs - log_other)).sum(1)
+        ref_probs = ref_log_probs.exp()
+        of_reference = (ref_log_probs.sub_(log_other).mul_(ref_probs)).sum(1)
         if beta == 0:
+            if slopes is not None:
+                torch.sub(probs, ref_probs, out=slopes)
             return of_reference, None
         ref_log_probs = log_other
-    kl = ref_log_probs.neg_().add_(logits).sub_(log_normalizers[:, None]).mul_(probs).sum(1)
+    terms = ref_log_probs.neg_().add_(logits).sub_(log_normalizers[:, None]).mul_(probs)
+    kl = terms.sum(1)
+    if slopes is not None:
+        torch.addcmul(terms, probs, kl[:, None], value=-1, out=slopes)
+        if beta < 1:
+            slopes.mul_(1 - beta)
     return kl if beta == 1 else beta * of_reference + (1 - beta) * kl, kl + log_normalizers
 
 

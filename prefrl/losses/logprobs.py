@@ -1,7 +1,8 @@
 """Log-probs of tokens from hidden states and the output head, with the logits of only one chunk of tokens in memory.
 
 Logits are computed chunk by chunk in one buffer and recomputed in backward, so memory does not grow with the number of
-tokens. If the probabilities of all tokens take little memory (`KEPT_BYTES`), they are kept for backward instead.
+tokens. If the probabilities of all tokens take little memory (`KEPT_BYTES`), they are kept for backward instead, and
+with a reference also the gradients of the divergences.
 This is for a head that is a matrix; `losses.module_logprobs` takes any head.
 """
 
@@ -10,14 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prefrl.losses.kl import compared, mixture
-from prefrl.losses.per_token import ScoreName, TokenScores, WantName, check_same_shape
+from prefrl.losses.per_token import (
+    ScoreName,
+    TokenScores,
+    WantName,
+    check_inputs,
+    check_same_shape,
+    log_sum_of_squares,
+    score_dtype,
+)
 from prefrl.losses.top_logprobs import ReferenceDistribution, TopGradient, TopLogprobs, ref_log_probs_of
 from prefrl.losses.truncation import KeptSet, Mask, TokenTruncation
 
@@ -38,11 +47,6 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-
-
-def score_dtype(tensor: Tensor) -> torch.dtype:
-    """Dtype of everything after the product with the head: float32, or float64 for float64 input."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def product_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -145,8 +149,8 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         truncation: Cuts softmax(logits / temperature); None: it is not cut.
         reference: The distribution that `divergence` compares with; None: `divergence` is not computed.
         chunk_size: Rows of logits held at once; None: `default_chunk_size`.
-        keep_bytes: If the probabilities of all tokens take at most this many bytes, they are kept for backward instead
-            of recomputing the logits; None: `KEPT_BYTES`. Not used with a reference.
+        keep_bytes: If the probabilities of all tokens, and with a reference the gradients of the divergences, take at
+            most this many bytes, they are kept for backward instead of recomputing the logits; None: `KEPT_BYTES`.
 
     Returns:
         Scores of each token.
@@ -162,13 +166,14 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
     if head.softcap is not None and head.softcap <= 0:
         raise ValueError(f"head.softcap={head.softcap}: needs to be positive, or None for no cap")
     is_penalized = truncation is not None and truncation.history is not None
+    is_top = isinstance(reference, TopLogprobs)
     plan = ChunkPlan(
         scale=head.scale,
         softcap=head.softcap,
         temperature=temperature,
         chunk_size=chunk_size,
-        # The gradients of divergences and of penalized logits need the logits: kept probabilities would be of no use.
-        keep_bytes=keep_bytes if torch.is_grad_enabled() and reference is None and not is_penalized else 0,
+        # Gradients of penalized logits and of likely tokens need the logits: kept probabilities would be of no use.
+        keep_bytes=keep_bytes if torch.is_grad_enabled() and not (is_penalized or is_top) else 0,
         dtype=score_dtype(hidden),
         product_dtype=product_dtype_of(hidden, head.weight),
     )
@@ -194,29 +199,6 @@ def _mean_logit(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: floa
     if bias is not None:
         mean += bias.mean(dtype=dtype)
     return mean * scale
-
-
-def log_sum_of_squares(probs: Tensor) -> Tensor:
-    """[c] log sum p^2 from [c, V], without another [c, V] tensor. The sum is >= 1 / V, so it cannot underflow."""
-    norms: Tensor = torch.linalg.vector_norm(probs, dim=1)
-    return norms.log() * 2
-
-
-def check_inputs(
-    hidden: Tensor, targets: Tensor, temperature: float, want: Collection[WantName], chunk_size: int
-) -> None:
-    """Reject shapes that do not match, numbers that are not positive and unknown names."""
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: need to be [M, h] and [M]")
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature}: needs to be positive")
-    unknown = set(want) - set(get_args(WantName))
-    if unknown:
-        raise ValueError(f"want={sorted(unknown)}: allowed are {', '.join(get_args(WantName))}")
-    if "entropy_gradient" in want and "entropy" not in want:
-        raise ValueError(f"want={sorted(want)}: 'entropy_gradient' is the gradient of 'entropy'. Ask for both.")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +242,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         wanted: _Wanted,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        columns = _Columns.empty(hidden, targets, plan.dtype, wanted)
-        kept = None
+        kept = slopes = None
+        compares = wanted.ref_log_probs is not None
         # The gradient of a capped logit needs more than its probability.
-        if plan.softcap is None and len(hidden) * len(weight) * plan.dtype.itemsize <= plan.keep_bytes:
+        num_kept = (1 + compares) * len(hidden) * len(weight)
+        if plan.softcap is None and num_kept * plan.dtype.itemsize <= plan.keep_bytes:
             kept = hidden.new_empty(len(hidden), len(weight), dtype=plan.dtype)
+            slopes = torch.empty_like(kept) if compares else None
+        columns = _Columns.empty(hidden, targets, plan.dtype, wanted, slopes)
         with torch.autocast(hidden.device.type, enabled=False):
             # Divergence and entropy need the logits and the probabilities at the same time.
             with_scratch = kept is None and (columns.entropy is not None or columns.divergence is not None)
@@ -281,7 +266,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.plan, ctx.wanted = plan, wanted
         sets = (None, None) if columns.kept is None else (columns.kept.lowest, columns.kept.log_share)
         ctx.save_for_backward(
-            hidden, weight, bias, targets, columns.expected_logits, columns.expected_differences, kept, *sets
+            hidden, weight, bias, targets, columns.expected_logits, columns.expected_differences, kept, slopes, *sets
         )
         return (
             columns.logprobs,
@@ -298,7 +283,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *others: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, bias, targets, expected_logits, expected_differences, kept, *sets = ctx.saved_tensors
+        hidden, weight, bias, targets, expected_logits, expected_differences, kept, slopes, *sets = ctx.saved_tensors
         kept_set = None if sets[0] is None else KeptSet(*sets)
         plan: ChunkPlan = ctx.plan
         wanted: _Wanted = ctx.wanted
@@ -313,11 +298,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             (grad_entropy, expected_logits),
             (others[-1], expected_differences),
             wanted,
+            slopes,
         )
         with torch.autocast(hidden.device.type, enabled=False):
             with_scratch = grads.logits is not None or grads.top is not None
             if with_scratch:
-                kept = None  # gradients of entropies and divergences need the logits
+                kept = None  # what was kept is not enough
             for chunk in chunks(hidden, weight, bias, plan, with_scratch=with_scratch, kept=kept):
                 rows = chunk.rows
                 _logits_to_grad(chunk, targets[rows], grads, plan, wanted, kept_set)
@@ -355,9 +341,12 @@ class _Columns:
     divergence: Tensor | None
     expected_differences: Tensor | None  # sum p (z - log q), with m for q in between; for the gradient of divergence
     kept: KeptSet | None  # of a truncation, for the gradient
+    slopes: Tensor | None  # [M, V] gradients of divergences with respect to logits, if they are kept
 
     @classmethod
-    def empty(cls, hidden: Tensor, targets: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Self:
+    def empty(
+        cls, hidden: Tensor, targets: Tensor, dtype: torch.dtype, wanted: _Wanted, slopes: Tensor | None
+    ) -> Self:
         want, is_whole = wanted.names, wanted.ref_log_probs is not None
         column = partial(hidden.new_empty, hidden.shape[0], dtype=dtype)
         return cls(
@@ -371,6 +360,7 @@ class _Columns:
             divergence=column() if is_whole or wanted.top is not None else None,
             expected_differences=column() if is_whole and wanted.beta > 0 else None,
             kept=None if wanted.truncation is None else wanted.truncation.empty(hidden, dtype),
+            slopes=slopes,
         )
 
     def fill(self, chunk: Chunk, targets: Tensor, room: Tensor, plan: ChunkPlan, wanted: _Wanted) -> None:
@@ -399,7 +389,8 @@ class _Columns:
         elif self.divergence is not None and wanted.ref_log_probs is not None:
             log_ref = wanted.ref_log_probs(rows, mask)
             check_same_shape(logits=logits, reference_logits=log_ref)
-            values, differences = compared(logits, log_normalizers, probs, log_ref, beta=wanted.beta)
+            slopes = None if self.slopes is None else self.slopes[rows]
+            values, differences = compared(logits, log_normalizers, probs, log_ref, beta=wanted.beta, slopes=slopes)
             self.divergence[rows] = values
             if self.expected_differences is not None and differences is not None:
                 self.expected_differences[rows] = differences
@@ -439,14 +430,17 @@ class _RowGrads:
     differences: Tensor | None  # [M]; None: 0
     probs: Tensor | None  # [M]; None: 0
     top: Tensor | None  # [M] of the divergence from likely tokens, whose gradient is added; None: 0
+    kept: tuple[Tensor, Tensor] | None = None  # [M, V] gradients that are added, with factors [M]
 
     @classmethod
-    def of(cls, logprobs: Tensor, entropy: _Grad, divergence: _Grad, wanted: _Wanted) -> Self:
-        """From the gradients of the results."""
+    def of(cls, logprobs: Tensor, entropy: _Grad, divergence: _Grad, wanted: _Wanted, slopes: Tensor | None) -> Self:
+        """From the gradients of the results; `slopes` are those of divergences, if they were kept."""
         (grad_entropy, expected_logits), (grad_divergence, expected_differences) = entropy, divergence
         offsets, logits, grad_kl, grad_probs, beta = -logprobs, None, None, None, wanted.beta
         if grad_entropy is not None:
             offsets, logits = offsets + grad_entropy * expected_logits, -grad_entropy
+        if slopes is not None and grad_divergence is not None:
+            return cls(logprobs, offsets, logits, None, None, None, kept=(slopes, grad_divergence))
         if wanted.top is not None:
             return cls(logprobs, offsets, logits, None, None, grad_divergence)
         if grad_divergence is not None and beta == 0:
@@ -483,12 +477,13 @@ def _logits_to_grad(
         if grads.differences is not None and log_other is not None:
             logits.addcmul_(log_other, grads.differences[rows, None], value=-1)
         logits.add_(grads.offsets[rows, None]).mul_(probs)
-    if grads.probs is not None and log_other is not None:
+    if grads.kept is not None:
+        logits.addcmul_(grads.kept[0][rows], grads.kept[1][rows, None])
+    elif grads.probs is not None and log_other is not None:
         logits.addcmul_(log_other.exp_(), grads.probs[rows, None], value=-1)
     elif top is not None:
         top.add_to(logits, probs)
     logits.scatter_add_(1, targets[:, None], grads.logprobs[rows, None])
     scale = None if plan.scale == plan.temperature else plan.scale / plan.temperature
-    for factor in (penalties, slope, scale):
-        if factor is not None:
-            logits.mul_(factor)
+    for factor in [each for each in (penalties, slope, scale) if each is not None]:
+        logits.mul_(factor)

@@ -13,14 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from prefrl.losses.kl import divergence
-from prefrl.losses.logprobs import (
-    COLUMNS,
-    check_inputs,
-    default_chunk_size,
-    log_sum_of_squares,
-    score_dtype,
-)
-from prefrl.losses.per_token import TokenScores, WantName
+from prefrl.losses.logprobs import COLUMNS, default_chunk_size
+from prefrl.losses.per_token import TokenScores, WantName, check_inputs, log_sum_of_squares, score_dtype
 from prefrl.losses.top_logprobs import ReferenceDistribution, TopLogprobs, ref_log_probs_of
 from prefrl.losses.truncation import TokenTruncation
 

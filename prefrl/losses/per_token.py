@@ -22,7 +22,7 @@ Tensors with an entry for each token, row or pair need equal shapes: functions r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self, get_args
 
@@ -111,6 +111,34 @@ class TokenScores:
                 f"{name} was not computed: these scores have logprobs and {', '.join(self.wanted) or 'nothing else'}"
             )
         return self.wanted[name]
+
+
+def score_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype of everything after the product with the head: float32, or float64 for float64 input."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def log_sum_of_squares(probs: Tensor) -> Tensor:
+    """[c] log sum p^2 from [c, V], without another [c, V] tensor. The sum is >= 1 / V, so it cannot underflow."""
+    norms: Tensor = torch.linalg.vector_norm(probs, dim=1)
+    return norms.log() * 2
+
+
+def check_inputs(
+    hidden: Tensor, targets: Tensor, temperature: float, want: Collection[WantName], chunk_size: int
+) -> None:
+    """Reject shapes that do not match, numbers that are not positive and unknown names."""
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: need to be [M, h] and [M]")
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature}: needs to be positive")
+    unknown = set(want) - set(get_args(WantName))
+    if unknown:
+        raise ValueError(f"want={sorted(unknown)}: allowed are {', '.join(get_args(WantName))}")
+    if "entropy_gradient" in want and "entropy" not in want:
+        raise ValueError(f"want={sorted(want)}: 'entropy_gradient' is the gradient of 'entropy'. Ask for both.")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: needs to be >= 1")
 
 
 def check_same_shape(**tensors: Tensor) -> None:

@@ -284,6 +284,11 @@ TRL: dict[str, Counterpart] = {
         ("distillation_topk", "distillation_add_tail"), not_needed("the divergence is over the whole vocabulary")
     ),
     "distillation_is_clip": not_there("the divergence has no importance weight"),
+    "use_teacher_server": becomes(
+        "nothing if it is off; a teacher that is the student is computed by the trainer, and servers of another "
+        "teacher are given as teacher_server_base_url",
+        _off,
+    ),
     "generate_from_teacher": becomes("nothing if it is off; completions are always the student's", _off),
     "num_loss_tokens_to_skip": becomes("nothing if it is 0; all tokens of a completion count", _off),
     "ref_model_init_kwargs": instead("load the reference model yourself, and give the instance as ref_model"),
@@ -358,14 +363,16 @@ NAMES: dict[str, str] = {
         "SDFT",
     ),
     **_classes(
-        "DistillationTrainer with teacher_prompt and teacher_weights='ema'; a teacher that sees the successful "
-        "completions of the same step is not supported",
+        "DistillationTrainer with teacher_prompt and teacher_weights='ema', whose divergence is over the whole "
+        "vocabulary; a teacher that sees the successful completions of the same step is not supported, nor is "
+        "distillation_weight below 1: rewards are logged, and not learned from",
         "SDPO",
     ),
     **_classes("A*-PO is not supported; GRPOTrainer and RLOOTrainer learn from the same rewards", "A2PO"),
     **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
     **_classes("use OnlineDPOTrainer, whose loss is that of DPO", "NashMD", "XPO"),
     **_classes("process rewards are not supported; RewardTrainer learns one reward of a whole text", "PRM"),
+    "HarnessRolloutWorker": "GRPOTrainer(..., agent=solve), where solve starts the harness; see docs/agents.md",
     "build_teacher_request_inputs": "the option teacher_server_base_url",
     **dict.fromkeys(
         ("HfPairwiseJudge", "PairRMJudge", "BasePairwiseJudge", "BaseRankJudge", "BaseJudge"),
@@ -415,8 +422,9 @@ _GOLD_ROWS = f"the teacher needs the student's tokenizer; {_GKD_ROWS}"
 _SDFT = {"beta": 0.5, "num_generations": 8, "max_completion_length": 256, "max_prompt_length": 512}
 _SDFT |= {"learning_rate": 5e-5, "disable_dropout": True}
 _SDFT_ROWS = (
-    "set teacher_prompt to a function that puts privileged_context into the prompt; the divergence is over the whole "
-    "vocabulary, and the loss is its mean over all tokens"
+    "set teacher_prompt to a function that puts privileged_context into the prompt, as TRL's "
+    "f\"{row['prompt']}\\n\\n{row['privileged_context']}\"; the divergence is over the whole vocabulary, as with "
+    "distillation_mode='full_logits', and the loss is its mean over all tokens"
 )
 _SERVED_ROWS = "with beta > 0, TRL compares the sampled token alone, prefrl the likeliest tokens of the teacher"
 SAME_CLASSES: dict[str, tuple[str, Mapping[str, Any], str]] = {
