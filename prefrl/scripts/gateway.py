@@ -270,7 +270,7 @@ def _serving(source: Source, options: GatewayArguments) -> Iterator[str]:
 
     template = ChatTemplate(source.tokenizer, special_tokens(source.tokenizer))
     answering = Answering(template, source.ask, source.context_limit, options.params(), options.seed)
-    place = {"host": options.host, "port": options.port, "key": options.api_key}
+    place: dict[str, Any] = {"host": options.host, "port": options.port, "key": options.api_key}
     gateway = RecordingGateway(answering, Path(options.output_dir), model=source.name, **place)
     loop = EventLoopThread()
     try:
