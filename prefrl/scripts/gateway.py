@@ -220,8 +220,8 @@ class _Remote:
 )
 def serve(options: GatewayArguments) -> int:
     """Serve until Ctrl-C or SIGTERM."""
-    for package in ("starlette", "uvicorn"):
-        require(package, extra="agents", feature="prefrl gateway")
+    require("starlette", extra="agents", feature="prefrl gateway")
+    require("uvicorn", extra="agents", feature="prefrl gateway")
     check_writable(Path(options.output_dir))
     with Console(stderr=True).status("Loading the model"):
         source: Source = _Waves(options) if options.server is None else _Remote(options)
