@@ -372,7 +372,6 @@ NAMES: dict[str, str] = {
     **_classes("triple preferences are not supported; DPOTrainer learns from chosen and rejected", "TPO"),
     **_classes("use OnlineDPOTrainer, whose loss is that of DPO", "NashMD", "XPO"),
     **_classes("process rewards are not supported; RewardTrainer learns one reward of a whole text", "PRM"),
-    "HarnessRolloutWorker": "GRPOTrainer(..., agent=solve), where solve starts the harness; see docs/agents.md",
     "build_teacher_request_inputs": "the option teacher_server_base_url",
     **dict.fromkeys(
         ("HfPairwiseJudge", "PairRMJudge", "BasePairwiseJudge", "BaseRankJudge", "BaseJudge"),
