@@ -126,13 +126,11 @@ def _check_run(script: CommandArguments, config: Any) -> None:
     may_be_stored = isinstance(config, DistillationOptions) and config.on_policy_fraction == 0  # by prefrl teacher
     if isinstance(config, TeacherOptions) and config.lacks_teacher and not may_be_stored:
         raise ConfigError(f"teacher_model_name_or_path=None: {config.needs_teacher}.")
-    if isinstance(script, RewardArguments):
-        sources = script.reward_funcs or script.reward_model_name_or_path or script.environment
-        if not sources and config.needs_rewards:
-            raise ConfigError(
-                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
-            )
+    if isinstance(script, RewardArguments) and script.lacks_reward and config.needs_rewards:
+        raise ConfigError(
+            "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
+            "module:function, or set reward_model_name_or_path, or an environment or an agent that has rewards."
+        )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:

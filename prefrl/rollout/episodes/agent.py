@@ -50,6 +50,7 @@ class AgentPlayer:
         self.seat = seat
         self._limits = limits
         self._agents = agents
+        self.session: Session | None = None  # once it is played
         self.played = Played()
 
     async def play(self) -> Episode:
@@ -73,7 +74,7 @@ class AgentPlayer:
             tool_parser=self._limits.tool_parser,
             shared=self._agents.shared,
         )
-        session = Session(policy, self._task.seed)
+        session = self.session = Session(policy, self._task.seed)
         await self._agents.gateway.start()
         try:
             ended = await self._run(session)

@@ -33,6 +33,9 @@ from prefrl.types import Completion, StopReason, Turn
 logger = logging.getLogger(__name__)
 
 
+Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
+
+
 @dataclass(frozen=True)
 class Shared:
     """What the sessions of a run have in common, so that it is found or said once."""
@@ -55,10 +58,12 @@ class Policy:
         sampling: How completions are sampled, whatever clients ask for; None: unknown.
         tool_parser: See `tool_call_reader`.
         shared: With other sessions.
+        follow: Gives what samples as a request asks, where nothing is trained; None: `sample` samples, and options of
+            a request that would change the distribution are overruled.
     """
 
     template: ChatTemplate
-    sample: Callable[[Sequence[int], int, int], Awaitable[Completion]]
+    sample: Sample
     max_tokens: int
     context_limit: int | None
     max_turns: int | None = None
@@ -66,6 +71,7 @@ class Policy:
     sampling: SamplingParams | None = None
     tool_parser: ToolParser | None = None
     shared: Shared = field(default_factory=Shared)
+    follow: Callable[[Asked], Sample] | None = None
 
     def reader(self, asked: Asked) -> ToolCallReader | None:
         """Reads the calls of a request's tools; None: it has none.
@@ -82,6 +88,17 @@ class Policy:
             own = replace(template, tools=asked.tools)
             readers[key] = tool_call_reader(own, schemas, tool_parser=self.tool_parser)
         return readers[key]
+
+    def sampler(self, asked: Asked) -> Sample:
+        """What samples the answer to a request.
+
+        Raises:
+            RequestError: It asks for a distribution that there is not.
+        """
+        if self.follow is not None:
+            return self.follow(asked)
+        self.overrule(asked.sampling)
+        return self.sample
 
     def overrule(self, asked: Mapping[str, Any]) -> None:
         """Warn, once for each name in a run, of options of a request that ask for another distribution."""
@@ -136,6 +153,25 @@ class _Node:
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """A conversation up to an answer that no other conversation has.
+
+    Args:
+        prompt: The messages before its first answer.
+        completion: The messages from there on.
+        tools: Of the last request, as JSON.
+        numbers: Of its turns among those of the session, in the order in which these ended.
+        completions: That were sampled in these turns.
+    """
+
+    prompt: list[Message]
+    completion: list[Message]
+    tools: str
+    numbers: list[int]
+    completions: list[Completion]
+
+
+@dataclass(frozen=True)
 class _Request:
     """A request, and what it goes on from."""
 
@@ -160,6 +196,7 @@ class Session:
         self._seed = seed
         self.turns: list[Turn] = []  # in the order in which they ended; `close` rearranges them
         self.num_calls = self.num_failed_calls = 0
+        self.asked: Asked | None = None  # the last request for which a turn is sampled, or was
         self.num_dropped = 0  # tokens that were sampled behind a stop string
         self.is_over = False
         # The limit at which the last request was refused, and what it was told; None: it was answered.
@@ -192,6 +229,25 @@ class Session:
         for num_ended, reward in tuple(self._credits):
             rewards[max(i for i, node in enumerate(self._nodes) if node.number < num_ended)] += reward
         return rewards
+
+    def leaves(self) -> list[Leaf]:
+        """The conversations that no other goes on from, in the order in which they ended."""
+        by_number = {node.number: node for node in self._nodes}
+        before: dict[int, _Node] = {}  # by number of a turn: the turn behind which its whole conversation stands
+        for node in self._nodes:
+            parent = by_number.get(node.parent)
+            if parent is not None and node.seen[: len(parent.seen)] == parent.seen:
+                before[node.number] = parent
+        gone_on = {node.number for node in before.values()}
+        found = []
+        for last in sorted(by_number.keys() - gone_on):
+            numbers, node = [last], by_number[last]
+            while numbers[0] in before:
+                numbers.insert(0, before[numbers[0]].number)
+            completions = [by_number[number].answers[-1].turn.completion for number in numbers]
+            first = [message["role"] for message in node.seen].index("assistant", node.root)
+            found.append(Leaf(node.seen[:first], node.seen[first:], node.tools, numbers, completions))
+        return found
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -235,7 +291,7 @@ class Session:
         Raises:
             RequestError: It cannot be answered.
         """
-        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop])
+        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop, asked.sampling])
         work = self._earlier(key, is_retry)
         if work is None:
             work = self._last[key] = asyncio.ensure_future(self._answer(asked, after=len(self.turns)))
@@ -293,16 +349,17 @@ class Session:
             raise _over()
         policy = self._policy
         self._check(asked)
-        policy.overrule(asked.sampling)
+        sample = policy.sampler(asked)
         request, token_ids = self._read(asked)
         start = len(token_ids) if request.parent is None else request.parent.start
         room = self._room(start, token_ids)
         self.refusal = None
         number = sum(ids == token_ids for ids in self._sent)
         self._sent.append(token_ids)
+        self.asked = asked
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
         seed = self._seed(token_ids, number)
-        completion = await policy.sample(token_ids, limit, seed)
+        completion = await sample(token_ids, limit, seed)
         return self._note(request, Turn(token_ids, completion), start, after=after, seed=seed)
 
     def _check(self, asked: Asked) -> None:
