@@ -26,8 +26,16 @@ from prefrl.data.tool_calls import ToolCallReader, ToolParser, tool_call_reader
 from prefrl.errors import ConfigError, DataError, EpisodeError
 from prefrl.generation.base import SamplingParams
 from prefrl.options.types import ReasoningInHistory
-from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, Reply, RequestError
-from prefrl.rollout.turns import call_id, read_turn
+from prefrl.rollout.gateway.formats import (
+    Asked,
+    ContextOverflow,
+    Ending,
+    EpisodeOver,
+    Reply,
+    RequestError,
+    sampling_options,
+)
+from prefrl.rollout.turns import call_id, first_tokens, num_thought, read_turn
 from prefrl.types import Completion, StopReason, Turn
 
 logger = logging.getLogger(__name__)
@@ -102,7 +110,7 @@ class Policy:
 
     def overrule(self, asked: Mapping[str, Any]) -> None:
         """Warn, once for each name in a run, of options of a request that ask for another distribution."""
-        own = {} if self.sampling is None else _sampling_options(self.sampling)
+        own = {} if self.sampling is None else sampling_options(self.sampling)
         for name, value in asked.items():
             same = own.get(name, ())
             if name in self.shared.told or value in same:
@@ -116,25 +124,6 @@ class Policy:
                 f" ({name}={same[0]!r})" if same else "",
                 name,
             )
-
-
-def _sampling_options(sampling: SamplingParams) -> dict[str, tuple[Any, ...]]:
-    """The options of requests, each with the values that mean how completions are sampled."""
-    return {
-        "temperature": (sampling.temperature,),
-        "top_p": (sampling.top_p,),
-        "top_k": (sampling.top_k,) if sampling.top_k else (None, 0, -1),
-        "min_p": (sampling.min_p,) if sampling.min_p else (None, 0),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "logit_bias": ({},),
-        "repetition_penalty": (sampling.repetition_penalty,),
-        "length_penalty": (1,),
-        "min_tokens": (0,),
-        "ignore_eos": (False,),
-        "stop_token_ids": ([],),
-        "tool_choice": ("auto",),
-    }
 
 
 @dataclass(frozen=True)
@@ -301,7 +290,7 @@ class Session:
             reply = await asyncio.shield(work)
         except asyncio.CancelledError:
             if work.cancelled():
-                raise _over() from None
+                raise EpisodeOver() from None
             self._unheard.setdefault(key, []).append(work)
             raise
         self._heard.add(work)
@@ -346,7 +335,7 @@ class Session:
 
     async def _answer(self, asked: Asked, *, after: int) -> Reply:
         if self.is_over:
-            raise _over()
+            raise EpisodeOver()
         policy = self._policy
         self._check(asked)
         sample = policy.sampler(asked)
@@ -456,31 +445,22 @@ class Session:
             message = {**message, "content": message["content"].partition(stop)[0]}
         reason = turn.completion.finish_reason
         ending: Ending = "stop_string" if stop is not None else "length" if reason == "length" else "stop"
-        ids = len(turn.sent_ids), len(turn.completion.token_ids), self._num_thought(template, turn, message)
+        ids = len(turn.sent_ids), len(turn.completion.token_ids), num_thought(template, turn, message)
         return Reply(f"{number:08x}", message, ending, stop, *ids, created=int(time.time()))
-
-    @staticmethod
-    def _num_thought(template: ChatTemplate, turn: Turn, message: Message) -> int:
-        """The tokens of a turn up to the end of its thinking."""
-        thinking = message.get("reasoning_content")
-        if not thinking or thinking not in said_text(template, turn):
-            return 0
-        counts = range(len(turn.completion.token_ids))
-        return bisect_left(counts, True, key=lambda count: thinking in said_text(template, _first(turn, count)))
 
     def _stopped(self, template: ChatTemplate, turn: Turn, stops: Sequence[str]) -> tuple[Turn, str | None]:
         """The turn up to the token that completes the first stop string, as if it had ended there; and the string."""
         num_tokens = len(turn.completion.token_ids)
 
         def found(count: int) -> str | None:
-            text = said_text(template, turn if count == num_tokens else _first(turn, count))
+            text = said_text(template, turn if count == num_tokens else first_tokens(turn, count))
             return min((one for one in stops if one in text), key=text.index, default=None)
 
         if not stops or found(num_tokens) is None:
             return turn, None
         count = bisect_left(range(num_tokens), True, key=lambda count: found(count) is not None)
         self.num_dropped += num_tokens - count
-        return _first(turn, count), found(count)
+        return first_tokens(turn, count), found(count)
 
 
 def _arranged(nodes: Sequence[_Node]) -> list[_Node]:
@@ -507,17 +487,6 @@ def _by_conversation(nodes: Sequence[_Node]) -> list[_Node]:
         found.append(node)
         left += children.get(node.number, [])
     return found
-
-
-def _first(turn: Turn, count: int) -> Turn:
-    """The turn as if it had ended with so many tokens."""
-    whole = turn.completion
-    parts = whole.logprobs[:count], whole.trainable[:count], whole.policy_versions[:count]
-    return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts))
-
-
-def _over() -> RequestError:
-    return RequestError("the episode of this key is over", status=410)
 
 
 def _digest(value: Any) -> str:
