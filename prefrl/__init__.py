@@ -178,7 +178,7 @@ if not TYPE_CHECKING:  # it would make every name a right one
         if name.startswith("_") or find_spec(f"prefrl.{name}"):  # a module that is not imported yet
             raise AttributeError(missing)
         from prefrl.options.names import nearest
-        from prefrl.scripts.migrate.rows import NAMES
+        from prefrl.scripts.migrate.names import NAMES
 
         remedy = f"prefrl has no {name}: {NAMES[name]}" if name in NAMES else None
         text = remedy or f"{missing}. {nearest(name, __all__, otherwise='See dir(prefrl).')}"

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from prefrl.data.chat import ChatTemplate, common_prefix_length, special_tokens
 from prefrl.rollout.batches import responses_of, sampled_batch
 from prefrl.rollout.gateway.formats import Asked, RequestError
-from prefrl.rollout.gateway.session import Policy, Session
+from prefrl.rollout.gateway.policy import Policy
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Completion, Rollout
 from tests.contract import episodes
 

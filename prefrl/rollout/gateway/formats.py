@@ -9,14 +9,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from prefrl.data.formats import Message
 from prefrl.data.tools import Schema
 from prefrl.errors import EpisodeError
-
-if TYPE_CHECKING:
-    from prefrl.generation.base import SamplingParams
 
 MODEL = "policy"  # the name of the only model
 
@@ -292,22 +289,3 @@ def of_calls(body: Body) -> dict[str, Any]:
     if any((tool.get("function") or tool).get("strict") for tool in body.get("tools") or ()):
         found["strict"] = True
     return found
-
-
-def sampling_options(sampling: SamplingParams) -> dict[str, tuple[Any, ...]]:
-    """The options of requests, each with the values that mean how completions are sampled."""
-    return {
-        "temperature": (sampling.temperature,),
-        "top_p": (sampling.top_p,),
-        "top_k": (sampling.top_k,) if sampling.top_k else (None, 0, -1),
-        "min_p": (sampling.min_p,) if sampling.min_p else (None, 0),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "logit_bias": ({},),
-        "repetition_penalty": (sampling.repetition_penalty,),
-        "length_penalty": (1,),
-        "min_tokens": (0,),
-        "ignore_eos": (False,),
-        "stop_token_ids": ([],),
-        "tool_choice": ("auto",),
-    }

@@ -32,8 +32,9 @@ from prefrl.errors import ConfigError
 from prefrl.generation.base import SamplingParams
 from prefrl.rollout.gateway.chat import CHAT
 from prefrl.rollout.gateway.formats import Asked, RequestError
+from prefrl.rollout.gateway.policy import Policy, Sample, Shared
 from prefrl.rollout.gateway.server import FORMATS, Gateway, Limits, key_of, refusal
-from prefrl.rollout.gateway.session import Policy, Sample, Session, Shared
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Completion
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from prefrl.data.chat import ChatTemplate
 from prefrl.rewards.call import EventLoopThread
 from prefrl.rollout.gateway.formats import Client
+from prefrl.rollout.gateway.policy import Policy
 from prefrl.rollout.gateway.server import Gateway, Limits
-from prefrl.rollout.gateway.session import Policy, Session
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Completion
 from tests.unit.rollout.episodes.scripted import completion, hermes
 
