@@ -78,8 +78,9 @@ def row_fingerprint(fingerprint: Mapping[str, Any], token_ids: Sequence[int] | N
 
 
 def is_stored(rows: Any) -> bool:
-    """Whether some rows are a dataset with a teacher's columns."""
-    return isinstance(rows, datasets.Dataset | datasets.IterableDataset) and IDS in (rows.column_names or ())
+    """Whether some rows are a dataset with a teacher's columns, perhaps not with all of them."""
+    is_dataset = isinstance(rows, datasets.Dataset | datasets.IterableDataset)
+    return is_dataset and not {IDS, FINGERPRINT}.isdisjoint(rows.column_names or ())
 
 
 def check_stored(teacher: object, args: DistillationOptions) -> None:
@@ -88,9 +89,10 @@ def check_stored(teacher: object, args: DistillationOptions) -> None:
     Raises:
         ConfigError: See above.
     """
-    named = args.teacher_model_name_or_path if teacher is None else teacher
+    both = "both say what the teacher's distributions are"
     for option, value, allowed, why in (
-        ("teacher_model", named, None, "both say what the teacher's distributions are"),
+        ("teacher_model", teacher, None, both),
+        ("teacher_model_name_or_path", args.teacher_model_name_or_path, None, both),
         ("teacher_server_base_url", args.teacher_server_base_url, None, "nothing is asked of a server"),
         ("teacher_model_init_kwargs", args.teacher_model_init_kwargs, None, "there is no model to load"),
         ("teacher_prompt", args.teacher_prompt, None, "no teacher can be asked"),
@@ -158,11 +160,10 @@ def top_of(rows: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, Tensor]:
     because trials of memory make completions longer than those of the dataset.
     """
     found = {}
-    for name, dtype in ((IDS, np.int32), (LOGPROBS, np.float16), (OTHERS, np.float16)):
+    for name, dtype, no_place in ((IDS, np.int32, (0, 1)), (LOGPROBS, np.float16, (0, 1)), (OTHERS, np.float16, (0,))):
         parts = [(np.asarray(row[name], dtype), count) for row, count in rows]
-        found[name] = torch.from_numpy(
-            np.concatenate([np.resize(part, (count, *part.shape[1:])) for part, count in parts])
-        )
+        repeated = [np.resize(part, (count, *part.shape[1:])) for part, count in parts]
+        found[name] = torch.from_numpy(np.concatenate(repeated or [np.empty(no_place, dtype)]))
     return found
 
 

@@ -90,6 +90,7 @@ from prefrl.distributed.shards import (
     in_company,
     is_backend_hook,
     is_sharded,
+    is_zero3,
     load_whole,
     memory_of,
     missing_passes,

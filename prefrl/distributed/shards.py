@@ -63,6 +63,11 @@ def is_sharded(model: nn.Module) -> bool:
     return has_shards or any(hasattr(p, _ZERO3) or isinstance(p, DTensor) for p in model.parameters())
 
 
+def is_zero3(model: nn.Module) -> bool:
+    """Whether it is ZeRO-3 that partitions the weights."""
+    return any(hasattr(parameter, _ZERO3) for parameter in model.parameters())
+
+
 def shape_of(tensor: torch.Tensor) -> torch.Size:
     """The shape of the whole parameter."""
     parameter = _zero3(tensor)
@@ -324,7 +329,7 @@ def usable(model: nn.Module) -> AbstractContextManager[object]:
     """Make forward passes work inside, even before training starts, when no hooks gather a ZeRO-3 model's weights."""
     inner = unwrap(model)
     is_hooked = any("pre_bwd_fn" in vars(module) for module in inner.modules())
-    needs_all = not is_hooked and any(hasattr(p, _ZERO3) for p in inner.parameters())
+    needs_all = not is_hooked and is_zero3(inner)
     return full_params(model) if needs_all else nullcontext()
 
 

@@ -26,7 +26,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import Scoring, prepare_like, scores_in_pieces
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import head_logits, inner_model, needed_head
+from prefrl.models.scoring import head_logits, inner_model, needed_head, own_forward
 from prefrl.types import TokenBatch
 
 
@@ -196,8 +196,7 @@ class _AdapterOff(Reference):
         return {}
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        logits: Tensor = _without_adapter(head)(hidden)
-        return logits
+        return called_inside(_without_adapter(head), hidden)
 
     @contextmanager
     def _in_place(self) -> Iterator[PreTrainedModel]:
@@ -223,11 +222,29 @@ class _Swapped(Reference):
             name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
         }
 
+    def scores(
+        self, batch: TokenBatch, scoring: Scoring, *, max_tokens: int | None = None, want: Collection[WantName] = ()
+    ) -> TokenScores:
+        """See `Reference`.
+
+        Raises:
+            ConfigError: Hidden states are wanted, the head has an adapter, and ZeRO-3 partitions it.
+        """
+        if "hidden" in want and self._names_in_head and distributed.is_zero3(self._model):
+            raise ConfigError(
+                "target_modules contains the output head, which ZeRO-3 partitions: a reference or teacher with other "
+                "weights of this adapter cannot be compared over the whole vocabulary. Leave the head out of "
+                "target_modules, or train with FSDP2, ZeRO-2 or DDP."
+            )
+        return super().scores(batch, scoring, max_tokens=max_tokens, want=want)
+
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._weights)
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
         weights = {own: self._weights[name].to(hidden.device) for own, name in self._names_in_head.items()}
+        if not weights:
+            return called_inside(head, hidden)
         logits: Tensor = functional_call(head, weights, (hidden,))
         return logits
 
@@ -261,6 +278,12 @@ def _point_at(target: Tensor, value: Tensor) -> None:
     target.data = value
 
 
+def called_inside(head: nn.Module, hidden: Tensor) -> Tensor:
+    """The output of the policy's head within its own call: a second call would give back its partitioned weights."""
+    logits: Tensor = (own_forward(head) or head)(hidden)
+    return logits
+
+
 def _without_adapter(module: nn.Module) -> nn.Module:
     """The base model's module inside adapter layers. A neutral adapter has no other wrappers than `base_layer`."""
     inner = module._modules.get("base_layer")
@@ -282,16 +305,29 @@ def _check_given(model: PreTrainedModel, given: PreTrainedModel, name: str, *, b
             f"{name} shares trained parameters with the model ({shared[0]}, {len(shared)} in all), so it would "
             f"change during training. Leave {name}=None, or load {name} separately."
         )
-    sizes = [inner_model(each).config.get_text_config().vocab_size for each in (model, given)]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"{name} has a vocabulary of {sizes[1]} tokens, but the model has {sizes[0]}: their log-probs cannot "
-            f"be compared. Give a {name} with the same vocabulary."
-        )
+    check_vocabulary(name, given, model)
     if moves and _shapes(model) != _shapes(given):
         raise ConfigError(
             "sync_ref_model=True mixes the two models parameter by parameter, but ref_model has different "
             "parameters. Give a ref_model of the same architecture and adapter, or set sync_ref_model=False."
+        )
+
+
+def check_vocabulary(name: str, given: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Refuse a model that has another number of tokens than the one that is trained.
+
+    Raises:
+        ConfigError: Says which, by the name that it was given as.
+    """
+    size, own = (inner_model(each).config.get_text_config().vocab_size for each in (given, model))
+    if size != own:
+        padded = (
+            " If only the padding of their vocabularies differs, DistillationTrainer can learn from a teacher on "
+            "servers (teacher_server_base_url), or from what prefrl teacher has stored."
+        )
+        raise ConfigError(
+            f"{name} has a vocabulary of {size} tokens, but the model has {own}: their distributions cannot be "
+            f"compared. Choose a model with the same vocabulary.{padded if name.startswith('teacher') else ''}"
         )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from prefrl import distributed
 from prefrl.losses.per_token import TokenScores, WantName
 from prefrl.models.forward import Scoring, in_batch_order
-from prefrl.models.reference import Reference
+from prefrl.models.reference import Reference, called_inside
 from prefrl.types import SampledBatch, TokenBatch
 
 
@@ -35,8 +35,7 @@ class LiveTeacher(Reference):
         return {}
 
     def _head(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        logits: Tensor = head(hidden)
-        return logits
+        return called_inside(head, hidden)
 
     @contextmanager
     def _in_place(self) -> Iterator[PreTrainedModel]:

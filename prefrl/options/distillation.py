@@ -65,8 +65,12 @@ class TeacherOptions:
 
     @property
     def needs_teacher(self) -> str:
-        """What needs a teacher, as text; empty: nothing does."""
-        return "there is nothing to learn from, unless the student teaches itself with teacher_prompt"
+        """Why a teacher is needed and what could be one, as text; empty: nothing needs it."""
+        return (
+            "there is nothing to learn from. Give a model with the student's vocabulary, set teacher_server_base_url, "
+            "let the student teach itself with teacher_prompt, or set on_policy_fraction=0 and give a dataset that "
+            "prefrl teacher has written"
+        )
 
     @property
     def teaches_itself(self) -> bool:

@@ -346,7 +346,9 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
     @property
     def needs_teacher(self) -> str:
         """See `TeacherOptions.needs_teacher`."""
-        return f"teacher_kl_coef={self.teacher_kl_coef} needs a teacher" if self.teacher_kl_coef else ""
+        if not self.teacher_kl_coef:
+            return ""
+        return f"teacher_kl_coef={self.teacher_kl_coef} needs a teacher. Give a model with the policy's vocabulary"
 
     @property
     def needs_rewards(self) -> bool:

@@ -17,6 +17,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from prefrl.errors import ConfigError
@@ -78,6 +79,16 @@ def archive_of(files: object) -> bytes:
             content = content.encode() if isinstance(content, str) else content
             member.size = len(content)
             made.addfile(member, io.BytesIO(content))
+    return data.getvalue()
+
+
+def chosen(archive: bytes, patterns: Sequence[str]) -> bytes:
+    """The regular files of an archive of tar whose paths match a pattern, as another one."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files, tarfile.open(fileobj=data, mode="w") as made:
+        for one in files:
+            if one.isfile() and any(fnmatchcase(os.path.normpath(one.name), pattern) for pattern in patterns):
+                made.addfile(one, files.extractfile(one))
     return data.getvalue()
 
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import tarfile
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 
 def main() -> None:
@@ -42,12 +42,11 @@ def main() -> None:
     if command == 0:
         _become(header["command"], {**header["environment"], "HOME": home, "TMPDIR": home}, folder)
     code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
-    with (
-        contextlib.suppress(BrokenPipeError),
-        status.makefile("wb") as out,
-        tarfile.open(fileobj=out, mode="w|") as files,
-    ):
-        files.add(folder, ".")
+    if config["is_alone"]:  # what the command left running changes nothing any more
+        with contextlib.suppress(ProcessLookupError):  # there is none
+            os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(BrokenPipeError), status.makefile("wb") as out:
+        _send(folder, out)
     sys.exit(code if code >= 0 else 128 - code)
 
 
@@ -59,6 +58,34 @@ def _read(length: int) -> bytes:
             raise EOFError("the other side has ended")
         data += part
     return bytes(data)
+
+
+def _send(folder: str, out: IO[bytes]) -> None:
+    """Send the folder as an archive of tar: files, folders, and links that stay inside.
+
+    What the command has made of them cannot keep them from being read. Compiled Python is left out: Python would run
+    it in the place of a file that is written over its source.
+    """
+
+    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if os.path.basename(member.name) == "__pycache__":
+            return None
+        if hasattr(tarfile, "data_filter"):
+            try:
+                tarfile.data_filter(member, folder)
+            except tarfile.FilterError:
+                return None
+            return member
+        return member if member.isfile() or member.isdir() else None
+
+    os.chmod(folder, 0o700)
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = os.path.join(place, name)
+            if not os.path.islink(path):
+                os.chmod(path, os.stat(path).st_mode | (0o700 if name in folders else 0o600))
+    with tarfile.open(fileobj=out, mode="w|") as files:
+        files.add(folder, ".", filter=kept)
 
 
 def _extract(files: tarfile.TarFile, folder: str) -> None:

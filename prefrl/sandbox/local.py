@@ -203,7 +203,8 @@ class Launcher:
             folder: Where it runs with "process".
         """
         processes = self._processes if self.how == "bwrap" else None
-        settings = json.dumps({"status": status, "port": port, "processes": processes})
+        is_alone = self.how != "process"  # in a namespace of processes
+        settings = json.dumps({"status": status, "port": port, "processes": processes, "is_alone": is_alone})
         inside = [self.python, *_python_flags(), "-c", _text_of(_INSIDE_FOLDER), settings]
         return self.command(inside, folder, has_loopback=port is not None)
 

@@ -9,9 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from prefrl.data.tools import signature_of
+from prefrl.data.chat import common_prefix_length
+from prefrl.data.tools import Schema, signature_of
 from prefrl.errors import printable
+from prefrl.rollout.episodes.agent import AgentPlayer
 from prefrl.rollout.episodes.play import Played, Player
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Episode, StopReason, Turn
 
 _STYLES = {"assistant": "bold green", "tool": "bold magenta"}
@@ -29,27 +32,39 @@ class EpisodeView:
     def __init__(self, console: Console, *, has_tokens: bool, is_typed: bool) -> None:
         self._console, self._has_tokens, self._is_typed = console, has_tokens, is_typed
         self._num_messages = self._num_turns = 0  # that were shown
+        self._name = self._calls = ""
+        self._rewards: list[float] = []  # of the turns of an agent that were shown
 
-    def begin(self, player: Player) -> None:
+    def begin(self, player: Player | AgentPlayer) -> None:
         """Say what can be called."""
-        kind = player.seat.kind
-        calls = [signature_of(schema) for schema in kind.schemas.values()]
-        if calls:
-            self._note(f"{kind.name}: the model can call {', '.join(calls)}")
+        self._name = player.seat.kind.name
+        self._callable([*player.seat.kind.schemas.values()])
 
-    def show(self, played: Played, token_ids: Sequence[int] | None) -> None:
+    def _callable(self, tools: Sequence[Schema]) -> None:
+        calls = ", ".join(map(signature_of, tools))
+        if calls != self._calls:
+            self._calls = calls
+            self._note(f"{self._name}: the model can call {calls or 'nothing'}")
+
+    def show(self, player: Player | AgentPlayer, token_ids: Sequence[int] | None) -> None:
         """Show what is new.
 
         Args:
-            played: The episode until now.
+            player: Plays the episode.
             token_ids: What the next turn sees; None: the episode is over.
         """
+        if not isinstance(player, AgentPlayer):
+            self._show_played(player.played, token_ids)
+        elif player.session is not None:
+            self._show_session(player.session, token_ids)
+
+    def _show_played(self, played: Played, token_ids: Sequence[int] | None) -> None:
         if not played.turns:
             for message in played.prompt:
                 self._message(message)
             self._tokens(f"{len(token_ids or ())} tokens of context")
         for message in played.said[self._num_messages :]:
-            self._message(message)
+            self._message(message, is_typed=self._is_typed and message["role"] == "assistant")
             if message["role"] == "assistant":
                 self._sampled(played.turns[self._num_turns])
                 self._num_turns += 1
@@ -65,11 +80,32 @@ class EpisodeView:
             more = f"{len(token_ids) - len(row)} more" if is_longer else f"rendered anew: {len(token_ids)}"
             self._tokens(f"{more} tokens of context")
 
-    def _message(self, message: Mapping[str, Any]) -> None:
+    def _show_session(self, session: Session, token_ids: Sequence[int] | None) -> None:
+        """Show the answers and rewards since the last request, and what is new in this one."""
+        for number in range(len(self._rewards), len(session.turns)):
+            self._message(session.conversations[number][-1], is_typed=self._is_typed)
+            self._sampled(session.turns[number])
+            self._rewards.append(0.0)
+        for number, reward in enumerate(session.turn_rewards):
+            if reward != self._rewards[number]:
+                self._note(f"turn {number + 1}: reward {reward - self._rewards[number]:+g}")
+                self._rewards[number] = reward
+        if token_ids is None or session.asked is None:
+            return
+        self._callable(session.asked.tools)
+        messages = session.asked.messages
+        num_known = max((common_prefix_length(messages, seen) for seen in session.conversations), default=0)
+        if session.conversations and num_known < len(session.conversations[-1]):
+            self._note(f"another request, of which the first {num_known} messages were seen before")
+        for message in messages[num_known:]:
+            self._message(message)
+        self._tokens(f"{len(token_ids)} tokens of context")
+
+    def _message(self, message: Mapping[str, Any], *, is_typed: bool = False) -> None:
         role = str(message["role"])
         name = f" {message['name']}" if message.get("name") else ""
         style = _STYLES.get(role, "bold blue")
-        if role != "assistant" or not self._is_typed:
+        if not is_typed:
             self._console.print(f"[{style}]{role}{escape(name)}>[/] {self._text(message)}", soft_wrap=True)
         for call in message.get("tool_calls") or ():
             function = call["function"]
@@ -102,7 +138,10 @@ class EpisodeView:
             The reward.
         """
         turns = f"{len(played.turns)} turn{'' if len(played.turns) == 1 else 's'}"
-        self._console.print(f"ended after {turns}: {_words(episode.stop_reason)}", soft_wrap=True)
+        reason, is_agent = _words(episode.stop_reason), bool(episode.said)
+        if is_agent and episode.stop_reason == "stop":
+            reason = "stop (the agent came to its end)"
+        self._console.print(f"ended after {turns}: {reason}", soft_wrap=True)
         if episode.num_calls:
             self._note(f"{episode.num_calls} calls, of which {episode.num_failed_calls} failed")
         for name, (value, weight) in scores.items():
@@ -111,7 +150,7 @@ class EpisodeView:
         if any(episode.turn_rewards):
             self._note(f"rewards of the turns: {', '.join(f'{value:g}' for value in episode.turn_rewards)}")
         for name, part in episode.rewards.items():
-            self._note(f"get_reward: {name} {part:g}")
+            self._note(f"{'returned' if is_agent else 'get_reward'}: {name} {part:g}")
         total = sum(value * weight for value, weight in scores.values() if value is not None)
         self._console.print(f"reward {total:g}" if scores else "no reward")
         return total

@@ -15,7 +15,6 @@ from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
 from prefrl.options.distillation import DistillationOptions, TeacherOptions
 from prefrl.options.fields import flat_names, warn_of_hint
-from prefrl.options.policy_gradient import PolicyGradientOptions
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import (
     CommandArguments,
@@ -119,30 +118,19 @@ def options_of(
     return script, config
 
 
-def _needs_no_teacher(config: TeacherOptions) -> bool:
-    """Whether its KL term is off, or the dataset may have what the teacher finds likely."""
-    if isinstance(config, DistillationOptions):
-        return config.on_policy_fraction == 0
-    return isinstance(config, PolicyGradientOptions) and not config.teacher_kl_coef
-
-
 def _check_run(script: CommandArguments, config: Any) -> None:
     """Reject streams without an end, and warn of switches of HuggingFace's scripts that have no effect here.
 
     The command trains, and `eval_strategy` says when it evaluates.
     """
-    if isinstance(config, TeacherOptions) and config.lacks_teacher and not _needs_no_teacher(config):
+    may_be_stored = isinstance(config, DistillationOptions) and config.on_policy_fraction == 0  # by prefrl teacher
+    if isinstance(config, TeacherOptions) and config.lacks_teacher and not may_be_stored:
+        raise ConfigError(f"teacher_model_name_or_path=None: {config.needs_teacher}.")
+    if isinstance(script, RewardArguments) and script.lacks_reward and config.needs_rewards:
         raise ConfigError(
-            f"teacher_model_name_or_path=None: {config.needs_teacher}. Set it to a model with the student's "
-            "vocabulary."
+            "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
+            "module:function, or set reward_model_name_or_path, or an environment or an agent that has rewards."
         )
-    if isinstance(script, RewardArguments):
-        sources = script.reward_funcs or script.reward_model_name_or_path or script.environment
-        if not sources and config.needs_rewards:
-            raise ConfigError(
-                "reward_funcs=None: at least one reward is needed. Set reward_funcs to a built-in name, a grader or "
-                "module:function, or set reward_model_name_or_path, or an environment that has rewards."
-            )
     if script.dataset_name is None and not script.datasets:
         _check_without_dataset(config)
     if (script.dataset_streaming or script.streaming) and config.max_steps <= 0:

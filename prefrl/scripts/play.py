@@ -92,6 +92,11 @@ class PlayArguments(RewardArguments):
         """See `CommandArguments`."""
         return False
 
+    @property
+    def lacks_reward(self) -> bool:
+        """See `RewardArguments`. Nothing is trained."""
+        return False
+
 
 class _Parser(SchemaParser):
     """The options of an algorithm, of which none has to be given."""
@@ -185,6 +190,8 @@ class _Table:
         assert isinstance(script, PlayArguments)
         self.script, self._config, self._console = script, config, console
         self._episodes = Episodes(config, **script.loaded(), option="environment")
+        kinds = self._episodes.kinds.values()
+        self._schemas = {name: one for kind in kinds for name, one in kind.schemas.items()}
         tokenizer, self._turns, self._sampler = self._player()
         dataset = self._episodes.training_prompts(_chosen(script, config), num_rows=1)
         (self._row,) = tokenized_prompts(dataset, tokenizer, config, tools=self._episodes.schemas)
@@ -211,8 +218,7 @@ class _Table:
         else:
             tokenizer = _plain_tokenizer()
             config.max_prompt_length, config.max_completion_length = None, sys.maxsize  # tokens are bytes here
-        schemas = {name: one for kind in self._episodes.kinds.values() for name, one in kind.schemas.items()}
-        config.tool_parser = lambda text: _message(text, str(tokenizer.eos_token), schemas)
+        config.tool_parser = lambda text: _message(text, str(tokenizer.eos_token), self._schemas)
         config.episode_timeout = None
         hand: Any = _Hand(self._console, tokenizer)
         sampler = self._episodes.sampler(tokenizer, lambda: hand)
@@ -233,6 +239,7 @@ class _Table:
         """
         from prefrl.generation.base import Home
         from prefrl.rollout.collect import prompt_seed
+        from prefrl.rollout.episodes.agent import AgentPlayer
         from prefrl.rollout.episodes.driver import seed_of
         from prefrl.rollout.episodes.play import EnvironmentFailure
         from prefrl.scripts.episode_view import EpisodeView
@@ -243,7 +250,9 @@ class _Table:
         player: Any = None
 
         async def sample(token_ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
-            view.show(player.played, token_ids)
+            view.show(player, token_ids)
+            if isinstance(player, AgentPlayer) and player.session is not None and player.session.asked is not None:
+                self._schemas = {tool["function"]["name"]: tool for tool in player.session.asked.tools}
             answer = self._turns.ask(token_ids, max_tokens=max_tokens, seed=seed, home=Home())
             return await asyncio.wrap_future(answer)
 
@@ -262,7 +271,7 @@ class _Table:
             raise EpisodeError(f"{error}{_place_of(error.__cause__)}") from error
         finally:
             work.cancel()
-        view.show(player.played, None)
+        view.show(player, None)
         scores = self._scored(player.played, episode)
         total = view.end(player.played, episode, scores)
         self._sampler.submit(self._sampler.give_back([player.seat]))

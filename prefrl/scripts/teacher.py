@@ -121,11 +121,10 @@ def main(options: TeacherArguments) -> int:
             parts.write(number, teacher.columns(rows.select(range(start, stop))))
             console.print(f"{stop:,} of {len(rows):,} rows", highlight=False)
     num_tokens = parts.join(dataset)
-    size = output.stat().st_size
-    print(
-        f"{len(rows):,} rows with {num_tokens:,} tokens of completions are in {output}: {size / num_tokens:.0f} bytes"
-    )
-    print(f"a token. To learn from them: prefrl distillation --dataset_name {output} --on_policy_fraction 0 ...")
+    size = output.stat().st_size / num_tokens
+    print(f"{len(rows):,} rows with {num_tokens:,} tokens of completions are in {output}, {size:.0f} bytes a token.")
+    at = "" if options.temperature == 1 else f" --temperature {options.temperature:g}"
+    print(f"To learn from them: prefrl distillation --dataset_name {output} --on_policy_fraction 0{at} ...")
     return 0
 
 

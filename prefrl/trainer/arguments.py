@@ -390,11 +390,7 @@ def chosen_teacher(trainer: type[_Algorithm], args: Any, given: GivenTeacher, ro
     if needed and given is None and args.lacks_teacher:
         if is_distilled and is_stored(rows):
             return None
-        others = " Or set teacher_server_base_url, or give a train_dataset that prefrl teacher has written."
-        raise ConfigError(
-            f"teacher_model=None: {needed}. Set it, or the option teacher_model_name_or_path, to a model with the "
-            f"student's vocabulary.{others if is_distilled else ''}"
-        )
+        raise ConfigError(f"teacher_model=None: {needed}.")
     return by_name if given is None else given
 
 
@@ -432,7 +428,10 @@ def ids_of_prompts(run: Run) -> dict[str, list[int]]:
 def _check_tokens(run: Run, teacher: str, arguments: Mapping[str, Any] | None) -> None:
     """Reject a teacher whose tokenizer splits the prompts in another way than the student's."""
     place = {key: value for key, value in (arguments or {}).items() if key in ("revision", "subfolder", "token")}
-    found = cached_file(teacher, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **place)
+    try:
+        found = cached_file(teacher, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **place)
+    except OSError:  # which loading the model reports
+        return
     if found is None:
         return
     other = AutoTokenizer.from_pretrained(teacher, trust_remote_code=run.args.trust_remote_code, **place)

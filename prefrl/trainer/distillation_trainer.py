@@ -6,13 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 import datasets
 
-from prefrl.data.images import tokenizer_of
-from prefrl.data.teacher_columns import IDS, check_stored, is_stored, top_of, with_columns, without_columns
-from prefrl.data.tokenize import with_given_ids
+from prefrl.data.teacher_columns import check_stored, is_stored, top_of
 from prefrl.errors import ConfigError
 from prefrl.losses.kl import completion_kl
 from prefrl.losses.per_token import row_items
@@ -23,7 +21,7 @@ from prefrl.rollout.batches import rows_of_parts
 from prefrl.rollout.given import GivenCompletions
 from prefrl.trainer.arguments import GivenTeacher, check_arguments, loaded_teacher, named
 from prefrl.trainer.configs import DistillationConfig
-from prefrl.trainer.online.learner import Learned, Learner
+from prefrl.trainer.online.learner import Learned, PlainObjective
 from prefrl.trainer.online.sampling import OnlineArguments
 from prefrl.trainer.online.teachers import (
     as_the_teacher_sees,
@@ -32,8 +30,7 @@ from prefrl.trainer.online.teachers import (
     check_weights,
     served_teacher,
     several_teachers,
-    with_teacher_prompts,
-    with_teachers,
+    taught_rows,
 )
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.scorer import TOP
@@ -41,7 +38,7 @@ from prefrl.types import LossOutput, SampledBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch import Tensor, device, nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from prefrl.data.images import ProcessingClass
@@ -72,7 +69,7 @@ class TaughtBatch(SampledBatch):
         return TopLogprobs(self.teacher_ids, self.teacher_logprobs, beta, self.teacher_other_logprobs)
 
 
-class DistillationObjective:
+class DistillationObjective(PlainObjective[SampledBatch, TaughtBatch]):
     """The sum of the divergences from the teacher over tokens."""
 
     want: tuple[WantName, ...] = ("entropy",)
@@ -88,18 +85,6 @@ class DistillationObjective:
         reduction: Reduction = "token" if constant is None else "constant"
         return row_items(batch.trainable, batch.row_index, batch.num_rows, reduction=reduction, constant=constant)
 
-    def has_gradient(self, batch: SampledBatch) -> list[bool]:
-        """Every row has one."""
-        return [True] * batch.num_rows
-
-    def prepared(self, batch: SampledBatch, *, num_items: float) -> SampledBatch:
-        """The batch unchanged: no row depends on others."""
-        return batch
-
-    def metrics_without_pass(self, batch: SampledBatch) -> dict[str, Metric]:
-        """Empty, because every row has a gradient."""
-        return {}
-
     def ready(
         self,
         batch: SampledBatch,
@@ -108,17 +93,13 @@ class DistillationObjective:
         is_first: bool,
     ) -> TaughtBatch:
         """See `Objective`."""
-        if isinstance(batch, TaughtBatch):  # what the teacher finds likely is in the dataset
+        if isinstance(batch, TaughtBatch):  # with what is stored
             return batch
         seen = as_the_teacher_sees(batch)
         if self.args.has_teacher_server:
             scores = score(seen, TOP)
             return TaughtBatch.of(batch, teacher_ids=scores.top_ids, teacher_logprobs=scores.top_logprobs)
         return TaughtBatch.of(batch, ref_hidden=score(seen, {"ref_hidden"}).ref_hidden)
-
-    def visited(self, batch: TaughtBatch, logprobs: Tensor) -> TaughtBatch:
-        """The batch unchanged: the loss compares with the teacher and with the sampler."""
-        return batch
 
     def __call__(self, batch: TaughtBatch, scores: TokenScores) -> LossOutput:
         """The sum over a micro-batch."""
@@ -131,15 +112,10 @@ class DistillationObjective:
         metrics: dict[str, Metric] = {"divergence": divergence, "entropy": entropy}
         return LossOutput(losses.where(batch.trainable, 0.0).sum(), metrics)
 
-    def end_step(self, device: device) -> None:
-        """Nothing to do: no weights adapt."""
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Empty: no weights adapt."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Nothing to do: no weights adapt."""
+def with_stored(batch: SampledBatch, rollouts: Sequence[Rollout]) -> TaughtBatch:
+    """The rows of some rollouts with what their dataset rows say that the teacher finds likely."""
+    return TaughtBatch.of(batch, **top_of([(rollout.row, len(rollout.sampled_ids)) for rollout in rollouts]))
 
 
 class DistillationLearner:
@@ -148,18 +124,21 @@ class DistillationLearner:
     Args:
         args: Options.
         rewards: Not used: they are only logged.
-        by_column: Whether rows have teachers of their own.
-        has_prompts: Whether the teacher sees other prompts.
+        with_rows: Adds what dataset rows say of their teachers to the batch of their rollouts.
     """
 
     needs: frozenset[ScoreNeed] = frozenset()
 
     def __init__(
-        self, args: DistillationConfig, rewards: RewardRunner, *, by_column: bool = False, has_prompts: bool = False
+        self,
+        args: DistillationConfig,
+        rewards: RewardRunner,
+        *,
+        with_rows: Callable[[SampledBatch, Sequence[Rollout]], SampledBatch],
     ) -> None:
         self.args = args
-        self._assigned = partial(assigned, by_column=by_column, has_prompts=has_prompts)
         self.objective = DistillationObjective(args)
+        self._with_rows = with_rows
 
     def advantages(
         self,
@@ -173,11 +152,7 @@ class DistillationLearner:
     ) -> Learned[SampledBatch]:
         """See `Learner`; all advantages are 0."""
         parts = rows_of_parts(rollouts, self.args, num_parts=num_parts)
-        if rollouts and IDS in rollouts[0].row:
-            batch = TaughtBatch.of(batch, **top_of([(rollout.row, len(rollout.sampled_ids)) for rollout in rollouts]))
-        else:
-            batch = self._assigned(batch, rollouts)
-        return Learned(batch, [list(part) for part in parts], [0.0] * len(rollouts))
+        return Learned(self._with_rows(batch, rollouts), [list(part) for part in parts], [0.0] * len(rollouts))
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: nothing is carried from batch to batch."""
@@ -215,7 +190,6 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     algorithm = "distillation"
     config_class = DistillationConfig
     args: DistillationConfig
-    learner_class: Callable[[Any, RewardRunner], Learner[Any, Any]] = DistillationLearner
 
     def __init__(
         self,
@@ -236,10 +210,12 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
     def _set_up_reference(self) -> None:
         """The teacher: a reference that is no copy of the policy, or sees other prompts; none if it is stored."""
         if self._is_stored:
+            self.learner_class = partial(DistillationLearner, with_rows=with_stored)
             return
         teacher, args = self._teacher, self.args
         by_column, has_prompts = isinstance(teacher, Mapping), args.teacher_prompt is not None
-        self.learner_class = partial(DistillationLearner, by_column=by_column, has_prompts=has_prompts)
+        with_rows = partial(assigned, by_column=by_column, has_prompts=has_prompts)
+        self.learner_class = partial(DistillationLearner, with_rows=with_rows)
         if args.has_teacher_server:
             self.scorer.teacher_servers = served_teacher(self)
             self.scorer.needed(self._idle_batch(), TOP, rows_per_pass=1)  # servers that refuse do so now
@@ -258,29 +234,23 @@ class DistillationTrainer(OnlineTrainer[TaughtBatch]):
         check_context(self, self.ref_model or self.policy, has_prompts=has_prompts)
 
     def prepare_dataset(self, dataset: Dataset, processing_class: ProcessingClass, *, training: bool) -> Dataset:
-        """See `OnlineTrainer`; also tokenizes completions that are given."""
-        stored: Dataset | None = None
-        if self._is_stored:  # for evaluations, too: no teacher can be asked about other completions
-            dataset, stored = without_columns(dataset, "train_dataset" if training else "eval_dataset")
-        if stored is not None or (training and self.args.on_policy_fraction < 1):
-            if isinstance(dataset, datasets.IterableDataset) or self.episodes.exist:
-                raise ConfigError(
-                    f"on_policy_fraction={self.args.on_policy_fraction} with an IterableDataset, tools or an "
-                    "environment: completions are taken from the rows of a Dataset. Set on_policy_fraction=1."
-                )
-            dataset = with_given_ids(
-                dataset,
-                processing_class,
-                chat_template_kwargs=cast("dict[str, Any] | None", self.args.chat_template_kwargs),
-                num_proc=self.args.dataset_num_proc,
+        """See `OnlineTrainer` and `taught_rows`."""
+        takes = self._is_stored or (training and self.args.on_policy_fraction < 1)
+        if takes and (isinstance(dataset, datasets.IterableDataset) or self.episodes.exist):
+            raise ConfigError(
+                f"on_policy_fraction={self.args.on_policy_fraction} with an IterableDataset, tools or an "
+                "environment: completions are taken from the rows of a Dataset. Set on_policy_fraction=1."
             )
-        dataset = super().prepare_dataset(dataset, processing_class, training=training)
-        if stored is not None:
-            return with_columns(dataset, stored, tokenizer_of(processing_class), self._num_embeddings, self.args)
-        if isinstance(self._teacher, Mapping):
-            dataset = with_teachers(dataset, list(self._teacher))
-        prompt = self.args.teacher_prompt
-        return dataset if prompt is None else with_teacher_prompts(dataset, prompt, processing_class, self.args)
+        return taught_rows(
+            dataset,
+            processing_class,
+            self.args,
+            partial(super().prepare_dataset, processing_class=processing_class, training=training),
+            names=list(self._teacher) if isinstance(self._teacher, Mapping) else None,
+            num_tokens=self._num_embeddings,
+            training=training,
+            has_stored=self._is_stored,
+        )
 
     def _sampler(self) -> RolloutSampler:
         """See `OnlineTrainer`."""

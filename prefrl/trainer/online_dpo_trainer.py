@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from prefrl import distributed
 from prefrl.losses.per_token import TokenScores, WantName
 from prefrl.losses.preference.pairwise import PAIR_LOSSES
-from prefrl.metrics import Metric
 from prefrl.rewards.base import RewardSources
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import rows_of_parts
@@ -22,14 +21,14 @@ from prefrl.rollout.reward_shaping import RunningMoments, shaped
 from prefrl.trainer.arguments import check_arguments, named
 from prefrl.trainer.configs import OnlineDPOConfig
 from prefrl.trainer.offline.preference import RowScores, half_pairs, make_pairs, preference_metrics
-from prefrl.trainer.online.learner import Learned
+from prefrl.trainer.online.learner import Learned, PlainObjective
 from prefrl.trainer.online.sampling import OnlineArguments
 from prefrl.trainer.online.trainer import OnlineTrainer
 from prefrl.trainer.scorer import ScoreNeed, Scores
 from prefrl.types import LabeledBatch, LossOutput, ReferencedBatch, Rollout, SampledBatch
 
 
-class PairObjective:
+class PairObjective(PlainObjective[LabeledBatch, ReferencedBatch]):
     """The pairwise loss, summed over pairs."""
 
     want: tuple[WantName, ...] = ("entropy", "correct", "mean_logit")
@@ -44,18 +43,6 @@ class PairObjective:
         """Pairs."""
         return half_pairs(batch)
 
-    def has_gradient(self, batch: LabeledBatch) -> list[bool]:
-        """Every pair has one."""
-        return [True] * batch.num_rows
-
-    def prepared(self, batch: LabeledBatch, *, num_items: float) -> LabeledBatch:
-        """The batch unchanged: no pair depends on others."""
-        return batch
-
-    def metrics_without_pass(self, batch: LabeledBatch) -> dict[str, Metric]:
-        """Empty, because every pair has a gradient."""
-        return {}
-
     def ready(
         self,
         batch: LabeledBatch,
@@ -66,26 +53,12 @@ class PairObjective:
         """See `Objective`. The loss compares with the reference, not with the policy that sampled."""
         return ReferencedBatch.of(batch, ref_logprobs=score(batch, {"ref_logprobs"}).ref_logprobs)
 
-    def visited(self, batch: ReferencedBatch, logprobs: Tensor) -> ReferencedBatch:
-        """The batch unchanged: the loss does not compare with the policy that sampled."""
-        return batch
-
     def __call__(self, batch: ReferencedBatch, scores: TokenScores) -> LossOutput:
         """The sum over a micro-batch of whole pairs."""
         policy, reference = RowScores.of(scores.logprobs, batch), RowScores.of(batch.ref_logprobs, batch)
         total = self.loss.function(make_pairs(policy, reference), self.params).sum()
         rewards = self.params.beta * (policy.logps - reference.logps).detach()
         return LossOutput(total, preference_metrics(batch, scores, logps=policy.logps, rewards=rewards))
-
-    def end_step(self, device: torch.device) -> None:
-        """Nothing to do: no weights adapt."""
-
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Empty: no weights adapt."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Nothing to do: no weights adapt."""
 
 
 class PairLearner:

@@ -183,12 +183,18 @@ def test_example_configs_say_how_they_are_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WITHOUT_SERVER, ids=name)
-def test_example_configs_train(path: Path, workspace: Path, model_folder: Path) -> None:
+def test_example_configs_train(
+    path: Path, workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # for agents
+    write_jsonl(workspace / "functions.jsonl", module(ROOT / "examples/grpo_coding_agent.py").rows())
     write_jsonl(workspace / "questions.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     write_jsonl(workspace / "chats.jsonl", [{"messages": chat}] * 8)
     (workspace / "examples").symlink_to(ROOT / "examples")
     options = ["--model_name_or_path", str(model_folder), "--use_cpu", "--max_steps", "1", "--output_dir", "out"]
+    if path.stem.startswith("grpo"):
+        options += ["--num_generations", "2", "--per_device_train_batch_size", "2"]
     assert main([path.stem.partition("_")[0], "--config", str(path), *options]) == 0
 
 
@@ -201,8 +207,15 @@ def test_example_scripts_train(script: str, data: str, workspace: Path, model_fo
     assert (workspace / "out/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("script", ["grpo_calculator.py", "grpo_guessing_game.py"])
-@pytest.mark.parametrize("is_tiny", [True, False])
+@pytest.mark.parametrize(
+    ("script", "is_tiny"),
+    [
+        ("grpo_calculator.py", True),
+        ("grpo_calculator.py", False),
+        ("grpo_guessing_game.py", True),
+        ("grpo_guessing_game.py", False),
+    ],
+)
 def test_examples_of_episodes_train(
     script: str, is_tiny: bool, workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +223,11 @@ def test_examples_of_episodes_train(
     model = None if is_tiny else str(model_folder)
     rewards = module(ROOT / "examples" / script).main(model, "out", max_steps=1)
     assert len(rewards) == 1
+
+
+def test_the_example_of_a_coding_agent_trains(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    assert len(module(ROOT / "examples/grpo_coding_agent.py").main(None, "out", max_steps=2, num_generations=2)) == 2
 
 
 def test_the_example_with_images_trains(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +274,7 @@ def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
 def test_the_distillation_tutorial_trains(folder: Path) -> None:
     module(ROOT / "examples/first_layers.py").main("smollm2", "1", "small")
     runpy.run_path("make_questions.py")
-    assert main(["distillation", "smollm2.yaml", *STEP]) == 0
+    assert main(["distillation", "smollm2.yaml", *STEP, "--dataset_train_split", "train[:16]"]) == 0
     assert json.loads(Path("runs/small/config.json").read_text(encoding="utf-8"))["num_hidden_layers"] == 1
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from pyarrow import parquet
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from prefrl.errors import ConfigError, DataError
@@ -196,6 +197,31 @@ def test_a_teacher_is_counted_and_needs_the_same_vocabulary(workspace: Path, mod
     subject = Subject(algorithm, *options_of(algorithm, read(algorithm, argv)))
     with pytest.raises(ConfigError, match=r"^teacher_model_name_or_path='.*other' has a vocabulary of 7 tokens"):
         footprint_of(subject, batch)
+
+
+def test_rows_of_a_teacher_are_checked_as_in_a_training(workspace: Path, model_folder: Path) -> None:
+    write_jsonl(workspace / "rows.jsonl", [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(16)])
+    assert main(["teacher", str(model_folder), "rows.jsonl", "--output", "rows.parquet", "--top_k", "4"]) == 0
+    parquet.write_table(parquet.read_table("rows.parquet").drop_columns(["teacher_fingerprint"]), "less.parquet")
+    of_file = {"dataset_name": "rows.parquet", "on_policy_fraction": "0", "max_completion_length": "8"}
+    by_column = {"dataset_name": "named.jsonl", "teacher_model_name_or_path": json.dumps({"math": str(model_folder)})}
+    write_jsonl(workspace / "named.jsonl", [{"prompt": f"{i}+1=", "teacher": "maths"} for i in range(16)])
+    for options, message in (
+        ({}, None),
+        ({"temperature": "0.5"}, "row 0: the teacher's log-probs are at temperature 1.0, and temperature=0.5."),
+        ({"dataset_name": "less.parquet"}, "train_dataset has no columns teacher_fingerprint: its columns are"),
+        (
+            {"eval_datasets": '[{"path": "rows.jsonl"}]', "eval_strategy": "epoch"},
+            "eval_dataset has no columns teacher_ids, teacher_logprobs, teacher_ot",
+        ),
+        ({"teacher_model_name_or_path": str(model_folder)}, "both say what the teacher's distributions are"),
+        ({**by_column, "on_policy_fraction": "1"}, "16 of 16 rows cannot be used: row 0: column 'teacher' is 'maths'"),
+    ):
+        words = [word for name, value in {**of_file, **options}.items() for word in (f"--{name}", value)]
+        found, _ = checked("distillation", model_folder, *words)
+        problems = [text for entries in found.values() for level, text in entries if level == "problem"]
+        assert len(problems) == (message is not None), problems
+        assert message is None or message in problems[0]
 
 
 SFT = ["sft", "--dataset_name", "texts.jsonl"]

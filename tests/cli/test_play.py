@@ -16,6 +16,8 @@ from tests.cli.conftest import write_jsonl
 from tests.contract.cases import ONLINE
 
 CODE = '''\
+import httpx
+
 from prefrl import Environment, Observation
 
 
@@ -74,6 +76,25 @@ def search(query: str) -> str:
 
 def length(completions, environments, **columns):
     return [float(len(messages)) for messages in completions]
+
+
+def _post(client, messages, **more):
+    url, key = f"{client.base_url}/chat/completions", {"authorization": f"Bearer {client.api_key}"}
+    answer = httpx.post(url, headers=key, json={"model": "policy", "messages": messages, **more}, timeout=None)
+    return answer.json()["choices"][0]["message"]
+
+
+def solve(row, client):
+    """Asks twice, the second time with a tool, and then for something else."""
+    messages = [{"role": "system", "content": "Be [brief]."}, {"role": "user", "content": row["question"]}]
+    messages += [_post(client, messages), {"role": "user", "content": "And now?"}]
+    client.reward(-0.5)
+    tool = {"name": "look", "parameters": {"type": "object", "properties": {"where": {"type": "string"}}}}
+    _post(client, messages, tools=[{"type": "function", "function": tool}])
+    client.reward(0.25)
+    _post(client, [messages[0], {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "Sum up."}])
+    client.reward(1)
+    return {"solved": 2.0}
 '''
 
 
@@ -147,6 +168,60 @@ def test_calls_by_hand_are_run_and_what_is_wrong_with_them_is_told(
         "get_reward: time -0.25",
         "reward 1.45",
     ]
+
+
+AGENT = ["--agent", "my_env.py:solve", "--dataset_name", "questions.jsonl"]
+
+
+@pytest.mark.usefixtures("env_file")
+def test_an_agent_by_hand_shows_its_requests_and_rewards_as_they_come(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(workspace / "questions.jsonl", [{"question": "What?"}])
+    lines = played(["nothing", 'look("up")', "done"], *AGENT, monkeypatch=monkeypatch, capsys=capsys)
+    assert lines == [
+        "system> Be [brief].",
+        "user> What?",
+        "assistant> nothing",
+        "turn 1: reward -0.5",
+        "solve: the model can call look(where: string = ...)",
+        "user> And now?",
+        "assistant>",
+        'calls look(where="up")',
+        "turn 2: reward +0.25",
+        "solve: the model can call nothing",
+        "another request, of which the first 1 messages were seen before",
+        "assistant> earlier",
+        "user> Sum up.",
+        "assistant> done",
+        "turn 3: reward +1",
+        "ended after 3 turns: stop (the agent came to its end)",
+        "1 calls, of which 0 failed",
+        "rewards of the turns: -0.5, 0.25, 1",
+        "returned: solved 2",
+        "reward 2.75",
+    ]
+
+
+@pytest.mark.usefixtures("env_file")
+def test_an_agent_with_a_model_shows_what_is_sampled(
+    workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(workspace / "questions.jsonl", [{"question": "What?"}])
+    words = ["--model", str(model_folder), "--max_completion_length", "100", "--use_cpu"]
+    lines = played([], *AGENT, *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert [line for line in lines if line.startswith(("system>", "user>", "turn ", "another "))] == [
+        "system> Be [brief].",
+        "user> What?",
+        "turn 1: reward -0.5",
+        "user> And now?",
+        "turn 2: reward +0.25",
+        "another request, of which the first 1 messages were seen before",
+        "user> Sum up.",
+        "turn 3: reward +1",
+    ]
+    assert sum(line.endswith("tokens of context") for line in lines) == 3
+    assert sum("tokens sampled" in line for line in lines) == 3
 
 
 @pytest.mark.usefixtures("env_file")

@@ -19,7 +19,15 @@ from prefrl.scripts.main import main
 from prefrl.scripts.teacher import TeacherArguments
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
-from tests.contract.cases import dataset_of, make_trainer, relative_difference, stopping_model, update_of
+from tests.contract.cases import (
+    assert_same_weights,
+    dataset_of,
+    make_trainer,
+    relative_difference,
+    stopping_model,
+    update_of,
+    whole_and_resumed,
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +107,19 @@ def test_evaluations_and_found_batch_sizes_use_the_columns(of_teacher: Path, tmp
         make_trainer("distillation", tmp_path / "c", eval_dataset=plain, **options)
 
 
+def test_a_resumed_run_has_the_columns_of_what_it_learns_from_again(of_teacher: Path, tmp_path: Path) -> None:
+    options = {**given(of_teacher), "max_steps": 3, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    options |= {"train_dataset": stored(of_teacher, tmp_path / "rows.parquet", 7), "teacher_model": None}
+    assert_same_weights(*whole_and_resumed("distillation", tmp_path / "run", 1, **options))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"teacher_model": stopping_model()}, "teacher_model=Qwen2ForCausalLM and a train_dataset with a column teacher_"),
     (
         {"teacher_model": "some/model"},
         "teacher_model='some/model' and a train_dataset with a column teacher_ids: both",
     ),
-    ({"teacher_model_name_or_path": "m"}, "teacher_model='m' and a train_dataset with a column teacher_ids: both say"),
+    ({"teacher_model_name_or_path": "m"}, "teacher_model_name_or_path='m' and a train_dataset with a column teacher"),
     ({"teacher_model_init_kwargs": {"revision": "a"}}, "teacher_model_init_kwargs={'revision': 'a'} and a train_data"),
     ({"on_policy_fraction": 0.5}, "on_policy_fraction=0.5 and a train_dataset with a column teacher_ids: they are of"),
     (

@@ -14,6 +14,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from prefrl import ConfigError, DataError, DistillationConfig, DistillationTrainer
+from prefrl.losses.top_logprobs import TopLogprobs
+from prefrl.trainer import distillation_trainer
+from prefrl.types import TokenBatch
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract import episodes
 from tests.contract.cases import (
@@ -125,10 +128,26 @@ def log_probs(model: PreTrainedModel, prompt: str, answer: list[int]) -> Tensor:
     return logits[-len(answer) - 1 : -1].log_softmax(1)
 
 
-@pytest.mark.parametrize("weights", ["given", "frozen", "live"])
-def test_a_teacher_sees_its_own_prompt(weights: str, tmp_path: Path) -> None:
-    rows, student = dataset_of("sft", 8), stopping_model().double()
-    teacher = tiny_model(seed=9, hidden_size=24).double() if weights == "given" else stopping_model().double()
+class Served:
+    """Servers of a model that return the log-probs of all tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def top_logprobs(self, batch: TokenBatch) -> TopLogprobs:
+        with torch.no_grad():
+            texts = [self.model(text[None]).logits[0].log_softmax(1) for text in batch.texts]
+        parts = [found[-length - 1 : -1] for found, length in zip(texts, batch.response_lengths, strict=True)]
+        top = torch.cat(parts).topk(128)
+        return TopLogprobs(top.indices, top.values)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("weights", ["given", "served", "frozen", "live"])
+def test_a_teacher_sees_its_own_prompt(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, student, is_other = dataset_of("sft", 8), stopping_model().double(), weights in ("given", "served")
+    teacher = tiny_model(seed=9, hidden_size=24).double() if is_other else stopping_model().double()
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row in rows:
         answer = answer_of(row)
@@ -136,8 +155,11 @@ def test_a_teacher_sees_its_own_prompt(weights: str, tmp_path: Path) -> None:
         total, count = total + (own.exp() * (own - other)).sum(), count + len(answer)
     (total / count).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in student.parameters()])
-    options: dict[str, Any] = {"teacher_model": teacher} if weights == "given" else {"teacher_model": None}
-    if weights != "given":
+    options: dict[str, Any] = {"teacher_model": teacher if weights == "given" else None}
+    if weights == "served":
+        monkeypatch.setattr(distillation_trainer, "served_teacher", lambda trainer: Served(teacher))
+        options["teacher_server_base_url"] = ["http://host:1"]
+    elif weights != "given":
         options["teacher_weights"] = weights
     options |= {"teacher_prompt": hint, "train_dataset": rows, "num_generations": 1, "on_policy_fraction": 0.0}
     trainer = make_trainer("distillation", tmp_path, model=stopping_model().double(), learning_rate=1.0, **options)
@@ -242,7 +264,7 @@ def test_rows_without_their_teacher_are_refused(options: dict[str, Any], message
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"teacher_model": None},
-        "teacher_model=None: there is nothing to learn from, unless the student teaches itself with teacher_prompt.",
+        "teacher_model=None: there is nothing to learn from. Give a model with the student's vocabulary, set ",
     ),
     ({"teacher_model_name_or_path": "m"}, "teacher_model_name_or_path='m' and the argument teacher_model: both name"),
     ({"teacher_model_init_kwargs": {"revision": "a"}}, "has no effect because teacher_model is an instance. Leave it"),

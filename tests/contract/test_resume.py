@@ -70,6 +70,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("online_dpo", {"num_iterations": 2}),
     ("distillation", {"later_tokens": True, "steps_per_generation": 2, "num_iterations": 2}),
     ("distillation", {**OWN_TEACHER, "teacher_weights_kwargs": {"update_rate": 0.5, "sync_steps": 2}}),
+    ("distillation", {**OWN_TEACHER, "teacher_weights": "live", "max_completion_length": 6}),
 ]
 
 

@@ -47,6 +47,7 @@ ADAM = {
     "weight_decay": 0.1,
     "max_grad_norm": 0.5,
 }
+ITSELF = {"teacher_model": None, "teacher_prompt": "hint"}
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 # Weights that are gathered for each token and layer: few tokens, and one evaluation.
@@ -240,6 +241,14 @@ CASES: dict[str, Case] = {
     # Teachers of another width, which are partitioned like references.
     "distillation": Case(
         "distillation", {**REUSE, **EVAL_AT_END, "later_tokens": True, "num_generations": 2}, model=TIED, eval_rows=3
+    ),
+    # Each rank may have rows of one teacher alone.
+    "distillation_several": Case(
+        "distillation", {"several": True, "teacher_prompt": "hint", "max_completion_length": 6}, model=TIED
+    ),
+    # The teacher's logits come from the policy's head, in the middle of its own pass.
+    "distillation_live": Case(
+        "distillation", {**ITSELF, "teacher_weights": "live", "max_completion_length": 6, **EVAL_AT_END}, eval_rows=3
     ),
     "distillation_lora_by_name": Case("distillation", {"beta": 0.5, **BUDGET}, lora=ATTENTION, by_name=True),
     # Critics.

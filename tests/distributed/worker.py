@@ -58,7 +58,7 @@ def make(name: str, case: Case, folder: Path, **options: Any) -> BaseTrainer:
     leave_training()
     arguments["model"] = model_of(case.algorithm, **case.model)
     if case.algorithm == "distillation" or "teacher_kl_coef" in case.options:  # made before a config partitions models
-        arguments["teacher_model"] = tiny_model(seed=9, hidden_size=24)
+        arguments.setdefault("teacher_model", tiny_model(seed=9, hidden_size=24))
     if case.by_name:
         path = str(folder / "models" / name)
         save_once(path, arguments["model"])

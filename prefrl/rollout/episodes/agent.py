@@ -13,8 +13,9 @@ from prefrl.data.formats import Message, read_messages
 from prefrl.errors import EpisodeError, reason_of
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, Seat
 from prefrl.rollout.episodes.play import EnvironmentFailure, EpisodeLimits, Played, Task, columns_of
+from prefrl.rollout.gateway.policy import Policy, Shared
 from prefrl.rollout.gateway.server import Gateway
-from prefrl.rollout.gateway.session import Policy, Session, Shared
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Episode, StopReason
 
 
@@ -50,6 +51,7 @@ class AgentPlayer:
         self.seat = seat
         self._limits = limits
         self._agents = agents
+        self.session: Session | None = None  # once it is played
         self.played = Played()
 
     async def play(self) -> Episode:
@@ -73,7 +75,7 @@ class AgentPlayer:
             tool_parser=self._limits.tool_parser,
             shared=self._agents.shared,
         )
-        session = Session(policy, self._task.seed)
+        session = self.session = Session(policy, self._task.seed)
         await self._agents.gateway.start()
         try:
             ended = await self._run(session)

@@ -19,7 +19,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.names import check_known
 
 if TYPE_CHECKING:
-    from prefrl.rollout.gateway.client import Client
+    from prefrl.rollout.gateway.formats import Client
     from prefrl.sandbox import Isolation
     from prefrl.sandbox.commands import Finished, Workplace
 
@@ -138,6 +138,8 @@ class CommandAgent:
         tests: Command, or several by name, that are run in a sandbox of their own on what the agent has made of the
             folder. The reward is 1 if the exit code is 0, and 0 otherwise or after `wall_s` seconds.
         test_files: Column with files that are written to the folder before `tests`, over those of the agent.
+        solution: Patterns of the files that the agent hands in, such as `src/*.py`. Tests see these as it left them,
+            and all others as they were in `files`. Without patterns, they see its whole folder.
         isolation: See `prefrl.sandbox.LocalSandbox`.
         limits: Changes to what a command may use in a sandbox, which is `LIMITS`; see `SandboxLimits`. The time of the
             agent itself is that of the trainer's option `episode_timeout`.
@@ -151,6 +153,7 @@ class CommandAgent:
     files: str | None = None
     tests: str | Mapping[str, str] | None = None
     test_files: str | None = None
+    solution: Sequence[str] = ()
     isolation: Isolation | None = None
     limits: Mapping[str, float] | None = None
     folders: Sequence[str] = ()
@@ -160,9 +163,12 @@ class CommandAgent:
     def __post_init__(self) -> None:
         if not isinstance(self.command, str):
             raise ConfigError(f"command={self.command!r}: must be a program and its arguments, as a text")
+        if isinstance(self.solution, str):
+            raise ConfigError(f"solution={self.solution!r}: must be a list of patterns. Write [{self.solution!r}]")
         tests = {"tests": self.tests} if isinstance(self.tests, str) else dict(self.tests or {})
-        if self.test_files is not None and not tests:
-            raise ConfigError(f"test_files={self.test_files!r} has no effect without tests. Set tests")
+        for name in ("test_files", "solution"):
+            if getattr(self, name) and not tests:
+                raise ConfigError(f"{name}={getattr(self, name)!r} has no effect without tests. Set tests")
         object.__setattr__(self, "_template", Template(self.command, "command", finds_files=self.is_in_sandbox))
         object.__setattr__(self, "_tests", {name: Template(text, "tests") for name, text in tests.items()})
 
@@ -230,7 +236,7 @@ class CommandAgent:
         return _checked(finished).output.decode(errors="replace")
 
     async def _in_sandbox(self, row: Mapping[str, Any], client: Client) -> str | float | dict[str, float]:
-        from prefrl.sandbox.commands import archive_of
+        from prefrl.sandbox.commands import archive_of, chosen
 
         address = urlsplit(client.root)
         server = (str(address.hostname), int(address.port or 80))
@@ -240,7 +246,8 @@ class CommandAgent:
         finished = _checked(await self._workplace.run(words, inside.environment, archives, server=server))
         if not self._tests:
             return finished.output.decode(errors="replace")
-        archives = [finished.files] + ([] if self.test_files is None else [archive_of(row[self.test_files])])
+        archives = [*archives, chosen(finished.files, self.solution)] if self.solution else [finished.files]
+        archives += [] if self.test_files is None else [archive_of(row[self.test_files])]
         rewards = {name: await self._passes(one.filled(row), archives) for name, one in self._tests.items()}
         return rewards["tests"] if isinstance(self.tests, str) else rewards
 

@@ -15,104 +15,21 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from prefrl.data.chat import ChatTemplate, common_prefix_length
 from prefrl.data.formats import Message
 from prefrl.data.next_turn import Answer, first_context, next_context, said_text
-from prefrl.data.tool_calls import ToolCallReader, ToolParser, tool_call_reader
+from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import ConfigError, DataError, EpisodeError
-from prefrl.generation.base import SamplingParams
-from prefrl.options.types import ReasoningInHistory
 from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, Reply, RequestError
+from prefrl.rollout.gateway.policy import Policy
 from prefrl.rollout.turns import call_id, read_turn
 from prefrl.types import Completion, StopReason, Turn
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What the sessions of a run have in common, so that it is found or said once."""
-
-    readers: dict[str, ToolCallReader] = field(default_factory=dict)  # by template and tools
-    told: set[str] = field(default_factory=set)  # names of sampling options of clients that are not followed
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What answers the requests of sessions.
-
-    Args:
-        template: The model's chat template; requests bring their own tools.
-        sample: Samples a completion of at most so many tokens: ids, tokens, seed.
-        max_tokens: Of a conversation beyond its first request.
-        context_limit: Tokens of a request and its answer; None: no limit.
-        max_turns: Of a session; None: no limit.
-        reasoning: What later turns see of the thinking in earlier ones.
-        sampling: How completions are sampled, whatever clients ask for; None: unknown.
-        tool_parser: See `tool_call_reader`.
-        shared: With other sessions.
-    """
-
-    template: ChatTemplate
-    sample: Callable[[Sequence[int], int, int], Awaitable[Completion]]
-    max_tokens: int
-    context_limit: int | None
-    max_turns: int | None = None
-    reasoning: ReasoningInHistory = "template"
-    sampling: SamplingParams | None = None
-    tool_parser: ToolParser | None = None
-    shared: Shared = field(default_factory=Shared)
-
-    def reader(self, asked: Asked) -> ToolCallReader | None:
-        """Reads the calls of a request's tools; None: it has none.
-
-        Raises:
-            ConfigError: The chat template renders no calls, or no format fits.
-        """
-        if not asked.tools:
-            return None
-        readers, template = self.shared.readers, self.template
-        key = _digest([template.name, str(template.kwargs), asked.tools])
-        if key not in readers:
-            schemas = {tool["function"]["name"]: tool for tool in asked.tools}
-            own = replace(template, tools=asked.tools)
-            readers[key] = tool_call_reader(own, schemas, tool_parser=self.tool_parser)
-        return readers[key]
-
-    def overrule(self, asked: Mapping[str, Any]) -> None:
-        """Warn, once for each name in a run, of options of a request that ask for another distribution."""
-        own = {} if self.sampling is None else _sampling_options(self.sampling)
-        for name, value in asked.items():
-            same = own.get(name, ())
-            if name in self.shared.told or value in same:
-                continue
-            self.shared.told.add(name)
-            logger.warning(
-                "an agent asks for %s=%.200r, which is ignored: answers are sampled as the options of the run say%s, "
-                "since the loss is about what they are sampled from. This is said once for %s.",
-                name,
-                value,
-                f" ({name}={same[0]!r})" if same else "",
-                name,
-            )
-
-
-def _sampling_options(sampling: SamplingParams) -> dict[str, tuple[Any, ...]]:
-    """The options of requests, each with the values that mean how completions are sampled."""
-    return {
-        "temperature": (sampling.temperature,),
-        "top_p": (sampling.top_p,),
-        "top_k": (sampling.top_k,) if sampling.top_k else (None, 0, -1),
-        "min_p": (sampling.min_p,) if sampling.min_p else (None, 0),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "logit_bias": ({},),
-        "tool_choice": ("auto",),
-    }
 
 
 @dataclass(frozen=True)
@@ -128,6 +45,25 @@ class _Node:
     tools: str  # of the request
     root: int  # messages of the conversation's first request
     start: int  # tokens of the conversation's first request
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A conversation up to an answer that no other conversation has.
+
+    Args:
+        prompt: The messages before its first answer.
+        completion: The messages from there on.
+        tools: Of the last request, as JSON.
+        numbers: Of its turns among those of the session, in the order in which these ended.
+        completions: That were sampled in these turns.
+    """
+
+    prompt: list[Message]
+    completion: list[Message]
+    tools: str
+    numbers: list[int]
+    completions: list[Completion]
 
 
 @dataclass(frozen=True)
@@ -155,6 +91,7 @@ class Session:
         self._seed = seed
         self.turns: list[Turn] = []  # in the order in which they ended; `close` rearranges them
         self.num_calls = self.num_failed_calls = 0
+        self.asked: Asked | None = None  # the last request for which a turn is sampled, or was
         self.num_dropped = 0  # tokens that were sampled behind a stop string
         self.is_over = False
         # The limit at which the last request was refused, and what it was told; None: it was answered.
@@ -187,6 +124,25 @@ class Session:
         for num_ended, reward in tuple(self._credits):
             rewards[max(i for i, node in enumerate(self._nodes) if node.number < num_ended)] += reward
         return rewards
+
+    def leaves(self) -> list[Leaf]:
+        """The conversations that no other goes on from, in the order in which they ended."""
+        by_number = {node.number: node for node in self._nodes}
+        before: dict[int, _Node] = {}  # by number of a turn: the turn behind which its whole conversation stands
+        for node in self._nodes:
+            parent = by_number.get(node.parent)
+            if parent is not None and node.seen[: len(parent.seen)] == parent.seen:
+                before[node.number] = parent
+        gone_on = {node.number for node in before.values()}
+        found = []
+        for last in sorted(by_number.keys() - gone_on):
+            numbers, node = [last], by_number[last]
+            while numbers[0] in before:
+                numbers.insert(0, before[numbers[0]].number)
+            completions = [by_number[number].answers[-1].turn.completion for number in numbers]
+            first = [message["role"] for message in node.seen].index("assistant", node.root)
+            found.append(Leaf(node.seen[:first], node.seen[first:], node.tools, numbers, completions))
+        return found
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -230,7 +186,7 @@ class Session:
         Raises:
             RequestError: It cannot be answered.
         """
-        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop])
+        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop, asked.sampling])
         work = self._earlier(key, is_retry)
         if work is None:
             work = self._last[key] = asyncio.ensure_future(self._answer(asked, after=len(self.turns)))
@@ -245,6 +201,14 @@ class Session:
             raise
         self._heard.add(work)
         return reply
+
+    def num_tokens(self, asked: Asked) -> int:
+        """How many ids would be sent for a request.
+
+        Raises:
+            RequestError: It cannot be answered.
+        """
+        return len(self._read(asked)[1])
 
     async def close(self) -> None:
         """End the session: requests that are not answered yet never are.
@@ -280,20 +244,17 @@ class Session:
             raise _over()
         policy = self._policy
         self._check(asked)
-        policy.overrule(asked.sampling)
-        try:
-            request = self._request(asked)
-            token_ids = self._context(request)
-        except (ConfigError, DataError) as error:
-            raise RequestError(str(error)) from error
+        sample = policy.sampler(asked)
+        request, token_ids = self._read(asked)
         start = len(token_ids) if request.parent is None else request.parent.start
         room = self._room(start, token_ids)
         self.refusal = None
         number = sum(ids == token_ids for ids in self._sent)
         self._sent.append(token_ids)
+        self.asked = asked
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
         seed = self._seed(token_ids, number)
-        completion = await policy.sample(token_ids, limit, seed)
+        completion = await sample(token_ids, limit, seed)
         return self._note(request, Turn(token_ids, completion), start, after=after, seed=seed)
 
     def _check(self, asked: Asked) -> None:
@@ -308,6 +269,18 @@ class Session:
         if limit is not None and len(self._sent) >= limit:
             # No status that clients take for a reason to try again.
             raise self._refused("max_turns", RequestError(f"this episode may have at most {limit} turns (max_turns)"))
+
+    def _read(self, asked: Asked) -> tuple[_Request, list[int]]:
+        """What a request goes on from, and the ids to send for it.
+
+        Raises:
+            RequestError: The chat template cannot show it.
+        """
+        try:
+            request = self._request(asked)
+            return request, self._context(request)
+        except (ConfigError, DataError) as error:
+            raise RequestError(str(error)) from error
 
     def _refused(self, reason: StopReason, error: RequestError) -> RequestError:
         self.refusal = reason, str(error)
@@ -378,8 +351,17 @@ class Session:
             message = {**message, "content": message["content"].partition(stop)[0]}
         reason = turn.completion.finish_reason
         ending: Ending = "stop_string" if stop is not None else "length" if reason == "length" else "stop"
-        ids = len(turn.sent_ids), len(turn.completion.token_ids)
+        ids = len(turn.sent_ids), len(turn.completion.token_ids), self._num_thought(template, turn, message)
         return Reply(f"{number:08x}", message, ending, stop, *ids, created=int(time.time()))
+
+    @staticmethod
+    def _num_thought(template: ChatTemplate, turn: Turn, message: Message) -> int:
+        """The tokens of a turn up to the end of its thinking."""
+        thinking = message.get("reasoning_content")
+        if not thinking or thinking not in said_text(template, turn):
+            return 0
+        counts = range(len(turn.completion.token_ids))
+        return bisect_left(counts, True, key=lambda count: thinking in said_text(template, _first(turn, count)))
 
     def _stopped(self, template: ChatTemplate, turn: Turn, stops: Sequence[str]) -> tuple[Turn, str | None]:
         """The turn up to the token that completes the first stop string, as if it had ended there; and the string."""

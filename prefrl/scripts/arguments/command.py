@@ -273,6 +273,18 @@ class RewardArguments(CommandArguments, EpisodeArguments):
         self.eval_reward_funcs = reward_entries(self.eval_reward_funcs, "eval_reward_funcs")
 
     @property
+    def has_episodes(self) -> bool:
+        """Whether the model acts, instead of completing a prompt."""
+        return bool(self.environment or self.agent or self.tools)
+
+    @property
     def needs_dataset(self) -> bool:
         """See `CommandArguments`."""
-        return not self.has_one_kind
+        # Of several environments and agents, the dataset has the name of each row's.
+        return not (self.environment or self.agent) or not self.has_one_kind
+
+    @property
+    def lacks_reward(self) -> bool:
+        """Whether neither an option nor an environment or agent brings a reward."""
+        sources = self.reward_funcs or self.reward_model_name_or_path or self.environment
+        return not (sources or (self.agent and self.agents_have_rewards))

@@ -89,15 +89,9 @@ class EpisodeArguments:
         return {} if given is None else {None: _agent(given, "agent")}
 
     @property
-    def has_episodes(self) -> bool:
-        """Whether the model acts, instead of completing a prompt."""
-        return bool(self.environment or self.agent or self.tools)
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether environments or agents may give rewards."""
-        agents = self._agents().values()
-        return bool(self.environment) or any(isinstance(one, CodeName) or one.has_reward for one in agents)
+    def agents_have_rewards(self) -> bool:
+        """Whether an agent may give rewards: a function, or a command with tests."""
+        return any(isinstance(one, CodeName) or one.has_reward for one in self._agents().values())
 
     @property
     def has_one_kind(self) -> bool:

@@ -116,16 +116,19 @@ def check_before(
         # The trainer warns of the whole dataset.
         with logged_into(Section("Rows")), subject.naming_dataset(DataError):
             try:
-                tokenized = subject.tokenized(rows, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED)
+                trained = None if number == 0 else dataset
+                tokenized = subject.tokenized(
+                    rows, trained=trained, invalid_rows="drop", dataset_num_proc=None, **UNLIMITED
+                )
             except DataError as error:
-                tokenized = _all_tokenized(subject, part, error)
+                tokenized = _all_tokenized(subject, part, trained, error)
         if number == 0 and len(tokenized):
             check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)
 
 
-def _all_tokenized(subject: Subject, dataset: Any, error: DataError) -> datasets.Dataset:
+def _all_tokenized(subject: Subject, dataset: Any, trained: Any, error: DataError) -> datasets.Dataset:
     """All rows as the trainer prepares them, because none of the first can be used: it counts or drops such rows.
 
     Raises:
@@ -133,7 +136,7 @@ def _all_tokenized(subject: Subject, dataset: Any, error: DataError) -> datasets
     """
     if not isinstance(dataset, datasets.Dataset):
         raise error
-    return subject.tokenized(dataset, dataset_num_proc=None)
+    return subject.tokenized(dataset, trained=trained, dataset_num_proc=None)
 
 
 def check_run(

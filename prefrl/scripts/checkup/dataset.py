@@ -64,7 +64,7 @@ def check_rows(section: Section, subject: Subject, dataset: Any, eval_dataset: A
         section.warn(f"{duplicates} of {len(rows)} rows repeat an earlier row")
     warn_of_blank_prompts(section, raw)
     if (evaluated := rows_in_memory(eval_dataset)) is not None:
-        warn_of_shared_rows(rows, subject.tokenized(evaluated), columns=ID_COLUMNS)
+        warn_of_shared_rows(rows, subject.tokenized(evaluated, trained=raw), columns=ID_COLUMNS)
         section.ok("training and evaluation rows were compared")
     return rows
 
@@ -85,6 +85,8 @@ def _usable(section: Section, subject: Subject, raw: Any) -> datasets.Dataset:
     try:
         return subject.tokenized(raw)
     except DataError as error:
+        if subject.is_online:  # whose trainer never drops a row that cannot be used
+            raise
         section.problem(str(error))
     return _without_invalid(subject, raw)
 

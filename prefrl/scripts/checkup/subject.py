@@ -6,10 +6,10 @@ How it would be started is only found out as far as the state of its processes d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,24 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prefrl.data.images import ProcessingClass, tokenizer_of, with_named_images
+from prefrl.data.teacher_columns import check_stored, is_stored
 from prefrl.distributed import Partition, partition_of
 from prefrl.errors import ConfigError, PrefrlError
 from prefrl.models.adapters import add_adapter
 from prefrl.models.footprint import outline_of
 from prefrl.models.load import arguments_for_other, load_processing_class, num_embeddings
 from prefrl.models.plans import position_limit
+from prefrl.models.reference import check_vocabulary
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import CommandArguments
 from prefrl.scripts.arguments.launch import LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
-from prefrl.trainer.configs import BCOConfig, KTOConfig, OnlineConfig, RewardConfig, SFTConfig
+from prefrl.trainer.configs import BCOConfig, DistillationConfig, KTOConfig, OnlineConfig, RewardConfig, SFTConfig
 from prefrl.trainer.offline.preference import prepare_pairs, prepare_unpaired
 from prefrl.trainer.online.prompts import tokenized_prompts
 from prefrl.trainer.online.sampling import Episodes
+from prefrl.trainer.online.teachers import taught_rows
 from prefrl.trainer.reward_trainer import tokenized_pairs
 from prefrl.trainer.sft_trainer import tokenized_texts
 
@@ -170,13 +173,8 @@ class Subject:
             )
             for name in names
         ]
-        own = self.model.config.get_text_config().vocab_size
         for name, outline in zip(names, outlines, strict=True):
-            if (size := outline.config.get_text_config().vocab_size) != own:
-                raise ConfigError(
-                    f"teacher_model_name_or_path={name!r} has a vocabulary of {size} tokens, but the model has {own}: "
-                    "their distributions cannot be compared. Choose a teacher with the same vocabulary."
-                )
+            check_vocabulary(f"teacher_model_name_or_path={name!r}", outline, self.model)
         return outlines
 
     @property
@@ -207,8 +205,10 @@ class Subject:
         """Token ids that the model has embeddings for."""
         return num_embeddings(self.model)
 
-    def tokenized(self, dataset: Any, **changes: Any) -> Any:
+    def tokenized(self, dataset: Any, *, trained: Any = None, **changes: Any) -> Any:
         """The dataset with token ids, as the trainer prepares it before it packs rows, with some other options.
+
+        `trained` is the dataset to train on, if this one is for evaluations.
 
         Raises:
             ConfigError: An option does not fit the dataset.
@@ -218,7 +218,10 @@ class Subject:
         dataset = with_named_images(dataset, config.image_key)
         if isinstance(config, OnlineConfig):
             schemas = None if self.episodes is None else self.episodes.schemas
-            return tokenized_prompts(dataset, processing_class, config, tools=schemas)
+            with_prompts = partial(tokenized_prompts, processing_class=processing_class, args=config, tools=schemas)
+            if isinstance(config, DistillationConfig):
+                return self._taught(dataset, config, with_prompts, trained)
+            return with_prompts(dataset)
         if isinstance(config, SFTConfig):
             return tokenized_texts(dataset, processing_class, config, is_packed=config.packing)
         if isinstance(config, RewardConfig):
@@ -226,6 +229,23 @@ class Subject:
         if isinstance(config, KTOConfig | BCOConfig):
             return prepare_unpaired(dataset, processing_class, config, with_mismatched=False)
         return prepare_pairs(dataset, processing_class, config)
+
+    def _taught(
+        self, dataset: Any, config: DistillationConfig, with_prompts: Callable[[Any], Any], trained: Any
+    ) -> Any:
+        teacher, has_stored = config.teacher_model_name_or_path, is_stored(dataset if trained is None else trained)
+        if has_stored:
+            check_stored(None, config)
+        return taught_rows(
+            dataset,
+            self.processing_class,
+            config,
+            with_prompts,
+            names=list(teacher) if isinstance(teacher, Mapping) else None,
+            num_tokens=self.num_embeddings,
+            training=trained is None,
+            has_stored=has_stored,
+        )
 
     @contextmanager
     def naming_dataset(self, *kinds: type[PrefrlError]) -> Iterator[None]:

@@ -116,6 +116,36 @@ class Objective(Protocol[Rows, Ready]):
         ...
 
 
+class PlainObjective(Generic[Rows, Ready]):
+    """Base of objectives in which every row has a gradient, and nothing adapts. For its methods see `Objective`."""
+
+    def has_gradient(self, batch: Rows) -> list[bool]:
+        """True for every row."""
+        return [True] * batch.num_rows
+
+    def prepared(self, batch: Rows, *, num_items: float) -> Rows:
+        """The batch unchanged."""
+        return batch
+
+    def metrics_without_pass(self, batch: Rows) -> dict[str, Metric]:
+        """Empty."""
+        return {}
+
+    def visited(self, batch: Ready, logprobs: Tensor) -> Ready:
+        """The batch unchanged: the loss does not compare with the policy of the first visit."""
+        return batch
+
+    def end_step(self, device: torch.device) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Does nothing."""
+
+
 class Learner(Protocol[Rows, Ready]):
     """Turns scored rollouts into rows with advantages, and holds their loss."""
 

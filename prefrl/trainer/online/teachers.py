@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from prefrl.data.checks import check_positions
 from prefrl.data.collate import share_equal
 from prefrl.data.formats import check_not_reserved, get_dataset_column_names
-from prefrl.data.images import image_reader
+from prefrl.data.images import image_reader, tokenizer_of
 from prefrl.data.packing import list_lengths, map_rows
-from prefrl.data.tokenize import prepare_prompt_dataset
+from prefrl.data.teacher_columns import with_columns, without_columns
+from prefrl.data.tokenize import prepare_prompt_dataset, with_given_ids
 from prefrl.errors import ConfigError, DataError
 from prefrl.generation.vllm.teacher import TeacherServers, teacher_key
 from prefrl.http import Http
@@ -70,6 +71,52 @@ class _TeacherOfRow:
                 f"column 'teacher' is {row['teacher']!r}: the teachers are {', '.join(map(repr, self.names))}"
             )
         return {_NUMBER: self.names.index(row["teacher"])}
+
+
+def taught_rows(
+    dataset: AnyDataset,
+    processing_class: ProcessingClass,
+    args: DistillationConfig,
+    with_prompts: Callable[[AnyDataset], AnyDataset],
+    *,
+    names: Sequence[str] | None,
+    num_tokens: int,
+    training: bool,
+    has_stored: bool,
+) -> AnyDataset:
+    """The rows of a dataset, with all that distillation reads of them.
+
+    Args:
+        dataset: Of any columns; completions are taken from a `Dataset` alone.
+        processing_class: A tokenizer, or a processor.
+        args: Options.
+        with_prompts: Adds the columns of prompts.
+        names: Those of the teachers, if there are several.
+        num_tokens: Size of the student's vocabulary.
+        training: Whether the rows are for training, and not for evaluations.
+        has_stored: Whether a teacher's log-probs are in the rows.
+
+    Raises:
+        ConfigError: An option does not fit the dataset.
+        DataError: A column is missing, or a row cannot be used.
+    """
+    stored: datasets.Dataset | None = None
+    if has_stored:  # for evaluations, too: no teacher can be asked about other completions
+        dataset, stored = without_columns(dataset, "train_dataset" if training else "eval_dataset")
+    if has_stored or (training and args.on_policy_fraction < 1):
+        dataset = with_given_ids(
+            dataset,
+            processing_class,
+            chat_template_kwargs=cast("dict[str, Any] | None", args.chat_template_kwargs),
+            num_proc=args.dataset_num_proc,
+        )
+    dataset = with_prompts(dataset)
+    if stored is not None:
+        return with_columns(dataset, stored, tokenizer_of(processing_class), num_tokens, args)
+    if names is not None:
+        dataset = with_teachers(dataset, names)
+    prompt = args.teacher_prompt
+    return dataset if prompt is None else with_teacher_prompts(dataset, prompt, processing_class, args)
 
 
 def with_teachers(dataset: AnyDataset, names: Sequence[str]) -> AnyDataset:

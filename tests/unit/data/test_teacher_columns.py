@@ -122,3 +122,7 @@ def test_a_completion_that_is_cut_off_has_the_columns_of_its_first_tokens_and_a_
     }
     assert [values.dtype for values in found.values()] == [torch.int32, torch.float16, torch.float16]
     assert top_of([(row, 5)])[IDS].tolist() == [[1], [2], [3], [1], [2]]
+
+
+def test_a_rank_without_rows_has_columns_without_places() -> None:
+    assert [values.shape for values in top_of([]).values()] == [(0, 1), (0, 1), (0,)]

@@ -18,6 +18,7 @@ from prefrl.http import HttpError, Overdue, Refused, Unreachable
 from prefrl.options.distillation import TeacherServerParams
 from prefrl.types import TokenBatch
 from tests.patience import PATIENCE
+from tests.threads import on_ranks
 from tests.unit.generation.scripted import A, B, ScriptedHttp
 
 # Of the prompt 40, 24, 84, 43 with prompt_logprobs=3, without what is not read.
@@ -145,6 +146,23 @@ def test_a_process_without_rows_gets_no_log_probs(teacher: TeacherServers, serve
     assert (top.ids.shape, top.ids.dtype, top.logprobs.shape, servers.bodies) == ((0, 3), torch.int32, (0, 3), [])
 
 
+def test_every_rank_asks_for_its_own_rows_and_all_fail_with_one(make: Make, servers: Servers) -> None:
+    teachers = [make(), make()]
+
+    def work(rank: int) -> tuple[int, ...]:
+        teacher = teachers[rank]
+        teacher.recover()
+        teacher.check_tokenizer({"Is it?": [5, 6]})
+        return teacher.top_logprobs(rows(2).select([0] * rank)).ids.shape
+
+    assert on_ranks(2, work) == [(0, 3), (2, 3)]
+    servers.score = raises(Refused("no", status=400))
+    errors = on_ranks(2, work)
+    assert [type(error) for error in errors] == [GenerationError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "refuses: no" in str(errors[0])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -209,6 +227,22 @@ def test_a_text_that_is_too_long_for_the_server_is_not_sent(make: Make, servers:
     with pytest.raises(GenerationError, match=r"takes texts of at most 3 tokens, and this one has 4\. Start it with"):
         teacher.top_logprobs(rows())
     assert servers.bodies == []
+
+
+def test_texts_have_the_length_that_the_smallest_server_takes_but_for_the_token_that_it_adds(
+    make: Make, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {A: 8, B: 4}
+    monkeypatch.setattr(servers, "answer", lambda url, *_: {"data": [CARD | {"max_model_len": lengths[url]}]})
+    teacher = make()
+    teacher.recover()
+    assert teacher.longest_text == 3
+
+
+def test_a_text_that_a_server_cannot_score_now_is_sent_again(teacher: TeacherServers, servers: Servers) -> None:
+    answers = iter([raises(Refused("out of memory", status=500))])
+    servers.score = lambda: next(answers, lambda: RECORDED)()
+    assert teacher.top_logprobs(rows()).ids.shape == (2, 3)
 
 
 def test_texts_that_are_lost_with_all_servers_are_sent_again_when_these_are_back(

@@ -17,6 +17,7 @@ from prefrl.models.fingerprint import weights_fingerprint
 from prefrl.models.forward import Scoring, scores_in_pieces, token_logprobs
 from prefrl.models.reference import Reference, create_reference_model, make_reference
 from prefrl.models.scoring import prepare_for_scoring
+from prefrl.models.teachers import Teachers
 from prefrl.types import TokenBatch
 from tests.assets import ragged_batch, tiny_model
 
@@ -392,6 +393,12 @@ def test_the_fingerprint_is_computed_once_unless_the_reference_moves(monkeypatch
     assert reference.fingerprint() != first
     reference.load_state_dict(state)
     assert reference.fingerprint() == first
+
+
+def test_the_fingerprint_of_several_teachers_is_that_of_each_under_its_name() -> None:
+    one, two = (made(tiny_model("llama"), given=tiny_model("llama", seed=seed)) for seed in (1, 2))
+    cases = (([one, two], "ab"), ([two, one], "ab"), ([one, one], "ab"), ([one, two], "ac"))
+    assert len({Teachers(teachers, names).fingerprint() for teachers, names in cases}) == len(cases)
 
 
 def test_a_copy_is_frozen_and_keeps_its_weights_when_the_model_changes() -> None:

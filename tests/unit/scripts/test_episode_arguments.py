@@ -94,6 +94,10 @@ class Box:
     def _hidden(self): ...
 
 
+def solve(row, client, *, size=3):
+    return size
+
+
 number = 3
 '''
 
@@ -113,8 +117,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def checked(environment: Any = None, tools: Any = None) -> EpisodeArguments:
-    arguments = EpisodeArguments(environment, tools)
+def checked(environment: Any = None, tools: Any = None, agent: Any = None) -> EpisodeArguments:
+    arguments = EpisodeArguments(environment, tools, agent)
     arguments.check_names()
     arguments.check_code()
     return arguments
@@ -220,3 +224,54 @@ def test_parameters_are_read_and_never_run() -> None:
     name = CodeName.read("a/b.py:Game(size=3, words=['x'], more={'y': None})", "environment")
     assert (name.place, name.name) == ("a/b.py", "Game")
     assert name.parameters == {"size": 3, "words": ["x"], "more": {"y": None}}
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_agent_is_a_function_or_a_command() -> None:
+    arguments = checked({"game": "runs.py:make"}, agent={"a": "runs.py:solve(size=5)", "b": "env -p {question}"})
+    made = arguments.loaded()["environment_factory"]
+    assert made["game"]().size == 3
+    assert (made["a"].name, made["a"].solve({}, None)) == ("solve", 5)
+    assert (made["b"].name, made["b"].solve.columns) == ("env", {"question"})
+    alone = checked(agent={"command": "sh a.sh", "files": "files", "tests": "sh {test}"})
+    assert alone.loaded()["environment_factory"].solve.columns == {"files", "test"}
+    rewards = [checked(agent=one).agents_have_rewards for one in ("runs.py:solve", "env {a}", alone.agent)]
+    assert rewards == [True, False, True]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (3, r"agent=3: must be a function, such as my_agent\.py:solve, or a command"),
+        ({}, r"agent=\{\}: needs at least one agent"),
+        ("{game: x}", r"agent='\{game: x\}': is no JSON"),
+        ("my_code.py", r"agent='my_code\.py': does not say what the file"),
+        ("my_code.py:slve", r"agent='my_code\.py:slve': my_code\.py has no 'slve'\. Did you mean 'solve'\?"),
+        ("my_code.py:solve(bg=3)", r"solve cannot be called like this"),
+        ("my_code.py:untyped", r"untyped cannot be called like this"),  # it takes a row alone
+        ("not-here {a}", r"agent='not-here \{a\}': the program 'not-here' is not found"),
+        ({"x": "not-here"}, r"agent\.x='not-here': the program 'not-here' is not found"),
+        ({"command": "env", "tests": "not-here"}, r"agent\.tests='not-here': the program"),
+        ({"command": "env", "test": "env"}, r"agent='test': unknown key\. Did you mean 'tests'\?"),
+        ({"command": "env", "test_files": "a"}, r"agent\.test_files='a' has no effect without tests"),
+    ],
+)
+def test_what_is_wrong_with_an_agent_is_named_before_training(agent: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(agent=agent)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("environment", "agent", "message"),
+    [
+        ("my_code.py:Game", "env", "each must be a mapping"),
+        ({"a": "my_code.py:Game"}, "env", "each must be a mapping"),
+        ({"a": "my_code.py:Game"}, {"command": "env"}, "each must be a mapping"),
+        ({"a": "my_code.py:Game"}, {"a": "env"}, "'a' is in both"),
+    ],
+)
+def test_environments_and_agents_are_told_apart_by_the_column(environment: Any, agent: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(environment, agent=agent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 import tarfile
 import threading
 import zipfile
@@ -17,8 +18,9 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.rollout.episodes.command import CommandAgent, Template
-from prefrl.rollout.gateway.client import Client
+from prefrl.rollout.gateway.formats import Client
 from prefrl.sandbox.commands import OUTPUT_BYTES, OutputLimitError, archive_of
+from prefrl.sandbox.local import ENVIRONMENT
 from tests.patience import PATIENCE
 
 PYTHON = "/usr/bin/python3"
@@ -167,21 +169,143 @@ print(__import__("json").dumps(seen))
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
 def test_an_agent_in_a_sandbox_has_its_folder_and_the_gateway(gateway: Client, isolation: Any) -> None:
-    agent = CommandAgent(f"{PYTHON} agent.py /etc/passwd {{port}}", files="files", isolation=isolation)
+    agent = CommandAgent(f"{PYTHON} agent.py {{path}} {{port}}", files="files", isolation=isolation)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Gateway) as other:
-        row = {"port": other.server_address[1], "files": {"agent.py": _AGENT, "a.txt": "A"}}
+        row = {"path": "/etc/passwd", "port": other.server_address[1], "files": {"agent.py": _AGENT, "a.txt": "A"}}
         seen = json.loads(ran(agent, row, gateway))
     is_open = isolation == "process"
     assert seen == {"files": ["a.txt", "agent.py"], "home": is_open, "answer": "an answer", "other": is_open}
 
 
-def test_tests_judge_what_the_agent_made_with_files_that_it_cannot_change(gateway: Client) -> None:
-    tests = {"made": "sh tests.sh right", "wrong": "sh tests.sh wrong", "slow": "sleep 600"}
+@pytest.mark.parametrize(
+    ("tests", "wall_s", "rewards"),
+    [
+        ({"made": "sh tests.sh right", "wrong": "sh tests.sh wrong"}, PATIENCE, {"made": 1.0, "wrong": 0.0}),
+        ("sleep 600", 1.0, 0.0),
+    ],
+)
+def test_tests_judge_what_the_agent_made_with_files_that_it_cannot_change(
+    gateway: Client, tests: Any, wall_s: float, rewards: Any
+) -> None:
     agent = CommandAgent(
-        f"{PYTHON} agent.py / 9", files="files", tests=tests, test_files="hidden", limits={"wall_s": 2.0}
+        f"{PYTHON} agent.py / 9", files="files", tests=tests, test_files="hidden", limits={"wall_s": wall_s}
     )
     row = {"files": {"agent.py": _AGENT}, "hidden": {"tests.sh": 'test "$(cat made.txt)" = "$1"'}}
-    assert ran(agent, row, gateway) == {"made": 1.0, "wrong": 0.0, "slow": 0.0}
+    assert ran(agent, row, gateway, 3 * PATIENCE) == rewards
+
+
+# What an agent may leave so that tests pass that should not. It may know the names of their files.
+_CHEATS = """
+import os, pathlib, py_compile, subprocess, sys
+passing = "import os, sys; sys.stderr.flush(); os._exit(0)"
+for name in ("conftest", "sitecustomize", "usercustomize", "pytest", "subprocess", "hidden", "hidden_case"):
+    pathlib.Path(name + ".py").write_text(passing)
+for name in ("hidden", "hidden_case"):
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(name + ".py", invalidation_mode=unchecked)
+    if "folders" in sys.argv:
+        os.mkdir(name)
+        pathlib.Path(name, "__init__.py").write_text(passing)
+pathlib.Path("pytest.ini").write_text("[pytest]\\naddopts = --version")
+site = pathlib.Path(os.environ["HOME"], ".local/lib/python%d.%d/site-packages" % sys.version_info[:2])
+site.mkdir(parents=True)
+(site / "cheat.pth").write_text(passing)
+forever = "import os, time\\nwhile True: open('hidden.py', 'w').write('raise SystemExit(0)'); time.sleep(0.01)"
+subprocess.Popen([sys.executable, "-c", forever], start_new_session=True)
+pathlib.Path("f.py").write_text(sys.argv[1])
+"""
+_HIDDEN = {
+    "hidden.py": "import subprocess, sys; sys.exit(__import__('f').answer != 42)",
+    "hidden_case.py": """
+import unittest, f
+class Case(unittest.TestCase):
+    def test(self): self.assertEqual(f.answer, 42)
+""",
+}
+_TESTS = {
+    "script": f"{PYTHON} hidden.py",
+    "unittest": f"{PYTHON} -m unittest hidden_case",
+    "pytest": f"{sys.executable} -m pytest -q hidden_case.py",
+}
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+@pytest.mark.parametrize(("answer", "reward"), [(41, 0.0), (42, 1.0)])
+def test_tests_see_nothing_of_an_agent_but_its_solution(
+    gateway: Client, isolation: Any, answer: int, reward: float
+) -> None:
+    tests = dict(_TESTS)
+    if isolation == "process":  # its user may not be allowed to run this interpreter
+        del tests["pytest"]
+    agent = CommandAgent(
+        f"{PYTHON} agent.py {{f}} folders",
+        files="files",
+        tests=tests,
+        test_files="hidden",
+        solution=["f.*"],
+        isolation=isolation,
+        limits={"wall_s": PATIENCE},
+    )
+    row = {"f": f"answer = {answer}", "files": {"agent.py": _CHEATS, "f.py": ""}, "hidden": _HIDDEN}
+    assert ran(agent, row, gateway, 4 * PATIENCE) == dict.fromkeys(tests, reward)
+
+
+def test_files_of_tests_replace_those_of_the_agent_and_what_was_compiled_of_them(gateway: Client) -> None:
+    tests = {name: _TESTS[name] for name in ("script", "unittest")}
+    limits = {"wall_s": PATIENCE}
+    agent = CommandAgent(f"{PYTHON} agent.py {{f}}", files="files", tests=tests, test_files="hidden", limits=limits)
+    row = {"f": "answer = 41", "files": {"agent.py": _CHEATS}, "hidden": {"subprocess.py": "", **_HIDDEN}}
+    assert ran(agent, row, gateway, 3 * PATIENCE) == dict.fromkeys(tests, 0.0)
+
+
+_ODD_FILES = """
+import os, pathlib
+for name, mode in (("secret", 0), ("closed/file", 0), ("right", 0o400)):
+    pathlib.Path(name).parent.mkdir(exist_ok=True)
+    pathlib.Path(name).write_text("x")
+    os.chmod(name, mode)
+os.chmod("closed", 0)
+os.mkfifo("pipe")
+os.symlink("/etc/passwd", "outside")
+os.symlink("right", "inside")
+os.chmod(".", 0o500)
+"""
+
+
+def test_no_file_that_an_agent_leaves_keeps_it_from_being_judged(gateway: Client) -> None:
+    test = "sh -c 'cat secret closed/file right inside && ! test -e outside && ! test -e pipe'"
+    agent = CommandAgent(f"{PYTHON} agent.py", files="files", tests=test)
+    assert ran(agent, {"files": {"agent.py": _ODD_FILES}}, gateway) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os\nwhile True: os.write(1, bytes(2**16))", f"more than {OUTPUT_BYTES} bytes to standard output"),
+        ("for i in range(64): open(str(i), 'wb').truncate(2**24)", r"more than \d+ bytes to its folder"),
+        ("import sys\nfor i in range(64): open(str(i), 'wb').write(bytes(2**20))", "No space left on device"),
+        ("import os\nfor i in range(10**5): os.close(os.open(str(i), 64))", "No space left on device"),
+    ],
+)
+def test_what_an_agent_writes_is_bounded(gateway: Client, code: str, message: str) -> None:
+    agent = CommandAgent(
+        f"{PYTHON} agent.py", files="files", isolation="namespaces", limits={"scratch_mb": 16, "wall_s": 60}
+    )
+    with pytest.raises((OutputLimitError, ChildProcessError), match=message):
+        ran(agent, {"files": {"agent.py": code}}, gateway)
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_an_agent_in_a_sandbox_gets_no_variable_of_the_trainer(
+    gateway: Client, isolation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    lines = dict(
+        line.split("=", 1) for line in ran(CommandAgent("env", isolation=isolation), {}, gateway).splitlines()
+    )
+    assert "secret" not in lines.values()
+    assert set(lines) <= {*ENVIRONMENT, "TMPDIR", *gateway.environment}
 
 
 def test_a_program_outside_of_the_sandbox_is_found_before_training(tmp_path: Path) -> None:
