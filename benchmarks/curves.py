@@ -30,7 +30,7 @@ FIGURES = ROOT / "docs" / "figures"
 _WIDTH, _HEIGHT = 560, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 12, 24, 34  # margins
 _POINTS = 200  # of a curve at most; each is a mean of neighbors
-_COLORS = ("#3b82f6", "#f59e0b")
+_COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899")
 
 
 # The metric that is drawn, and options that differ from those of all.

@@ -275,6 +275,7 @@ DISTILLATION_WORKLOADS = (
         options={"beta": 1.0},
         turns=4,
         quick_turns=2,
+        gate=Gate(must=3.0, aim=4.0, memory=4.0),
     ),
     Workload(
         "distillation_8_prompts",
@@ -285,6 +286,7 @@ DISTILLATION_WORKLOADS = (
         num_prompts=8,
         options={"beta": 1.0},
         turns=4,
+        gate=Gate(must=1.0, aim=1.2, memory=1.4),
     ),
     Workload(
         "distillation_b",
@@ -294,6 +296,7 @@ DISTILLATION_WORKLOADS = (
         LENGTHS,
         options={"beta": 1.0},
         turns=2,
+        gate=Gate(must=2.4, aim=2.9, memory=3.0),
     ),
     Workload(
         "gkd",
@@ -304,6 +307,7 @@ DISTILLATION_WORKLOADS = (
         options={"beta": 0.5, "lmbda": 0.0},
         turns=4,
         quick_turns=2,
+        gate=Gate(must=2.5, aim=3.2, memory=4.0),
     ),
 )
 OFFLINE_WORKLOADS = (

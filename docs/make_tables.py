@@ -342,7 +342,7 @@ def _trl_arguments() -> Iterator[list[str]]:
 
 
 def _trl_names() -> Iterator[list[str]]:
-    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.rows.NAMES").items())
+    yield from ([f"`{name}`", text] for name, text in load(f"{_FOREIGN}.names.NAMES").items())
 
 
 def _trl_defaults() -> Iterator[list[str]]:

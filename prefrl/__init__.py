@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # what `_PATHS` says, for those who read without running: typ
     from prefrl.rollout.episodes.harbor import HarborEnv as HarborEnv
     from prefrl.rollout.episodes.harbor import HarborSpec as HarborSpec
     from prefrl.rollout.episodes.openreward import OpenRewardSpec as OpenRewardSpec
-    from prefrl.rollout.gateway.client import Client as Client
+    from prefrl.rollout.gateway.formats import Client as Client
     from prefrl.scripts.arguments.datasets import DatasetConfig as DatasetConfig
     from prefrl.scripts.arguments.datasets import DatasetMixtureConfig as DatasetMixtureConfig
     from prefrl.scripts.arguments.datasets import ScriptArguments as ScriptArguments
@@ -105,7 +105,7 @@ _PATHS = {path.partition(":")[2]: path for row in REGISTRY.values() for path in 
 _PATHS |= {
     "Agent": "prefrl.rollout.episodes.environment:Agent",
     "ArgumentParser": "prefrl.scripts.parsing.argument_parser:ArgumentParser",
-    "Client": "prefrl.rollout.gateway.client:Client",
+    "Client": "prefrl.rollout.gateway.formats:Client",
     "CommandAgent": "prefrl.rollout.episodes.command:CommandAgent",
     "DatasetConfig": "prefrl.scripts.arguments.datasets:DatasetConfig",
     "DatasetMixtureConfig": "prefrl.scripts.arguments.datasets:DatasetMixtureConfig",
@@ -178,7 +178,7 @@ if not TYPE_CHECKING:  # it would make every name a right one
         if name.startswith("_") or find_spec(f"prefrl.{name}"):  # a module that is not imported yet
             raise AttributeError(missing)
         from prefrl.options.names import nearest
-        from prefrl.scripts.migrate.rows import NAMES
+        from prefrl.scripts.migrate.names import NAMES
 
         remedy = f"prefrl has no {name}: {NAMES[name]}" if name in NAMES else None
         text = remedy or f"{missing}. {nearest(name, __all__, otherwise='See dir(prefrl).')}"

@@ -451,11 +451,6 @@ class _RowGrads:
             logits = grad_kl if logits is None else logits + grad_kl
         return cls(logprobs, offsets, logits, grad_kl, grad_probs, None)
 
-    def add_kept(self, rows: slice, logits: Tensor) -> None:
-        """Add, in place, what was kept of some rows."""
-        if self.kept is not None:
-            logits.addcmul_(self.kept[0][rows], self.kept[1][rows, None])
-
 
 def _logits_to_grad(
     chunk: Chunk, targets: Tensor, grads: _RowGrads, plan: ChunkPlan, wanted: _Wanted, kept: KeptSet | None
@@ -482,13 +477,13 @@ def _logits_to_grad(
         if grads.differences is not None and log_other is not None:
             logits.addcmul_(log_other, grads.differences[rows, None], value=-1)
         logits.add_(grads.offsets[rows, None]).mul_(probs)
-    grads.add_kept(rows, logits)
-    if grads.probs is not None and log_other is not None:
+    if grads.kept is not None:
+        logits.addcmul_(grads.kept[0][rows], grads.kept[1][rows, None])
+    elif grads.probs is not None and log_other is not None:
         logits.addcmul_(log_other.exp_(), grads.probs[rows, None], value=-1)
     elif top is not None:
         top.add_to(logits, probs)
     logits.scatter_add_(1, targets[:, None], grads.logprobs[rows, None])
     scale = None if plan.scale == plan.temperature else plan.scale / plan.temperature
-    for factor in (penalties, slope, scale):
-        if factor is not None:
-            logits.mul_(factor)
+    for factor in [each for each in (penalties, slope, scale) if each is not None]:
+        logits.mul_(factor)

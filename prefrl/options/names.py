@@ -95,7 +95,8 @@ ARGUMENTS: dict[str, str] = {
     "optimizer_cls_and_kwargs": "give optimizers=(optimizer, None), or the options optim and optim_args",
     "preprocess_logits_for_metrics": "no logits are kept; compute_metrics gets the most likely tokens, or rewards",
     "model_init": "load the model and give it as model",
-    "rollout_func": "write an environment, whose methods respond and edit decide what follows a completion",
+    "rollout_func": "give an agent, a function that asks the policy over a chat API, or write an environment, whose "
+    "methods respond and edit decide what follows a completion",
 }
 # Arguments of TRL's trainers by another name.
 TRAINER_NAMES: dict[str, str] = {

@@ -114,11 +114,15 @@ def as_text(value: Any) -> str:
 def _said(message: Mapping[str, Any]) -> str:
     """The content of a message and its tool calls."""
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    calls = (f"{f.get('name')}({json.dumps(f.get('arguments'), ensure_ascii=False)})" for f in functions)
+    calls = (f"{f.get('name')}({_json(f.get('arguments'))})" for f in functions)
     content = message["content"]
     if isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
         content = "".join(str(block.get("text") or f"[{block.get('type')}]") for block in content)
     return " ".join([*([str(content)] if content or not functions else []), *calls])
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def said_in(rollout: Rollout) -> str:

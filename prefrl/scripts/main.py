@@ -50,6 +50,8 @@ OTHERS = {
     "report": Listed("report:report", "write one HTML file about a run, or about two"),
     "look": Listed("report:look", "show the best and the worst completions of a run"),
     "play": Listed("play", "play an episode of an environment, by hand or with a model, turn by turn"),
+    "gateway": Listed("gateway:serve", "serve a model over the APIs of OpenAI and Anthropic, and keep the sessions"),
+    "pairs": Listed("gateway:pairs", "make preference pairs of the best and the worst completion of each prompt"),
     "chat": Listed("sampling:chat", "talk to a model in the terminal"),
     "generate": Listed("sampling:generate", "sample completions of a prompt or of a dataset"),
     "eval": Listed(

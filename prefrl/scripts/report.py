@@ -28,7 +28,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from prefrl.errors import ConfigError, DataError, printable
-from prefrl.options.fields import check_fields, opt
+from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.scripts.declaration import command
 from prefrl.scripts.report_page import page
@@ -228,7 +228,7 @@ _DEFAULT_WORST = 3
 class LookArguments:
     """Which completions of which run."""
 
-    run_dir: str | None = opt(None, "Folder of the run, or of its completions.")
+    run_dir: str | None = opt(None, "Folder of the run, of its completions, or of sessions of prefrl gateway.")
     worst: Annotated[int, Ge(0)] | None = opt(
         None, "Number of completions with the lowest reward to show. The default is 3."
     )
@@ -258,15 +258,22 @@ class LookArguments:
 )
 def look(options: LookArguments) -> int:
     """Print completions."""
-    files = _files(Path(str(options.run_dir)))
-    chosen = _chosen(files, options)
-    rows = [row for step in chosen for row in _last_turns(files[step], options.reward)]
+    folder = Path(str(options.run_dir))
+    sessions = sorted(folder.glob("session-*.parquet"))
+    if sessions:
+        where, names = f"{len(sessions):,} sessions", []
+        rows = _conversations(sessions, options)
+    else:
+        files = _files(folder)
+        chosen = _chosen(files, options)
+        where = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]} to {chosen[-1]}"
+        rows = [row for step in chosen for row in _last_turns(files[step], options.reward)]
+        names = _reward_names(files[chosen[0]])
     scored = sorted(
         (row for row in rows if _is_number(row[options.reward])), key=lambda row: float(row[options.reward])
     )
     console = Console(highlight=False)
-    console.print(_heading(chosen, rows, scored, options.reward))
-    names = _reward_names(files[chosen[0]])
+    console.print(_heading(where, rows, scored, options.reward))
     for title, some in (("worst", scored[: options.worst]), ("best", scored[len(scored) - options.best :][::-1])):
         for number, row in enumerate(some, start=1):
             console.print(_panel(row, f"{title} {number}", names))
@@ -287,6 +294,18 @@ def _files(run: Path) -> dict[int, list[Path]]:
             "folder completions of their output_dir; journal_keep=0 switches that off."
         )
     return files
+
+
+def _conversations(paths: Sequence[Path], options: LookArguments) -> list[dict[str, Any]]:
+    """The rows of the sessions of `prefrl gateway`, with texts for their messages."""
+    from prefrl.data.formats import read_messages  # imports datasets
+    from prefrl.rollout.summary import as_text
+
+    check_unset(options, "step", "all_steps", because="run_dir has sessions of prefrl gateway", remedy="Remove it.")
+    if options.reward != "reward":
+        raise ConfigError(f"reward={options.reward!r}: sessions have no other column of rewards than 'reward'")
+    rows = [row for path in paths for row in pq.read_table(path).to_pylist()]
+    return [{**row, **{name: as_text(read_messages(row, name)) for name in ("prompt", "completion")}} for row in rows]
 
 
 def _chosen(files: Mapping[int, Any], options: LookArguments) -> list[int]:
@@ -329,9 +348,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not math.isnan(value)
 
 
-def _heading(steps: Sequence[int], rows: Sequence[Any], scored: Sequence[Mapping[str, Any]], reward: str) -> str:
+def _heading(where: str, rows: Sequence[Any], scored: Sequence[Mapping[str, Any]], reward: str) -> str:
     values = [float(row[reward]) for row in scored]
-    where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     told = f"{where}: {len(rows):,} completions"
     if not values:
         return f"{told}, none with a number in {reward}"
@@ -346,4 +364,5 @@ def _panel(row: Mapping[str, Any], title: str, rewards: Sequence[str]) -> Panel:
         text = printable(str(row[name]), max_characters=_SHOWN_CHARACTERS, max_lines=_SHOWN_LINES)
         shown.append(f"{name}\n", style="dim").append(f"{text}\n")
     shown.append(" | ".join([*numbers, about]), style="bold")
-    return Panel(shown, title=f"{title}, step {row['step'] + 1}, prompt {row['group']}", title_align="left")
+    place = f"session {row['session']}" if "session" in row else f"step {row['step'] + 1}, prompt {row['group']}"
+    return Panel(shown, title=printable(f"{title}, {place}"), title_align="left")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 TextOrMessages = str | list[dict[str, Any]]
 
-_REQUEST_SECONDS, _REQUESTS_AT_ONCE, _ANSWER_BYTES = 600.0, 32, 2**26
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+REQUEST_SECONDS, _REQUESTS_AT_ONCE, _ANSWER_BYTES = 600.0, 32, 2**26
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass
@@ -131,13 +131,13 @@ def make_sampler(options: SamplingArguments, *, needs_template: bool) -> Sampler
         GenerationError: The server cannot be reached.
     """
     if options.server is not None:
-        return _Server(options)
+        return Server(options)
     if options.model_name_or_path is None:
         raise ConfigError("model_name_or_path: not given. Set it to a model, or set server to the URL of a server.")
-    return _Local(options, options.model_name_or_path, needs_template=needs_template)
+    return Local(options, options.model_name_or_path, needs_template=needs_template)
 
 
-class _Local:
+class Local:
     """A model in this process; an adapter is merged into it."""
 
     def __init__(self, options: SamplingArguments, name: str, *, needs_template: bool) -> None:
@@ -149,13 +149,13 @@ class _Local:
         self._options = options
         if needs_template and (saved := saved_tokenizer(name)) is not None:
             _check_template(saved, name)
-        model = load_merged(name, dtype=options.dtype).eval()
+        self.model = model = load_merged(name, dtype=options.dtype).eval()
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
-        self._tokenizer = tokenizer_of_checkpoint(name, model)
+        self.tokenizer = tokenizer_of_checkpoint(name, model)
         if needs_template:
-            _check_template(self._tokenizer, name)
-        self._generator = LocalGenerator(model, tokenizer=self._tokenizer, max_rows=options.batch_size)
+            _check_template(self.tokenizer, name)
+        self.generator = LocalGenerator(model, tokenizer=self.tokenizer, max_rows=options.batch_size)
 
     def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
         """See `Sampler`."""
@@ -168,10 +168,10 @@ class _Local:
             return []
         rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
         with _without_bars():
-            prompt_ids = prepare_prompt_dataset(rows, self._tokenizer, max_prompt_length=None)["prompt_ids"]
+            prompt_ids = prepare_prompt_dataset(rows, self.tokenizer, max_prompt_length=None)["prompt_ids"]
         seeds = [prompt_seed(self._options.seed, 0, number) for number in range(len(prompts))]
-        completions = self._generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
-        texts = [[str(completion_text(self._tokenizer, c.token_ids, False)) for c in group] for group in completions]
+        completions = self.generator.generate([*prompt_ids], self._options.params(), seeds=seeds)
+        texts = [[str(completion_text(self.tokenizer, c.token_ids, False)) for c in group] for group in completions]
         return [
             [SampledText(text, c.finish_reason, c.token_ids) for text, c in zip(of_prompt, group, strict=True)]
             for of_prompt, group in zip(texts, completions, strict=True)
@@ -200,7 +200,7 @@ def _without_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-class _Server:
+class Server:
     """An OpenAI-compatible server."""
 
     def __init__(self, options: SamplingArguments) -> None:
@@ -208,20 +208,20 @@ class _Server:
         from prefrl.http import Http
 
         self._options = options
-        self._url = str(options.server).rstrip("/")
-        is_here = urlsplit(self._url).hostname in _LOOPBACK
+        self.url = str(options.server).rstrip("/")
+        is_here = urlsplit(self.url).hostname in LOOPBACK
         # The file's key is for servers of this machine; another machine has another file.
-        self._http: Http = Http(key=key_of_user(os.environ) if is_here else os.environ.get(KEY_VARIABLE))
-        self._model = options.model_name_or_path or self._first_model()
+        self.http: Http = Http(key=key_of_user(os.environ) if is_here else os.environ.get(KEY_VARIABLE))
+        self._model = options.model_name_or_path or str(self.first_model()["id"])
 
     def sample(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
         """See `Sampler`."""
         from prefrl.http import HttpError
 
         try:
-            return self._http.submit(self._sample_all(prompts)).result()
+            return self.http.submit(self._sample_all(prompts)).result()
         except HttpError as error:
-            raise GenerationError(f"server={self._url!r}: {error}") from error
+            raise GenerationError(f"server={self.url!r}: {error}") from error
 
     async def _sample_all(self, prompts: Sequence[TextOrMessages]) -> list[list[SampledText]]:
         slots = asyncio.Semaphore(_REQUESTS_AT_ONCE)
@@ -247,15 +247,15 @@ class _Server:
         route = "completions" if is_text else "chat/completions"
         asked = {**body, ("prompt" if is_text else "messages"): prompt}
         async with slots:
-            answer = await self._http.send(
-                "POST", f"{self._url}/{route}", timeout=_REQUEST_SECONDS, json=asked, max_bytes=_ANSWER_BYTES
+            answer = await self.http.send(
+                "POST", f"{self.url}/{route}", timeout=REQUEST_SECONDS, json=asked, max_bytes=_ANSWER_BYTES
             )
         return [self._sample_of(choice) for choice in self._choices(answer, params.num_samples)]
 
     def _choices(self, answer: Any, count: int) -> list[Any]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != count:
-            raise GenerationError(f"server={self._url!r}: its answer does not have {count} choices: {answer!r:.300}")
+            raise GenerationError(f"server={self.url!r}: its answer does not have {count} choices: {answer!r:.300}")
         return choices
 
     def _sample_of(self, choice: Any) -> SampledText:
@@ -265,27 +265,28 @@ class _Server:
             return SampledText(text, reason, None)
         if "stop_reason" not in choice:  # with which vLLM says which string the text lacks, or that it lacks none
             raise GenerationError(
-                f"server={self._url!r}: does not say which string of stop={self._options.stop} ended a completion "
+                f"server={self.url!r}: does not say which string of stop={self._options.stop} ended a completion "
                 "(stop_reason), so its text would lack the end. Remove stop, or use a server of vLLM."
             )
         if choice["stop_reason"] not in self._options.stop:
             return SampledText(text, reason, None)
         return SampledText(text + choice["stop_reason"], "stop_string", None)
 
-    def _first_model(self) -> str:
+    def first_model(self) -> dict[str, Any]:
+        """What the server says of its first model: `id`, and more if it is vLLM."""
         from prefrl.http import HttpError
 
         try:
-            answer = self._http.request("GET", f"{self._url}/models", timeout=_REQUEST_SECONDS)
+            answer = self.http.request("GET", f"{self.url}/models", timeout=REQUEST_SECONDS)
         except HttpError as error:
             raise GenerationError(
-                f"server={self._url!r}: {error}. Is it running, does the URL end in /v1, and is VLLM_API_KEY its key?"
+                f"server={self.url!r}: {error}. Is it running, does the URL end in /v1, and is VLLM_API_KEY its key?"
             ) from error
         try:
-            return str(answer["data"][0]["id"])
+            return {"id": answer["data"][0]["id"], **answer["data"][0]}
         except (TypeError, KeyError, IndexError) as error:
             raise ConfigError(
-                f"server={self._url!r}: lists no model: {answer!r:.300}. Set model_name_or_path."
+                f"server={self.url!r}: lists no model: {answer!r:.300}. Set model_name_or_path."
             ) from error
 
 

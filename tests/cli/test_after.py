@@ -80,8 +80,8 @@ def test_a_completion_ends_with_a_stop_string_here_and_on_a_server(workspace: Pa
         texts[bool(stop)] = [row["responses"][0] for row in rows]
     cut = [text[: text.index("#") + 1] if "#" in text else text for text in texts[False]]
     assert texts[True] == cut != texts[False]
-    server: Any = SimpleNamespace(_options=SimpleNamespace(stop=["</a>", "#"]), _url="http://h/v1")
-    sample_of = partial(sampling._Server._sample_of, server)
+    server: Any = SimpleNamespace(_options=SimpleNamespace(stop=["</a>", "#"]), url="http://h/v1")
+    sample_of = partial(sampling.Server._sample_of, server)
     ended = sample_of({"text": "<a>4", "finish_reason": "stop", "stop_reason": "</a>"})
     assert (ended.text, ended.finish_reason) == ("<a>4</a>", "stop_string")
     at_end = sample_of({"message": {"content": "4"}, "finish_reason": "stop", "stop_reason": None})

@@ -211,7 +211,7 @@ def test_rows_of_a_teacher_are_checked_as_in_a_training(workspace: Path, model_f
         ({"temperature": "0.5"}, "row 0: the teacher's log-probs are at temperature 1.0, and temperature=0.5."),
         ({"dataset_name": "less.parquet"}, "train_dataset has no columns teacher_fingerprint: its columns are"),
         (
-            {"eval_datasets": '[{"path": "rows.jsonl"}]'},
+            {"eval_datasets": '[{"path": "rows.jsonl"}]', "eval_strategy": "epoch"},
             "eval_dataset has no columns teacher_ids, teacher_logprobs, teacher_ot",
         ),
         ({"teacher_model_name_or_path": str(model_folder)}, "both say what the teacher's distributions are"),

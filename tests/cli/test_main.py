@@ -23,8 +23,8 @@ from tests.contract.cases import ONLINE
 
 ROOT = Path(__file__).parents[2]
 OTHERS = (
-    *("chat", "demo", "doctor", "env", "eval", "generate", "init", "launch", "look", "merge", "migrate", "play"),
-    *("replay", "report", "resume", "soup", "teacher", "verify", "vllm-serve", "watch"),
+    *("chat", "demo", "doctor", "env", "eval", "gateway", "generate", "init", "launch", "look", "merge", "migrate"),
+    *("pairs", "play", "replay", "report", "resume", "soup", "teacher", "verify", "vllm-serve", "watch"),
 )
 HEAVY = ("torch", "transformers", "datasets", "peft", "deepspeed", "vllm")
 
@@ -60,6 +60,9 @@ CHEAP: list[tuple[list[str], str]] = [
     *(([name, "--help"], "") for name in OTHERS),
     *(([name, "--help"], "") for name in REGISTRY),
     (["soup"], "output_dir: not given"),
+    (["gateway"], "model_name_or_path: not given. Write prefrl gateway RUN"),
+    (["gateway", "m", "--host", "0.0.0.0"], "host='0.0.0.0': everyone who reaches it could ask the model"),
+    (["pairs", "sessions"], "dataset_name, output_file: not given"),
     (["soup", "--output_dir", "o", "--checkpoints", "no/a", "no/b"], "'no/a': there is no such folder"),
     (["teacher"], "model_name_or_path: not given. Set it to a teacher"),
     (["teacher", "m", "rows.jsonl", "--output", "rows.jsonl"], "output_file='rows.jsonl': must end in .parquet"),
@@ -369,6 +372,16 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
             ["grpo", "--model_name_or_path", "m", "--dataset_name", "d"],
             "reward_funcs=None: at least one reward is needed",
             id="no reward",
+        ),
+        pytest.param(
+            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--agent", "python -c pass"],
+            "reward_funcs=None: at least one reward is needed",
+            id="a program has no reward",
+        ),
+        pytest.param(
+            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--agent", "no_agent.py:solve"],
+            "no_agent.py",
+            id="a function may have one",
         ),
         pytest.param(
             ["rloo", "--model_name_or_path", "m", "--dataset_name", "d", "--teacher_kl_coef", "0.5"],

@@ -202,7 +202,7 @@ def test_keywords(call: str, start: str) -> None:
         ("SFTConfig(unheard=1)", "SFTConfig(unheard=...) is no option of SFTConfig"),
         ("GRPOConfig(use_vllm=True)", "use_vllm=...) without vllm_mode is 'colocate' in TRL: completions come from a"),
         ("GRPOConfig(use_vllm=True, vllm_mode='colocate')", "vllm_mode=...) belongs to prefrl vllm-serve here"),
-        ("GRPOTrainer(rollout_func=f)", "GRPOTrainer(rollout_func=...): write an environment"),
+        ("GRPOTrainer(rollout_func=f)", "GRPOTrainer(rollout_func=...): give an agent"),
         ("SFTTrainer(max_seq_length=3)", "SFTTrainer(max_seq_length=...): an option of SFTConfig"),
     ],
 )

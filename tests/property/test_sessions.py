@@ -1,4 +1,7 @@
-"""Whatever a client does with its history: each id that was sampled is trained where it was sampled, or is dropped."""
+"""Whatever a client does with its history: each id that was sampled is trained where it was sampled, or is dropped.
+
+What the policy has said is known again, a retry samples nothing, and seeds do not depend on the order of requests.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,26 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefrl.data.chat import ChatTemplate, special_tokens
+from prefrl.data.chat import ChatTemplate, common_prefix_length, special_tokens
 from prefrl.rollout.batches import responses_of, sampled_batch
 from prefrl.rollout.gateway.formats import Asked, RequestError
-from prefrl.rollout.gateway.session import Policy, Session
+from prefrl.rollout.gateway.policy import Policy
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Completion, Rollout
 from tests.contract import episodes
 
-TEMPLATES = {
-    forgets: ChatTemplate(tokenizer, tuple(special_tokens(tokenizer)))
-    for forgets in (False, True)
-    for tokenizer in [episodes.tokenizer(forgets=forgets)]
-}
+
+def template(*, forgets: bool) -> ChatTemplate:
+    """Its tokenizer encodes some texts as one token that the policy may also say as two."""
+    tokenizer = episodes.tokenizer(forgets=forgets)
+    tokenizer.add_tokens(PAIRS)
+    return ChatTemplate(tokenizer, tuple(special_tokens(tokenizer)))
+
+
+PAIRS = ["ab", "!!"]
+TEMPLATES = {forgets: template(forgets=forgets) for forgets in (False, True)}
+# Most of what the policy says.
+AMBIGUOUS = TEMPLATES[True].tokenizer.convert_tokens_to_ids(["a", "b", "!", *PAIRS])
 
 
 class Client:
@@ -34,40 +45,59 @@ class Client:
 
     def __init__(self, random: random.Random, *, forgets: bool) -> None:
         self._random = random
-        self.sampled: list[tuple[list[int], Completion]] = []  # all that the sampler returned
+        self.forgets = forgets
+        self.asked: list[tuple[Asked, int]] = []  # requests that were answered, and the numbers of their turns
+        self.unheard: list[Asked] = []  # requests whose answers were not waited for, each of which a later one may get
+        self.seeds: list[tuple[tuple[int, ...], int]] = []  # the ids of each request, and the number of its seed
+        # All that the sampler returned: the ids that were sent, the completion, and the turns that had ended before.
+        self.sampled: list[tuple[list[int], Completion, int]] = []
         policy = Policy(TEMPLATES[forgets], self._sample, max_tokens=120, context_limit=200, max_turns=12)
         self.session = Session(policy, lambda _, number: number)
         self._histories: list[list[Any]] = [[{"role": "user", "content": "?"}]]
         self._is_open = asyncio.Event()
 
     async def _sample(self, ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
+        self.seeds.append((tuple(ids), seed))
+        num_known = len(self.session.turns)
         await asyncio.sleep(0)
         count = self._random.randint(1, min(max_tokens, 8))
-        found = [self._random.randrange(4, 99) for _ in range(count)]
+        found = [self._random.choice([self._random.randrange(4, 99), *AMBIGUOUS]) for _ in range(count)]
         if self._random.random() < 0.7:
             found[-1] = 1  # the end token
         # No two tokens have the same log-prob.
         logprobs = [-(len(self.sampled) * 100.0 + place) / 4096 for place in range(count)]
         reason: Any = "stop" if found[-1] == 1 else "length"
         completion = Completion(found, reason, logprobs, [True] * count, [0] * count)
-        self.sampled.append((list(ids), completion))
+        self.sampled.append((list(ids), completion, num_known))
         return completion
 
     async def act(self) -> None:
         """Ask once or several times."""
-        messages = self._edited(list(self._random.choice(self._histories)))
-        asked = Asked(messages, max_tokens=self._random.choice([None, 3]), stop=self._random.choice([(), ("a", "?")]))
+        if self.asked and self._random.random() < 0.2:
+            asked = self._random.choice(self.asked)[0]
+        else:
+            messages = self._edited(list(self._random.choice(self._histories)))
+            limit, stop = self._random.choice([None, 3]), self._random.choice([(), ("a", "?")])
+            asked = Asked(messages, max_tokens=limit, stop=stop)
         kind = self._random.choice(["once", "once", "retry", "parallel", "hang up"])
         if kind == "hang up":
+            self.unheard.append(asked)
             work = asyncio.ensure_future(self._ask(asked))
             await asyncio.sleep(0)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             return
+        earlier = [turn for one, turn in self.asked if one == asked]
+        num_sampled = len(self.sampled)
         works = [self._ask(asked, is_retry=kind == "retry")]
         if kind == "parallel":
             works += [self._ask(asked), self._ask(asked, is_retry=True)]
-        await asyncio.gather(*works)
+        turns = await asyncio.gather(*works)
+        if kind == "parallel":
+            assert turns[2] in turns[:2], "the retry has an answer of its own"
+        if kind == "retry" and earlier and asked not in self.unheard:
+            assert turns[0] in earlier
+            assert len(self.sampled) == num_sampled, "a retry is sampled"
 
     def _edited(self, messages: list[Any]) -> list[Any]:
         place = self._random.randrange(len(messages))
@@ -82,30 +112,39 @@ class Client:
             messages = [{"role": "system", "content": "so far"}, *messages[-2:]]
         return [*messages, {"role": "user", "content": self._random.choice(["?", "!!"])}]
 
-    async def _ask(self, asked: Asked, *, is_retry: bool = False) -> None:
+    async def _ask(self, asked: Asked, *, is_retry: bool = False) -> int | None:
+        """The number of the turn that is the answer; None: it was refused."""
         try:
             reply = await self.session.answer(asked, is_retry=is_retry)
         except RequestError:
-            return
+            return None
         self._histories.append([*asked.messages, reply.message])
+        turn = int(reply.id, 16)
+        self.asked.append((asked, turn))
+        if not asked.stop:  # which cuts what the client is told
+            assert self.session.conversations[turn] == [*asked.messages, reply.message]
+        return turn
 
 
 def _check(client: Client) -> None:
     turns = client.session.turns
-    num_sampled = sum(len(completion.token_ids) for _, completion in client.sampled)
+    num_sampled = sum(len(completion.token_ids) for _, completion, _ in client.sampled)
     num_kept = sum(len(turn.completion.token_ids) for turn in turns)
     assert num_sampled == num_kept + client.session.num_dropped
+    for ids in {ids for ids, _ in client.seeds}:
+        numbers = [number for one, number in client.seeds if one == ids]
+        assert numbers == list(range(len(numbers))), "a seed depends on other requests"
     left = list(client.sampled)
-    for turn in turns:
+    for number, turn in enumerate(turns):
         count = len(turn.completion.token_ids)
         place = next(
             i
-            for i, (ids, whole) in enumerate(left)
+            for i, (ids, whole, _) in enumerate(left)
             if ids == turn.sent_ids
             and whole.token_ids[:count] == turn.completion.token_ids
             and whole.logprobs[:count] == turn.completion.logprobs
         )
-        del left[place]
+        _check_parent(client, number, left.pop(place)[2])
     if not turns:
         return
     rollout = Rollout(turns, {}, 0)
@@ -121,6 +160,41 @@ def _check(client: Client) -> None:
         for number, place in reversed(own):
             if (number, place - 1) not in own:  # the first id of a turn stands behind the ids that were sent for it
                 assert [*response.prompt_ids, *response.token_ids[:place]] == turns[number].sent_ids
+
+
+def _check_parent(client: Client, number: int, num_known: int) -> None:
+    """Whether a turn goes on from the turn that has most of its conversation, and sends its ids again.
+
+    Args:
+        client: Whose session it is.
+        number: Of the turn.
+        num_known: The turns that had ended when it was asked for.
+    """
+    session = client.session
+    *seen, _ = session.conversations[number]
+    shared = {one: common_prefix_length(seen, session.conversations[one]) for one in range(num_known)}
+    # A conversation is left by what has not all of its first request.
+    shared = {
+        one: count for one, count in shared.items() if count >= len(session.conversations[_root(session, one)]) - 1
+    }
+    parent = session.parents[number]
+    if not shared:
+        assert parent == -1
+        return
+    assert shared[parent] == max(shared.values()), "another turn has more of the conversation"
+    if client.forgets or shared[parent] < len(session.conversations[parent]):
+        return
+    grown = [session.turns[one] for one, count in shared.items() if count == len(session.conversations[one])]
+    rows = [turn.sent_ids + turn.completion.token_ids for turn in grown]
+    if all(one > 6 or one == 1 for turn in grown for one in turn.completion.token_ids):  # else a header was sampled
+        sent = session.turns[number].sent_ids
+        assert any(sent[: len(row)] == row for row in rows), "a conversation that only grew is not continued"
+
+
+def _root(session: Session, number: int) -> int:
+    while session.parents[number] >= 0:
+        number = session.parents[number]
+    return number
 
 
 @given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 10), st.booleans())

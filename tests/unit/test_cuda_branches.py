@@ -568,7 +568,7 @@ def test_a_teacher_is_asked_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPat
     assert used == [torch.device("cuda")]
 
 
-@reaches("scripts.sampling:_Local.__init__")
+@reaches("scripts.sampling:Local.__init__")
 def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = torch.nn.Linear(2, 2)
     monkeypatch.setattr("prefrl.models.export.load_merged", lambda *_, **__: model)
@@ -577,5 +577,5 @@ def test_a_model_samples_on_the_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("prefrl.generation.local.generator.LocalGenerator", lambda model, **_: used.append(model))
     monkeypatch.setattr(model, "to", lambda device: used.append(device))
     asked: Any = SimpleNamespace(dtype="auto", batch_size=2)
-    sampling._Local(asked, "model", needs_template=False)
+    sampling.Local(asked, "model", needs_template=False)
     assert used == [torch.device("cuda"), model]

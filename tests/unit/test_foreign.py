@@ -19,7 +19,8 @@ from prefrl.options.params import KwargsOption, kwargs_options
 from prefrl.registry import REGISTRY
 from prefrl.scripts.generated import LIBRARIES, foreign_text
 from prefrl.scripts.migrate.edits import every_option, option_names_of
-from prefrl.scripts.migrate.rows import DEFAULTS, REWARDS, TRANSFORMERS, TRL, VALUES, row_of
+from prefrl.scripts.migrate.names import REWARDS
+from prefrl.scripts.migrate.rows import DEFAULTS, TRANSFORMERS, TRL, VALUES, row_of
 from prefrl.scripts.migrate.verl_keys import VERL
 from prefrl.scripts.schema import options_of as schema_options
 from tests.trl_defaults import CONFIGS, NOT_COMPARED, defaults_of

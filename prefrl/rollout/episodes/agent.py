@@ -13,8 +13,9 @@ from prefrl.data.formats import Message, read_messages
 from prefrl.errors import EpisodeError, reason_of
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, Seat
 from prefrl.rollout.episodes.play import EnvironmentFailure, EpisodeLimits, Played, Task, columns_of
+from prefrl.rollout.gateway.policy import Policy, Shared
 from prefrl.rollout.gateway.server import Gateway
-from prefrl.rollout.gateway.session import Policy, Session, Shared
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Episode, StopReason
 
 

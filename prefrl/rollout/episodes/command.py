@@ -19,7 +19,7 @@ from prefrl.errors import ConfigError
 from prefrl.options.names import check_known
 
 if TYPE_CHECKING:
-    from prefrl.rollout.gateway.client import Client
+    from prefrl.rollout.gateway.formats import Client
     from prefrl.sandbox import Isolation
     from prefrl.sandbox.commands import Finished, Workplace
 

@@ -32,8 +32,12 @@ from prefrl.rollout.gateway.formats import (
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
     *("reasoning_effort", "verbosity"),
+    *("repetition_penalty", "length_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),  # of vLLM
 )
-_REFUSED = ("functions", "function_call", "audio", "prediction", "web_search_options")
+_REFUSED = (
+    *("functions", "function_call", "audio", "prediction", "web_search_options"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),  # of vLLM
+)
 
 
 def _read(body: Body) -> Asked:
@@ -129,9 +133,13 @@ def _finish(reply: Reply) -> str:
     return "length" if reply.ending == "length" else "tool_calls" if reply.calls else "stop"
 
 
-def _usage(reply: Reply) -> dict[str, int]:
-    total = reply.num_sent + reply.num_sampled
-    return {"prompt_tokens": reply.num_sent, "completion_tokens": reply.num_sampled, "total_tokens": total}
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.num_sent,
+        "completion_tokens": reply.num_sampled,
+        "total_tokens": reply.num_sent + reply.num_sampled,
+        "completion_tokens_details": {"reasoning_tokens": reply.num_thought},
+    }
 
 
 CHAT = WireFormat(_read, _write, _events, openai_error)

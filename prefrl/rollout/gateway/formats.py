@@ -1,7 +1,11 @@
-"""What the wire formats of chat APIs have in common: what a client asks for, what it is answered, and errors."""
+"""What an agent is given to ask with; and what the wire formats of chat APIs have in common.
+
+That is what is asked for, what is answered, and errors. Other than the server, this needs no package of its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +13,62 @@ from typing import Any, Literal
 
 from prefrl.data.formats import Message
 from prefrl.data.tools import Schema
+from prefrl.errors import EpisodeError
+
+MODEL = "policy"  # the name of the only model
 
 Body = Mapping[str, Any]
 # The name of a streamed event, or None, and its data; a text is sent as it is.
 Event = tuple[str | None, "dict[str, Any] | str"]
 Ending = Literal["stop", "stop_string", "length"]
+
+
+@dataclass(frozen=True)
+class Client:
+    """What an agent needs to ask the policy."""
+
+    root: str  # the URL without a path, as Anthropic's client takes it
+    api_key: str = field(repr=False)  # of this episode
+    model: str = MODEL
+    credit: Callable[[float], None] | None = field(default=None, repr=False, compare=False)
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the policy's last turn. The episode's is the sum of these and what the agent returns.
+
+        Args:
+            value: `turn_credit` says what it means for the turns before.
+        Raises:
+            EpisodeError: The policy has not answered yet, or the value is not finite.
+        """
+        if self.credit is None:
+            raise EpisodeError("client.reward: nothing is learned from this client's answers")
+        self.credit(value)
+
+    @property
+    def base_url(self) -> str:
+        """The URL as OpenAI's client takes it."""
+        return f"{self.root}/v1"
+
+    @property
+    def openai(self) -> dict[str, str]:
+        """Arguments of `openai.OpenAI` and `openai.AsyncOpenAI`."""
+        return {"base_url": self.base_url, "api_key": self.api_key}
+
+    @property
+    def anthropic(self) -> dict[str, str]:
+        """Arguments of `anthropic.Anthropic` and `anthropic.AsyncAnthropic`."""
+        return {"base_url": self.root, "api_key": self.api_key}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that clients read, and an identifier of the episode."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.root,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "PREFRL_SESSION": hashlib.sha256(self.api_key.encode()).hexdigest()[:16],
+        }
 
 
 class RequestError(Exception):
@@ -29,6 +84,13 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class EpisodeOver(RequestError):
+    """A request with the key of an episode that is over."""
+
+    def __init__(self) -> None:
+        super().__init__("the episode of this key is over", status=410)
 
 
 class ContextOverflow(RequestError):
@@ -70,6 +132,7 @@ class Reply:
     stop_string: str | None  # that ended it
     num_sent: int  # tokens
     num_sampled: int  # tokens
+    num_thought: int  # of these, tokens up to the end of the thinking
     created: int  # seconds since 1970
 
     @property
@@ -222,4 +285,7 @@ def given(body: Body, names: Sequence[str]) -> dict[str, Any]:
 def of_calls(body: Body) -> dict[str, Any]:
     """The options of a request to an API of OpenAI that would change which calls are sampled."""
     options = {"tool_choice": (None, "auto", "none"), "parallel_tool_calls": (None, True)}
-    return {name: body[name] for name, same in options.items() if body.get(name) not in same}
+    found = {name: body[name] for name, same in options.items() if body.get(name) not in same}
+    if any((tool.get("function") or tool).get("strict") for tool in body.get("tools") or ()):
+        found["strict"] = True
+    return found

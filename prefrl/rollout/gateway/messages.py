@@ -27,10 +27,12 @@ from prefrl.rollout.gateway.formats import (
     tool_message,
 )
 
-_SAMPLING = ("temperature", "top_p", "top_k", "thinking")
+_SAMPLING = ("temperature", "top_p", "top_k", "thinking", "output_config")
+_REFUSED = ("mcp_servers", "container")
 
 
 def _read(body: Body) -> Asked:
+    _check(body)
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": text_of(body["system"], "system")})
@@ -49,6 +51,15 @@ def _read(body: Body) -> Asked:
         sampling["tool_choice"] = body["tool_choice"]
     stop = stops_of(body.get("stop_sequences"), "stop_sequences")
     return Asked(messages, tools, limit_of(body.get("max_tokens"), "max_tokens"), stop, sampling)
+
+
+def _check(body: Body) -> None:
+    for name in _REFUSED:
+        if body.get(name):
+            raise RequestError(f"{name} is not supported: only tools that the client runs can be called")
+    options = needed(body.get("output_config") or {}, dict, "output_config")
+    if body.get("output_format") or options.get("format"):
+        raise RequestError("output_format and output_config.format are not supported: answers are sampled freely")
 
 
 def _messages(message: dict[str, Any], earlier: list[Message], where: str) -> list[Message]:

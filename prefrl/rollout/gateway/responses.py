@@ -48,7 +48,7 @@ def _read(body: Body) -> Asked:
         if tool.get("type") != "function":
             raise RequestError(f"{where}.type={tool.get('type')!r:.200}: must be 'function'")
         tools.append(schema(tool.get("name"), tool.get("description"), tool.get("parameters"), where))
-    sampling = given(body, _SAMPLING)
+    sampling = given(body, _SAMPLING) | given(body.get("text") or {}, ("verbosity",))
     if body.get("tool_choice") == "none":
         tools = []
     sampling |= of_calls(body)
@@ -59,6 +59,8 @@ def _check(body: Body) -> None:
     for name in _REFUSED:
         if body.get(name):
             raise RequestError(f"{name} is not supported: send the whole conversation as input")
+    if body.get("top_logprobs"):
+        raise RequestError("logprobs are not returned: leave top_logprobs out")
     kind = kind_of(needed(body.get("text") or {}, dict, "text").get("format"), "text.format", "text")
     if kind != "text":
         raise RequestError(f"text.format.type={kind!r}: must be 'text', because answers are sampled freely")
@@ -185,7 +187,7 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "input_tokens": reply.num_sent,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": reply.num_sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reply.num_thought},
         "total_tokens": reply.num_sent + reply.num_sampled,
     }
 

@@ -28,8 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prefrl.errors import reason_of
 from prefrl.rollout.gateway.chat import CHAT
-from prefrl.rollout.gateway.client import MODEL, Client
-from prefrl.rollout.gateway.formats import Asked, Event, Reply, RequestError, WireFormat
+from prefrl.rollout.gateway.formats import MODEL, Asked, Client, EpisodeOver, Event, Reply, RequestError, WireFormat
 from prefrl.rollout.gateway.messages import MESSAGES
 from prefrl.rollout.gateway.responses import RESPONSES
 from prefrl.rollout.gateway.session import Session
@@ -37,6 +36,7 @@ from prefrl.rollout.gateway.session import Session
 logger = logging.getLogger(__name__)
 
 FORMATS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+COUNT = "/v1/messages/count_tokens"  # as Anthropic's clients ask before they send a conversation
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,18 @@ class Gateway:
         host: Address of this machine on which it listens.
         port: Its port; 0: a free one.
         limits: Of clients.
+        model: The only model that it lists.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None) -> None:
-        self._host, self._port = host, port
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None, model: str = MODEL
+    ) -> None:
+        self._host, self._port, self._model = host, port, model
         self._limits = limits or Limits()
         # A key is a name and its signature: one that was never given is told from one whose episode is over, and the
         # time that looking it up takes says nothing of others.
         self._secret = secrets.token_bytes(32)
-        self._sessions: dict[str, Session] = {}  # by name
+        self.sessions: dict[str, Session] = {}  # by name
         self._num_open: dict[str, int] = {}  # requests that wait for an answer, by name of the session
         self._server: _Server | None = None
         self._work: asyncio.Task[None] | None = None
@@ -110,58 +113,65 @@ class Gateway:
     def serving(self, session: Session) -> Iterator[Client]:
         """Inside this context, the session's requests are answered."""
         name = secrets.token_hex(16)
-        self._sessions[name] = session
+        self.sessions[name] = session
         try:
             yield Client(self.url, f"sk-{name}-{self._signature(name)}", credit=session.credit)
         finally:
             session.is_over = True
-            del self._sessions[name]
+            del self.sessions[name]
 
     def _signature(self, name: str) -> str:
         return hmac.new(self._secret, name.encode(), "sha256").hexdigest()
 
     def _app(self) -> Starlette:
-        routes = [Route(path, self._answer, methods=["POST"]) for path in FORMATS]
+        return Starlette(routes=self.routes(), exception_handlers={HTTPException: _unknown})
+
+    def routes(self) -> list[Route]:
+        """What it answers."""
+        routes = [Route(path, self._answer, methods=["POST"]) for path in (*FORMATS, COUNT)]
         models = [Route(path, self._models, methods=["GET"]) for path in ("/v1/models", "/v1/models/{id:path}")]
-        return Starlette(routes=[*routes, *models], exception_handlers={HTTPException: _unknown})
+        return [*routes, *models]
 
     async def _answer(self, request: Request) -> Response:
-        form = FORMATS[request.url.path]
+        form = FORMATS.get(request.url.path, MESSAGES)
         try:
-            name = self._name(request)
+            name = self.name_of(request)
             with self._counted(name):
-                body = await _body(request, self._limits.body)
+                body = await self.body_of(request)
                 asked = form.read(body)
                 session = self._session(name)
+                if request.url.path == COUNT:
+                    return JSONResponse({"input_tokens": session.num_tokens(asked)})
                 is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
                 reply = await _while_connected(request, session, asked, is_retry)
+                await self.answered(session)
         except RequestError as error:
-            return _refusal(form, error)
+            return refusal(form, error)
         except Exception as error:  # of the sampler; the episode's own error is told where it is played
             logger.debug("a request was not answered", exc_info=True)
-            return _refusal(form, RequestError(f"the model did not answer: {reason_of(error)}", status=500))
+            return refusal(form, RequestError(f"the model did not answer: {reason_of(error)}", status=500))
         if body.get("stream"):
             return Response(b"".join(map(_encoded, form.events(reply, body))), media_type="text/event-stream")
         return JSONResponse(form.write(reply, body))
 
-    def _name(self, request: Request) -> str:
+    async def answered(self, session: Session) -> None:
+        """Called when a session has an answer, before that is sent."""
+
+    def name_of(self, request: Request) -> str:
         """The name of the session whose key a request has.
 
         Raises:
             RequestError: It has no key that was ever given.
         """
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            key = request.headers.get("x-api-key", "")
-        name, _, signature = key.strip().removeprefix("sk-").partition("-")
+        name, _, signature = key_of(request).removeprefix("sk-").partition("-")
         if not hmac.compare_digest(self._signature(name).encode(), signature.encode()):
             raise RequestError("the key is unknown: use client.api_key", status=401, code="invalid_api_key")
         return name
 
     def _session(self, name: str) -> Session:
-        if name not in self._sessions:
-            raise RequestError("the episode of this key is over", status=410)
-        return self._sessions[name]
+        if name not in self.sessions:
+            raise EpisodeOver
+        return self.sessions[name]
 
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
@@ -184,19 +194,36 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         """The only model, with the fields of both OpenAI and Anthropic."""
-        wanted = request.path_params.get("id", MODEL)
+        model = self._model
+        wanted = request.path_params.get("id", model)
         try:
-            self._session(self._name(request))
-            if wanted != MODEL:
-                raise RequestError(f"model {wanted!r:.200}: the only one is {MODEL!r}", status=404)
+            self._session(self.name_of(request))
+            if wanted != model:
+                raise RequestError(f"model {wanted!r:.200}: the only one is {model!r}", status=404)
         except RequestError as error:
-            return _refusal(_form_of(request), error)
+            return refusal(_form_of(request), error)
         began = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
-        model = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "owned_by": "prefrl", **began}
+        about = {"id": model, "object": "model", "type": "model", "display_name": model, "owned_by": "prefrl", **began}
         if "id" in request.path_params:
-            return JSONResponse(model)
-        ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
-        return JSONResponse({"object": "list", "data": [model], **ends})
+            return JSONResponse(about)
+        ends = {"first_id": model, "last_id": model, "has_more": False}
+        return JSONResponse({"object": "list", "data": [about], **ends})
+
+    async def body_of(self, request: Request) -> dict[str, Any]:
+        """The JSON object that was sent.
+
+        Raises:
+            RequestError: It is too large, or something else.
+        """
+        return await _body(request, self._limits.body)
+
+
+def key_of(request: Request) -> str:
+    """The key that a request has, as OpenAI's or Anthropic's clients send it; empty: it has none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        key = request.headers.get("x-api-key", "")
+    return key.strip()
 
 
 async def _while_connected(request: Request, session: Session, asked: Asked, is_retry: bool) -> Reply:
@@ -246,14 +273,15 @@ def _form_of(request: Request) -> WireFormat:
     return MESSAGES if "anthropic-version" in request.headers else CHAT
 
 
-def _refusal(form: WireFormat, error: RequestError) -> Response:
+def refusal(form: WireFormat, error: RequestError) -> Response:
+    """An error, as a format tells it."""
     return JSONResponse(form.error(error), status_code=error.status)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     text = f"{request.method} {request.url.path:.200} is not known: use POST {', '.join(FORMATS)}, or GET /v1/models"
-    return _refusal(_form_of(request), RequestError(text, status=status))
+    return refusal(_form_of(request), RequestError(text, status=status))
 
 
 def _encoded(event: Event) -> bytes:

@@ -15,104 +15,21 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from prefrl.data.chat import ChatTemplate, common_prefix_length
 from prefrl.data.formats import Message
 from prefrl.data.next_turn import Answer, first_context, next_context, said_text
-from prefrl.data.tool_calls import ToolCallReader, ToolParser, tool_call_reader
+from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import ConfigError, DataError, EpisodeError
-from prefrl.generation.base import SamplingParams
-from prefrl.options.types import ReasoningInHistory
-from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, Reply, RequestError
-from prefrl.rollout.turns import call_id, read_turn
+from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, EpisodeOver, Reply, RequestError
+from prefrl.rollout.gateway.policy import Policy
+from prefrl.rollout.turns import call_id, first_tokens, num_thought, read_turn
 from prefrl.types import Completion, StopReason, Turn
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What the sessions of a run have in common, so that it is found or said once."""
-
-    readers: dict[str, ToolCallReader] = field(default_factory=dict)  # by template and tools
-    told: set[str] = field(default_factory=set)  # names of sampling options of clients that are not followed
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What answers the requests of sessions.
-
-    Args:
-        template: The model's chat template; requests bring their own tools.
-        sample: Samples a completion of at most so many tokens: ids, tokens, seed.
-        max_tokens: Of a conversation beyond its first request.
-        context_limit: Tokens of a request and its answer; None: no limit.
-        max_turns: Of a session; None: no limit.
-        reasoning: What later turns see of the thinking in earlier ones.
-        sampling: How completions are sampled, whatever clients ask for; None: unknown.
-        tool_parser: See `tool_call_reader`.
-        shared: With other sessions.
-    """
-
-    template: ChatTemplate
-    sample: Callable[[Sequence[int], int, int], Awaitable[Completion]]
-    max_tokens: int
-    context_limit: int | None
-    max_turns: int | None = None
-    reasoning: ReasoningInHistory = "template"
-    sampling: SamplingParams | None = None
-    tool_parser: ToolParser | None = None
-    shared: Shared = field(default_factory=Shared)
-
-    def reader(self, asked: Asked) -> ToolCallReader | None:
-        """Reads the calls of a request's tools; None: it has none.
-
-        Raises:
-            ConfigError: The chat template renders no calls, or no format fits.
-        """
-        if not asked.tools:
-            return None
-        readers, template = self.shared.readers, self.template
-        key = _digest([template.name, str(template.kwargs), asked.tools])
-        if key not in readers:
-            schemas = {tool["function"]["name"]: tool for tool in asked.tools}
-            own = replace(template, tools=asked.tools)
-            readers[key] = tool_call_reader(own, schemas, tool_parser=self.tool_parser)
-        return readers[key]
-
-    def overrule(self, asked: Mapping[str, Any]) -> None:
-        """Warn, once for each name in a run, of options of a request that ask for another distribution."""
-        own = {} if self.sampling is None else _sampling_options(self.sampling)
-        for name, value in asked.items():
-            same = own.get(name, ())
-            if name in self.shared.told or value in same:
-                continue
-            self.shared.told.add(name)
-            logger.warning(
-                "an agent asks for %s=%.200r, which is ignored: answers are sampled as the options of the run say%s, "
-                "since the loss is about what they are sampled from. This is said once for %s.",
-                name,
-                value,
-                f" ({name}={same[0]!r})" if same else "",
-                name,
-            )
-
-
-def _sampling_options(sampling: SamplingParams) -> dict[str, tuple[Any, ...]]:
-    """The options of requests, each with the values that mean how completions are sampled."""
-    return {
-        "temperature": (sampling.temperature,),
-        "top_p": (sampling.top_p,),
-        "top_k": (sampling.top_k,) if sampling.top_k else (None, 0, -1),
-        "min_p": (sampling.min_p,) if sampling.min_p else (None, 0),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "logit_bias": ({},),
-        "tool_choice": ("auto",),
-    }
 
 
 @dataclass(frozen=True)
@@ -128,6 +45,25 @@ class _Node:
     tools: str  # of the request
     root: int  # messages of the conversation's first request
     start: int  # tokens of the conversation's first request
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A conversation up to an answer that no other conversation has.
+
+    Args:
+        prompt: The messages before its first answer.
+        completion: The messages from there on.
+        tools: Of the last request, as JSON.
+        numbers: Of its turns among those of the session, in the order in which these ended.
+        completions: That were sampled in these turns.
+    """
+
+    prompt: list[Message]
+    completion: list[Message]
+    tools: str
+    numbers: list[int]
+    completions: list[Completion]
 
 
 @dataclass(frozen=True)
@@ -189,6 +125,25 @@ class Session:
             rewards[max(i for i, node in enumerate(self._nodes) if node.number < num_ended)] += reward
         return rewards
 
+    def leaves(self) -> list[Leaf]:
+        """The conversations that no other goes on from, in the order in which they ended."""
+        by_number = {node.number: node for node in self._nodes}
+        before: dict[int, _Node] = {}  # by number of a turn: the turn behind which its whole conversation stands
+        for node in self._nodes:
+            parent = by_number.get(node.parent)
+            if parent is not None and node.seen[: len(parent.seen)] == parent.seen:
+                before[node.number] = parent
+        gone_on = {node.number for node in before.values()}
+        found = []
+        for last in sorted(by_number.keys() - gone_on):
+            numbers, node = [last], by_number[last]
+            while numbers[0] in before:
+                numbers.insert(0, before[numbers[0]].number)
+            completions = [by_number[number].answers[-1].turn.completion for number in numbers]
+            first = [message["role"] for message in node.seen].index("assistant", node.root)
+            found.append(Leaf(node.seen[:first], node.seen[first:], node.tools, numbers, completions))
+        return found
+
     @property
     def conversations(self) -> list[list[Message]]:
         """That of each turn, with its answer."""
@@ -231,7 +186,7 @@ class Session:
         Raises:
             RequestError: It cannot be answered.
         """
-        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop])
+        key = _digest([asked.messages, asked.tools, asked.max_tokens, asked.stop, asked.sampling])
         work = self._earlier(key, is_retry)
         if work is None:
             work = self._last[key] = asyncio.ensure_future(self._answer(asked, after=len(self.turns)))
@@ -241,11 +196,19 @@ class Session:
             reply = await asyncio.shield(work)
         except asyncio.CancelledError:
             if work.cancelled():
-                raise _over() from None
+                raise EpisodeOver() from None
             self._unheard.setdefault(key, []).append(work)
             raise
         self._heard.add(work)
         return reply
+
+    def num_tokens(self, asked: Asked) -> int:
+        """How many ids would be sent for a request.
+
+        Raises:
+            RequestError: It cannot be answered.
+        """
+        return len(self._read(asked)[1])
 
     async def close(self) -> None:
         """End the session: requests that are not answered yet never are.
@@ -278,15 +241,11 @@ class Session:
 
     async def _answer(self, asked: Asked, *, after: int) -> Reply:
         if self.is_over:
-            raise _over()
+            raise EpisodeOver()
         policy = self._policy
         self._check(asked)
-        policy.overrule(asked.sampling)
-        try:
-            request = self._request(asked)
-            token_ids = self._context(request)
-        except (ConfigError, DataError) as error:
-            raise RequestError(str(error)) from error
+        sample = policy.sampler(asked)
+        request, token_ids = self._read(asked)
         start = len(token_ids) if request.parent is None else request.parent.start
         room = self._room(start, token_ids)
         self.refusal = None
@@ -295,7 +254,7 @@ class Session:
         self.asked = asked
         limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
         seed = self._seed(token_ids, number)
-        completion = await policy.sample(token_ids, limit, seed)
+        completion = await sample(token_ids, limit, seed)
         return self._note(request, Turn(token_ids, completion), start, after=after, seed=seed)
 
     def _check(self, asked: Asked) -> None:
@@ -310,6 +269,18 @@ class Session:
         if limit is not None and len(self._sent) >= limit:
             # No status that clients take for a reason to try again.
             raise self._refused("max_turns", RequestError(f"this episode may have at most {limit} turns (max_turns)"))
+
+    def _read(self, asked: Asked) -> tuple[_Request, list[int]]:
+        """What a request goes on from, and the ids to send for it.
+
+        Raises:
+            RequestError: The chat template cannot show it.
+        """
+        try:
+            request = self._request(asked)
+            return request, self._context(request)
+        except (ConfigError, DataError) as error:
+            raise RequestError(str(error)) from error
 
     def _refused(self, reason: StopReason, error: RequestError) -> RequestError:
         self.refusal = reason, str(error)
@@ -380,7 +351,7 @@ class Session:
             message = {**message, "content": message["content"].partition(stop)[0]}
         reason = turn.completion.finish_reason
         ending: Ending = "stop_string" if stop is not None else "length" if reason == "length" else "stop"
-        ids = len(turn.sent_ids), len(turn.completion.token_ids)
+        ids = len(turn.sent_ids), len(turn.completion.token_ids), num_thought(template, turn, message)
         return Reply(f"{number:08x}", message, ending, stop, *ids, created=int(time.time()))
 
     def _stopped(self, template: ChatTemplate, turn: Turn, stops: Sequence[str]) -> tuple[Turn, str | None]:
@@ -388,14 +359,14 @@ class Session:
         num_tokens = len(turn.completion.token_ids)
 
         def found(count: int) -> str | None:
-            text = said_text(template, turn if count == num_tokens else _first(turn, count))
+            text = said_text(template, turn if count == num_tokens else first_tokens(turn, count))
             return min((one for one in stops if one in text), key=text.index, default=None)
 
         if not stops or found(num_tokens) is None:
             return turn, None
         count = bisect_left(range(num_tokens), True, key=lambda count: found(count) is not None)
         self.num_dropped += num_tokens - count
-        return _first(turn, count), found(count)
+        return first_tokens(turn, count), found(count)
 
 
 def _arranged(nodes: Sequence[_Node]) -> list[_Node]:
@@ -422,17 +393,6 @@ def _by_conversation(nodes: Sequence[_Node]) -> list[_Node]:
         found.append(node)
         left += children.get(node.number, [])
     return found
-
-
-def _first(turn: Turn, count: int) -> Turn:
-    """The turn as if it had ended with so many tokens."""
-    whole = turn.completion
-    parts = whole.logprobs[:count], whole.trainable[:count], whole.policy_versions[:count]
-    return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts))
-
-
-def _over() -> RequestError:
-    return RequestError("the episode of this key is over", status=410)
 
 
 def _digest(value: Any) -> str:

@@ -138,6 +138,21 @@ OTHERS: dict[str, Counterpart] = {
     "n_init_replicas": instead("set num_processes for training; each prefrl vllm-serve is one replica"),
     "do_sample": instead("completions of a training are always sampled; set temperature"),
     "enable_tools": instead("give the trainer tools"),
+    # What plays an episode, in slime, AReaL and TRL.
+    **dict.fromkeys(
+        ("custom_generate_function_path", "rollout_function_path", "workflow", "agent_workflow"),
+        instead("set agent to a function or a command that asks the policy over a chat API; see docs/agents.md"),
+    ),
+    **dict.fromkeys(
+        ("rollout_worker", "harness", "harness_adapter", "harness_session_factory"),
+        instead("set agent, which starts the harness with client.base_url and client.api_key; see docs/agents.md"),
+    ),
+    "custom_rm_path": renamed("reward_funcs"),
+    "rollout_reward_fn": instead("return the reward from the agent, or set reward_funcs"),
+    **dict.fromkeys(
+        ("lossless_capture", "fork_threshold_tokens"),
+        not_needed("a rewritten history is a row of its own, and always trained on"),
+    ),
     "enable_multi_turn": instead("give the trainer tools or an environment; max_turns bounds the turns"),
     "kl_ctrl": instead("set beta, the constant weight of the KL term"),
     "n_generation": renamed("num_generations"),

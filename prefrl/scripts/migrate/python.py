@@ -25,7 +25,7 @@ from prefrl.scripts.migrate.edits import (
     option_names_of,
     parsed_options,
 )
-from prefrl.scripts.migrate.rows import METHODS, NAMES, REWARDS, SAME_CLASSES, SCRIPT_OPTIONS
+from prefrl.scripts.migrate.names import METHODS, NAMES, REWARDS, SAME_CLASSES, SCRIPT_OPTIONS
 from prefrl.scripts.migrate.trl import migrate_commands
 
 __all__ = ["migrate_script"]

@@ -320,7 +320,7 @@ _ROLLOUT: dict[str, Counterpart] = {
     ),
     "multi_turn.max_assistant_turns": if_set("max_turns"),
     "multi_turn": instead("set environment or tools; see docs/environments.md"),
-    "agent": instead("give the trainer tools or environment_factory in Python; see docs/environments.md"),
+    "agent": instead("set agent, tools or environment; see docs/agents.md and docs/environments.md"),
 }
 _CRITIC: dict[str, Counterpart] = {
     "optim.lr": renamed("critic_learning_rate"),

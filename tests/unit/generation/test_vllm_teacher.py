@@ -157,8 +157,10 @@ def test_every_rank_asks_for_its_own_rows_and_all_fail_with_one(make: Make, serv
 
     assert on_ranks(2, work) == [(0, 3), (2, 3)]
     servers.score = raises(Refused("no", status=400))
-    failed = on_ranks(2, work)
-    assert [str(error) for error in failed] == [f"text 0 of process 1: the teacher's server at {B} refuses: no"] * 2
+    errors = on_ranks(2, work)
+    assert [type(error) for error in errors] == [GenerationError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "refuses: no" in str(errors[0])
 
 
 @pytest.mark.parametrize(
@@ -225,6 +227,16 @@ def test_a_text_that_is_too_long_for_the_server_is_not_sent(make: Make, servers:
     with pytest.raises(GenerationError, match=r"takes texts of at most 3 tokens, and this one has 4\. Start it with"):
         teacher.top_logprobs(rows())
     assert servers.bodies == []
+
+
+def test_texts_have_the_length_that_the_smallest_server_takes_but_for_the_token_that_it_adds(
+    make: Make, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {A: 8, B: 4}
+    monkeypatch.setattr(servers, "answer", lambda url, *_: {"data": [CARD | {"max_model_len": lengths[url]}]})
+    teacher = make()
+    teacher.recover()
+    assert teacher.longest_text == 3
 
 
 def test_a_text_that_a_server_cannot_score_now_is_sent_again(teacher: TeacherServers, servers: Servers) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from prefrl.errors import ConfigError
 from prefrl.rollout.episodes.command import CommandAgent, Template
-from prefrl.rollout.gateway.client import Client
+from prefrl.rollout.gateway.formats import Client
 from prefrl.sandbox.commands import OUTPUT_BYTES, OutputLimitError, archive_of
 from prefrl.sandbox.local import ENVIRONMENT
 from tests.patience import PATIENCE

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from prefrl.data.chat import ChatTemplate
 from prefrl.rewards.call import EventLoopThread
-from prefrl.rollout.gateway.client import Client
+from prefrl.rollout.gateway.formats import Client
+from prefrl.rollout.gateway.policy import Policy
 from prefrl.rollout.gateway.server import Gateway, Limits
-from prefrl.rollout.gateway.session import Policy, Session
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Completion
 from tests.unit.rollout.episodes.scripted import completion, hermes
 
@@ -61,9 +63,18 @@ class Served:
         return self.gateway.num_connections
 
     @contextmanager
-    def session(self, say: Callable[[int], Any]) -> Iterator[tuple[Client, Session]]:
-        """A session; `say(turn)` is what the policy says, or an exception, or a coroutine of them."""
-        turns = iter(range(10**6))
+    def session(
+        self, say: Callable[[int], Any], *, template: ChatTemplate | None = None, weights: Any = None, **policy: Any
+    ) -> Iterator[tuple[Client, Session]]:
+        """A session; `say(turn)` is what the policy says, or an exception, or a coroutine of them.
+
+        Args:
+            say: See above.
+            template: Of the chat.
+            weights: A `clients.Weights`, which gives log-probs; None: they are constant.
+            policy: Options of `Policy`.
+        """
+        turns, template = iter(range(10**6)), template or hermes()
 
         async def sample(ids: Sequence[int], max_tokens: int, seed: int) -> Completion:
             told = say(next(turns))
@@ -71,10 +82,11 @@ class Served:
                 told = await told
             if isinstance(told, Exception):
                 raise told
-            return completion(hermes(), told, max_tokens)
+            made = completion(template, told, max_tokens)
+            return made if weights is None else weights.said(ids, made)
 
-        policy = Policy(hermes(), sample, max_tokens=5000, context_limit=None)
-        session = Session(policy, lambda ids, number: number)
+        options = {"max_tokens": 5000, "context_limit": None, **policy}
+        session = Session(Policy(template, sample, **options), lambda ids, number: number)
         serving = self.gateway.serving(session)
         client = self.call(serving.__enter__)
         try:

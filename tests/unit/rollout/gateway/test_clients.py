@@ -1,221 +1,239 @@
-"""Unmodified clients of seven packages: each asks, calls a tool and answers; and what they do to the history."""
+"""Unmodified clients of seven packages: each is answered, and all of it is trained on as it was sampled."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
+from torch import Tensor
 
-from prefrl.rollout.batches import responses_of, sampled_batch
-from prefrl.rollout.gateway.client import Client
+from prefrl.models.forward import token_logprobs
+from prefrl.rollout.batches import sampled_batch
 from prefrl.rollout.gateway.formats import Reply
-from prefrl.types import Rollout
-from tests.unit.rollout.episodes.scripted import call
+from prefrl.rollout.gateway.server import Limits
+from prefrl.types import Rollout, SampledBatch
+from tests.assets import tiny_model
+from tests.unit.data.tool_templates import HERMES, tool_template
+from tests.unit.rollout.episodes.scripted import call, hermes
+from tests.unit.rollout.gateway.clients import ANSWER, CLIENTS, SCHEMA, History, Weights
 from tests.unit.rollout.gateway.served import Served
 from tests.unit.rollout.gateway.test_formats import REPLIES, REQUESTS
 
-QUESTION = "What is 2 * 37?"
-ANSWER = "The answer is 74."
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-}
-
-
-def openai_chat(client: Client, *, is_streamed: bool = False) -> str:
-    import openai
-
-    function = {"name": "multiply", "description": "Multiply.", "parameters": SCHEMA}
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    with openai.OpenAI(**client.openai, max_retries=0) as api:
-        while True:
-            asked: Any = {"model": client.model, "messages": messages}
-            asked["tools"] = [{"type": "function", "function": function}]
-            if is_streamed:
-                with api.chat.completions.stream(**asked) as stream:
-                    said: Any = stream.get_final_completion().choices[0].message
-            else:
-                said = api.chat.completions.create(**asked).choices[0].message
-            if not said.tool_calls:
-                return str(said.content)
-            messages.append({"role": "assistant", "content": said.content, "tool_calls": [_plain(said.tool_calls[0])]})
-            for made in said.tool_calls:
-                product = _product(json.loads(made.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": made.id, "content": product})
-
-
-def _plain(made: Any) -> dict[str, Any]:
-    function = {"name": made.function.name, "arguments": made.function.arguments}
-    return {"id": made.id, "type": "function", "function": function}
-
-
-def _product(arguments: Any) -> str:
-    return str(arguments["a"] * arguments["b"])
-
-
-def openai_responses_stream(client: Client) -> str:
-    import openai
-
-    tool: Any = {"type": "function", "name": "multiply", "parameters": SCHEMA, "strict": False}
-    items: list[Any] = [{"role": "user", "content": QUESTION}]
-    with openai.OpenAI(**client.openai, max_retries=0) as api:
-        while True:
-            text = ""
-            with api.responses.stream(model=client.model, input=items, tools=[tool]) as stream:
-                for event in stream:
-                    text += event.delta if event.type == "response.output_text.delta" else ""
-                said = stream.get_final_response()
-            items += said.output
-            calls = [item for item in said.output if item.type == "function_call"]
-            if not calls:
-                assert said.output_text == text
-                return text
-            for made in calls:
-                product = _product(json.loads(made.arguments))
-                items.append({"type": "function_call_output", "call_id": made.call_id, "output": product})
-
-
-def anthropic_messages(client: Client, *, is_streamed: bool = False) -> str:
-    import anthropic
-
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    with anthropic.Anthropic(**client.anthropic, max_retries=0) as api:
-        while True:
-            asked: Any = {"model": client.model, "max_tokens": 100, "messages": messages, "system": "Be brief."}
-            asked["tools"] = [{"name": "multiply", "description": "Multiply.", "input_schema": SCHEMA}]
-            if is_streamed:
-                with api.messages.stream(**asked) as stream:
-                    said = stream.get_final_message()
-            else:
-                said = api.messages.create(**asked)
-            if said.stop_reason != "tool_use":
-                return "".join(block.text for block in said.content if block.type == "text")
-            results = [
-                {"type": "tool_result", "tool_use_id": block.id, "content": _product(block.input)}
-                for block in said.content
-                if block.type == "tool_use"
-            ]
-            messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
-
-
-def openai_agents(client: Client, *, is_chat: bool = False, is_streamed: bool = False) -> str:
-    import agents
-    import openai
-
-    agents.set_tracing_disabled(True)
-
-    @agents.function_tool
-    def multiply(a: int, b: int) -> str:
-        """Multiply."""
-        return str(a * b)
-
-    kind = agents.OpenAIChatCompletionsModel if is_chat else agents.OpenAIResponsesModel
-
-    async def run() -> str:
-        async with openai.AsyncOpenAI(**client.openai, max_retries=0) as api:
-            model = kind(model=client.model, openai_client=api)
-            agent = agents.Agent(name="agent", instructions="Be brief.", tools=[multiply], model=model)
-            if not is_streamed:
-                return str((await agents.Runner.run(agent, QUESTION)).final_output)
-            result = agents.Runner.run_streamed(agent, QUESTION)
-            async for _ in result.stream_events():
-                pass
-            return str(result.final_output)
-
-    return asyncio.run(run())
-
-
-def pydantic_ai(client: Client) -> str:
-    from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    agent = Agent(OpenAIChatModel(client.model, provider=OpenAIProvider(**client.openai)), system_prompt="Be brief.")
-
-    @agent.tool_plain
-    def multiply(a: int, b: int) -> str:
-        """Multiply."""
-        return str(a * b)
-
-    return str(asyncio.run(agent.run(QUESTION)).output)
-
-
-def langgraph(client: Client) -> str:
-    from langchain.agents import create_agent
-    from langchain_openai import ChatOpenAI
-
-    def multiply(a: int, b: int) -> str:
-        """Multiply."""
-        return str(a * b)
-
-    model = ChatOpenAI(model=client.model, **client.openai, max_retries=0)  # type: ignore[arg-type]
-    result = create_agent(model, [multiply]).invoke({"messages": [("user", QUESTION)]})  # type: ignore[arg-type]
-    return str(result["messages"][-1].content)
-
-
-def smolagents(client: Client) -> str:
-    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
-
-    @tool
-    def multiply(a: int, b: int) -> str:
-        """Multiply.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        """
-        return str(a * b)
-
-    model = OpenAIServerModel(client.model, api_base=client.base_url, api_key=client.api_key)
-    return str(ToolCallingAgent(tools=[multiply], model=model, max_steps=3, verbosity_level=0).run(QUESTION))
-
-
-def _with(run: Callable[..., str], **options: bool) -> Callable[[Client], str]:
-    return lambda client: run(client, **options)
+DOCS = Path(__file__).parents[4] / "docs" / "agents.md"
+ASK: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served() as served:
+    with Served(Limits(body=100_000)) as served:
         yield served
 
 
-@pytest.mark.parametrize(
-    ("run", "num_rows"),
-    [
-        pytest.param(openai_chat, 1, id="openai"),
-        pytest.param(_with(openai_chat, is_streamed=True), 1, id="openai streamed"),
-        pytest.param(openai_responses_stream, 1, id="openai responses streamed"),
-        pytest.param(anthropic_messages, 1, id="anthropic"),
-        pytest.param(_with(anthropic_messages, is_streamed=True), 1, id="anthropic streamed"),
-        pytest.param(openai_agents, 1, id="openai-agents"),
-        pytest.param(_with(openai_agents, is_streamed=True), 1, id="openai-agents streamed"),
-        pytest.param(_with(openai_agents, is_chat=True), 1, id="openai-agents chat"),
-        pytest.param(pydantic_ai, 1, id="pydantic-ai"),
-        pytest.param(langgraph, 1, id="langgraph"),
-        pytest.param(smolagents, 2, id="smolagents"),  # it writes its own calls as text
-    ],
-)
-def test_an_unmodified_client_is_answered_and_all_of_it_is_trained(
-    run: Callable[[Client], str], num_rows: int, served: Served, record_property: Callable[[str, object], None]
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    size = len(hermes().tokenizer)
+    return Weights(tiny_model(vocab_size=size, max_position_embeddings=8192).double())
+
+
+def graded(weights: Weights, batch: SampledBatch, plan: Any) -> tuple[Tensor, Tensor]:
+    """The log-probs of what is trained on, and the gradient of a sum of them in which each has a weight of its own."""
+    weights.model.zero_grad()
+    found = token_logprobs(weights.model, batch, temperature=1.0, plan=plan).logprobs[batch.trainable]
+    own = (1000 * batch.sampling_logprobs[batch.trainable].double()).sin()
+    (own * found).sum().backward()
+    return found.detach(), torch.cat(
+        [one.grad.flatten() for one in weights.model.parameters() if one.grad is not None]
+    )
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_an_unmodified_client_is_answered_and_all_of_it_is_trained_as_it_was_sampled(
+    name: str, served: Served, weights: Weights
 ) -> None:
-    last = call("final_answer", answer=ANSWER) if run is smolagents else ANSWER
-    with served.session([call("multiply", a=2, b=37), last].__getitem__) as (client, session):
-        assert run(client) == ANSWER
+    kind = CLIENTS[name]
+    with served.session(kind.said.__getitem__, weights=weights) as (client, session):
+        assert kind.run(client) == ANSWER
 
     turns = session.turns
     assert "74" in served.text_of(turns[1].sent_ids)
-    assert len(turns) == 2
-    rollout = Rollout(turns, {}, 0)
-    assert len(responses_of(rollout)) == num_rows
-    batch = sampled_batch([rollout], mask_truncated=False)
-    assert batch.trainable.sum() == sum(len(turn.completion.token_ids) for turn in turns)
-    separate = sum(len(turn.sent_ids) + len(turn.completion.token_ids) for turn in turns)
-    record_property("tokens", f"{separate} in separate requests, {batch.num_forward_tokens} in a forward pass")
+    history = History.of(turns)
+    assert (history.num_turns, history.num_rows) == (2, kind.num_rows)
+    batch = sampled_batch([Rollout(turns, {}, 0)], mask_truncated=False)
+    assert batch.num_trainable == sum(len(turn.completion.token_ids) for turn in turns)
+    found, gradient = graded(weights, batch, "shared_prefix")
+    assert (found - batch.sampling_logprobs[batch.trainable]).abs().max() < 2e-6  # samplers tell them in float32
+
+    separate = sampled_batch([Rollout([turn], {}, number) for number, turn in enumerate(turns)], mask_truncated=False)
+    assert separate.num_forward_tokens > batch.num_forward_tokens
+    _, expected = graded(weights, separate, "padded")
+    assert (gradient - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_the_docs_tell_of_each_client() -> None:
+    table = DOCS.read_text(encoding="utf-8").partition("<!-- clients -->")[2].partition("<!-- end of clients -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in table.strip().splitlines()[2:]]
+    assert rows == [[name, kind.api, "2", str(kind.num_rows)] for name, kind in CLIENTS.items()]
+
+
+# Thinking.
+
+THINKS = HERMES.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}",
+)
+THOUGHT = "I should multiply."
+THINKING = f"<think>\n{THOUGHT}\n</think>\n\n"
+
+
+def _openai_chat(client: Any) -> tuple[str, int]:
+    import openai
+
+    function: Any = {"name": "multiply", "description": "Multiply.", "parameters": SCHEMA}
+    with openai.OpenAI(**client.openai, max_retries=0) as api:
+        asked: Any = {"model": client.model, "tools": [{"type": "function", "function": function}]}
+        first = api.chat.completions.create(messages=ASK, **asked)
+        said = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "74"}
+        api.chat.completions.create(messages=[*ASK, said.model_dump(exclude_none=True), result], **asked)
+        return said.reasoning_content, first.usage.completion_tokens_details.reasoning_tokens  # type: ignore[attr-defined, union-attr]
+
+
+def _openai_responses(client: Any) -> tuple[str, int]:
+    import openai
+
+    tool: Any = {"type": "function", "name": "multiply", "parameters": SCHEMA, "strict": False}
+    with openai.OpenAI(**client.openai, max_retries=0) as api:
+        with api.responses.stream(model=client.model, input=ASK, tools=[tool]) as stream:
+            for _ in stream:
+                pass
+            said: Any = stream.get_final_response()
+        thought, made = said.output
+        result = {"type": "function_call_output", "call_id": made.call_id, "output": "74"}
+        api.responses.create(model=client.model, input=[*ASK, *said.output, result], tools=[tool])
+        return thought.content[0].text, said.usage.output_tokens_details.reasoning_tokens
+
+
+def _anthropic(client: Any) -> tuple[str, int]:
+    import anthropic
+
+    with anthropic.Anthropic(**client.anthropic, max_retries=0) as api:
+        asked: Any = {"model": client.model, "max_tokens": 500}
+        asked["tools"] = [{"name": "multiply", "description": "Multiply.", "input_schema": SCHEMA}]
+        with api.messages.stream(messages=ASK, **asked) as stream:
+            said: Any = stream.get_final_message()
+        thought, made = said.content
+        result = {"type": "tool_result", "tool_use_id": made.id, "content": "74"}
+        messages: Any = [*ASK, {"role": "assistant", "content": said.content}, {"role": "user", "content": [result]}]
+        api.messages.create(messages=messages, **asked)
+        return thought.thinking, 0
+
+
+@pytest.mark.parametrize("run", [_openai_chat, _openai_responses, _anthropic])
+def test_thinking_is_told_in_each_formats_own_way_and_comes_back_unchanged(run: Any, served: Served) -> None:
+    said = [f"{THINKING}{call('multiply', a=2, b=37)}", ANSWER]
+    with served.session(said.__getitem__, template=tool_template(THINKS)) as (client, session):
+        thought, num_thought = run(client)
+    assert thought == THOUGHT
+    if num_thought:
+        ids = session.turns[0].completion.token_ids[:num_thought]
+        assert served.text_of(ids) == f"<think>\n{THOUGHT}"
+    first, second = session.turns
+    row = [*first.sent_ids, *first.completion.token_ids]
+    assert second.sent_ids[: len(row)] == row
+
+
+# Errors.
+
+
+def _asked(client: Any, package: str, **changes: Any) -> Any:
+    """What a package returns or raises."""
+    import anthropic
+    import openai
+
+    options = {"max_retries": 0, "api_key": changes.pop("api_key", client.api_key)}
+    if package == "anthropic":
+        with anthropic.Anthropic(base_url=client.root, **options) as api:
+            return api.messages.create(**{"model": "policy", "max_tokens": 5, "messages": ASK, **changes})
+    with openai.OpenAI(base_url=client.base_url, **options) as other:
+        return other.chat.completions.create(**{"model": "policy", "messages": ASK, **changes})
+
+
+LONG: Any = [{"role": "user", "content": "long " * 100}]
+HUGE: Any = [{"role": "user", "content": "x" * 200_000}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "openai_code", "anthropic_type"),
+    [
+        ({"messages": LONG}, "BadRequestError", "context_length_exceeded", "invalid_request_error"),
+        ({"tools": [{}]}, "BadRequestError", None, "invalid_request_error"),
+        ({"api_key": "sk-x-y"}, "AuthenticationError", "invalid_api_key", "authentication_error"),
+        ({"messages": HUGE}, "APIStatusError", None, "request_too_large"),
+        ({"messages": [{"role": "user", "content": "fail"}]}, "InternalServerError", None, "api_error"),
+    ],
+    ids=["context", "tools", "key", "size", "sampler"],
+)
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_errors_are_those_that_the_clients_know(
+    package: str, changes: Any, error: str, openai_code: str | None, anthropic_type: str, served: Served
+) -> None:
+    module = pytest.importorskip(package)
+    with (
+        served.session(lambda _: OSError("gone"), context_limit=300) as (client, _),
+        pytest.raises(getattr(module, error)) as raised,
+    ):
+        _asked(client, package, **changes)
+    body = raised.value.body
+    if package == "openai":
+        assert raised.value.code == openai_code
+        text = body["message"]
+    else:
+        assert (body["type"], body["error"]["type"]) == ("error", anthropic_type)
+        text = body["error"]["message"]
+    if changes.get("messages") is LONG:
+        assert text.startswith(
+            "This model's maximum context length is 300" if package == "openai" else "prompt is too"
+        )
+
+
+def test_a_client_that_asks_after_the_end_is_told_so(served: Served) -> None:
+    import openai
+
+    with served.session(lambda _: "said") as (client, _):
+        pass
+    with pytest.raises(openai.APIStatusError, match="the episode of this key is over") as raised:
+        _asked(client, "openai")
+    assert raised.value.status_code == 410
+
+
+def test_tokens_are_counted_as_they_are_sent(served: Served) -> None:
+    import anthropic
+
+    with (
+        served.session(lambda _: "said") as (client, session),
+        anthropic.Anthropic(**client.anthropic, max_retries=0) as api,
+    ):
+        asked: Any = {"model": client.model, "messages": ASK, "system": "Be brief."}
+        asked["tools"] = [{"name": "multiply", "description": "Multiply.", "input_schema": SCHEMA}]
+        counted = api.messages.count_tokens(**asked).input_tokens
+        assert session.turns == []
+        said = api.messages.create(max_tokens=50, **asked)
+        assert counted == said.usage.input_tokens == len(session.turns[0].sent_ids)
+        asked["messages"] = [*ASK, {"role": "assistant", "content": "said"}, *ASK]
+        counted = api.messages.count_tokens(**asked).input_tokens
+        api.messages.create(max_tokens=50, **asked)
+        assert counted == len(session.turns[1].sent_ids) > len(session.turns[0].sent_ids)
+        with pytest.raises(anthropic.BadRequestError, match="tools"):
+            api.messages.count_tokens(**{**asked, "tools": [{}]})
+    with pytest.raises(anthropic.APIStatusError, match="is over"), anthropic.Anthropic(**client.anthropic) as api:
+        api.messages.count_tokens(**asked)
+
+
+# What is sent.
 
 
 @pytest.mark.parametrize("name", REQUESTS)

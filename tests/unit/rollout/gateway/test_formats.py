@@ -124,6 +124,54 @@ def test_all_formats_say_the_same(name: str) -> None:
     assert form.read({**body, "tool_choice": {"type": "none"} if name == "messages" else "none"}).tools == []
 
 
+OVERRULED = {
+    "chat": {
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "frequency_penalty": 1,
+        "presence_penalty": 1,
+        "logit_bias": {"1": 5},
+        "seed": 3,
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "repetition_penalty": 1.5,
+        "length_penalty": 2.0,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [3],
+        "parallel_tool_calls": False,
+        "tool_choice": {"type": "function", "function": {"name": "search"}},
+        "tools": [{"type": "function", "function": {"name": "search", "strict": True}}],
+    },
+    "messages": {
+        "top_p": 0.5,
+        "top_k": 3,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"effort": "low"},
+        "tool_choice": {"type": "tool", "name": "search"},
+    },
+    "responses": {
+        "top_p": 0.5,
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"},
+        "parallel_tool_calls": False,
+        "tool_choice": {"type": "function", "name": "search"},
+        "tools": [{"type": "function", "name": "search", "strict": True}],
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name in OVERRULED for option in OVERRULED[name]])
+def test_options_that_would_change_the_distribution_are_told(name: str, option: str) -> None:
+    form, body = REQUESTS[name]
+    bare = {key: value for key, value in body.items() if key in ("messages", "input")}
+    assert form.read(bare).sampling == {}
+    value = OVERRULED[name][option]
+    told = {"tools": ("strict", True), "text": ("verbosity", "low")}.get(option, (option, value))
+    assert form.read({**bare, option: value}).sampling == dict([told])
+
+
 NONSENSE = st.sampled_from([None, True, 0, -1, 1.5, "", "x", [], {}, [None], [1], [{}], {"type": 7}, {"type": []}])
 
 
@@ -177,6 +225,15 @@ def test_any_request_is_read_or_refused(case: tuple[WireFormat, dict[str, Any]])
         ("chat", {"stop": [1]}, "stop=[1]: must be a string or an array of strings"),
         ("messages", {"tools": [{"type": "bash_20250124"}]}, "tools[0].type='bash_20250124': only tools that the "),
         ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages[0].role='tool': must be user or "),
+        ("chat", {"guided_regex": "a+"}, "guided_regex is not supported"),
+        ("messages", {"mcp_servers": [{}]}, "mcp_servers is not supported: only tools that the client runs "),
+        (
+            "messages",
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_format and output_config.format ",
+        ),
+        ("messages", {"output_format": {"type": "json_schema"}}, "output_format and output_config.format are not "),
+        ("responses", {"top_logprobs": 3}, "logprobs are not returned"),
         ("responses", {"previous_response_id": "r"}, "previous_response_id is not supported: send the whole "),
         ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format.type='json_schema': must be "),
         ("responses", {"input": [{"type": "item_reference"}]}, "input[0].type='item_reference': must be message, "),
@@ -192,7 +249,7 @@ def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], messa
 
 def reply(ending: Ending, **message: Any) -> Reply:
     stop = "END" if ending == "stop_string" else None
-    return Reply("00000001", {"role": "assistant", "content": "", **message}, ending, stop, 3, 4, created=0)
+    return Reply("00000001", {"role": "assistant", "content": "", **message}, ending, stop, 3, 4, 2, created=0)
 
 
 REPLIES = [

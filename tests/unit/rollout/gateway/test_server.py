@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prefrl.rollout.gateway.client import Client
+from prefrl.rollout.gateway.formats import Client
 from prefrl.rollout.gateway.server import Gateway, Limits
 from tests.patience import PATIENCE, before_a_deadline, wait_until
 from tests.unit.rollout.gateway.served import Served
@@ -95,6 +96,36 @@ def test_a_key_opens_its_own_session_only(served: Served, web: httpx.Client) -> 
             assert refused.status_code == 401, key
         assert (len(of_one.turns), len(of_two.turns)) == (0, 1)
     assert one.api_key not in repr(one)
+
+
+def test_keys_are_compared_in_constant_time(
+    served: Served, web: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    original = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda *two: compared.append(two) or original(*two))
+    with served.session(say) as (client, _):
+        signature = client.api_key.rpartition("-")[2].encode()
+        assert ask(web, client).status_code == 200
+        assert ask(web, client, headers={"authorization": f"Bearer {client.api_key[:-1]}"}).status_code == 401
+    assert compared == [(signature, signature), (signature, signature[:-1])]
+
+
+def test_a_stored_answer_is_not_given_to_another_session(served: Served, web: httpx.Client) -> None:
+    with served.session(lambda _: "one") as (one, _), served.session(lambda _: "two") as (two, of_two):
+        ask(web, one)
+        again = ask(web, two, headers={"x-stainless-retry-count": "1"})
+        assert again.json()["choices"][0]["message"]["content"] == "two"
+        assert len(of_two.turns) == 1
+
+
+def test_nothing_tells_of_sessions(served: Served, web: httpx.Client) -> None:
+    with served.session(say) as (client, _):
+        headers = {"authorization": f"Bearer {client.api_key}"}
+        for path in ("/", "/v1", "/v1/sessions", "/v1/responses", "/docs", "/openapi.json", "/metrics", "/health"):
+            answer = web.get(f"{client.root}{path}", headers=headers)
+            assert answer.status_code in (404, 405)
+            assert client.api_key.rpartition("-")[2] not in answer.text
 
 
 def test_after_its_episode_a_key_is_of_no_use(served: Served, web: httpx.Client) -> None:
@@ -207,6 +238,21 @@ def test_a_client_that_is_slow_loses_its_connection(sent: bytes) -> None:
     with Served(Limits(patience=0.2)) as served, served.session(say) as (client, session), connected(client) as place:
         place.sendall(sent.replace(b"KEY", client.api_key.encode()))
         rest(place)  # or the test would time out
+        assert session.turns == []
+
+
+def test_a_client_that_sends_a_byte_now_and_then_loses_its_connection() -> None:
+    with Served(Limits(patience=0.2)) as served, served.session(say) as (client, session), connected(client) as place:
+        place.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+
+        def is_closed() -> bool:
+            try:
+                place.sendall(b"a: b\r\n")
+            except OSError:
+                return True
+            return False
+
+        assert wait_until(is_closed)
         assert session.turns == []
 
 

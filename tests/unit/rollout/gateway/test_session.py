@@ -13,7 +13,8 @@ from prefrl import EpisodeError
 from prefrl.generation.base import SamplingParams
 from prefrl.rollout.gateway.formats import Asked, Reply, RequestError
 from prefrl.rollout.gateway.messages import MESSAGES
-from prefrl.rollout.gateway.session import Policy, Session, Shared
+from prefrl.rollout.gateway.policy import Policy, Shared
+from prefrl.rollout.gateway.session import Session
 from prefrl.types import Completion
 from tests.unit.data.tool_templates import tool_template
 from tests.unit.rollout.episodes.scripted import call, completion, hermes
@@ -384,11 +385,11 @@ def test_calls_are_read_by_the_parser_of_the_options() -> None:
 
 
 def test_a_reader_of_calls_is_found_once_for_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefrl.rollout.gateway import session
+    from prefrl.rollout.gateway import policy
 
     found: list[Any] = []
-    original = session.tool_call_reader
-    monkeypatch.setattr(session, "tool_call_reader", lambda *args, **more: found.append(1) or original(*args, **more))
+    original = policy.tool_call_reader
+    monkeypatch.setattr(policy, "tool_call_reader", lambda *args, **more: found.append(1) or original(*args, **more))
     shared = Shared()
     for _ in range(2):
         reply = run(lambda: World(call("search", q="a"), shared=shared).ask([ASK], tools=[SEARCH]))
