@@ -25,15 +25,12 @@ sys.exit(subprocess.run([sys.executable, "-c", code], capture_output=True, text=
 
 def rows() -> list[dict[str, Any]]:
     """A function for each pair of a wrong and a right expression."""
-    return [
-        {
-            "files": {"f.py": f"def f(a, b):\n    return {wrong}\n", "tests.py": TESTS.format(*results)},
-            "hidden": {"hidden.py": HIDDEN.format(*results)},
-        }
-        for right, results in RESULTS.items()
-        for wrong in RESULTS
-        if wrong != right
-    ]
+    found = []
+    for right, results in RESULTS.items():
+        tests, hidden = {"tests.py": TESTS.format(*results)}, {"hidden.py": HIDDEN.format(*results)}
+        for wrong in [one for one in RESULTS if one != right]:
+            found.append({"files": {"f.py": f"def f(a, b):\n    return {wrong}\n", **tests}, "hidden": hidden})
+    return found
 
 
 def main(
@@ -42,8 +39,7 @@ def main(
     """Train; returns the mean reward of each step."""
     from tiny import tiny_model, tiny_tokenizer  # here, so that the rows can be read from another folder
 
-    tiny = model is None
-    words = [*RESULTS, "must", "be", *(str(shown) for shown, _ in RESULTS.values())]
+    tiny, words = model is None, [*RESULTS, "must", "be", *(str(shown) for shown, _ in RESULTS.values())]
     tokenizer = tiny_tokenizer(words) if tiny else None
     config = GRPOConfig(
         output_dir=output_dir,
@@ -61,20 +57,12 @@ def main(
         save_strategy="no",
         report_to=[],
     )
+    program, tests = Path(__file__).with_name("coding_agent.py"), f"{sys.executable} hidden.py"
     agent = CommandAgent(
-        f"{sys.executable} {Path(__file__).with_name('coding_agent.py')}",
-        files="files",
-        solution=["f.py"],
-        tests=f"{sys.executable} hidden.py",
-        test_files="hidden",
+        f"{sys.executable} {program}", files="files", solution=["f.py"], tests=tests, test_files="hidden"
     )
-    trainer = GRPOTrainer(
-        tiny_model(tokenizer) if tokenizer else model,
-        args=config,
-        train_dataset=Dataset.from_list(rows()),
-        processing_class=tokenizer,
-        agent=agent,
-    )
+    policy, data = tiny_model(tokenizer) if tokenizer else model, Dataset.from_list(rows())
+    trainer = GRPOTrainer(policy, args=config, train_dataset=data, processing_class=tokenizer, agent=agent)
     trainer.train()
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 

@@ -329,7 +329,7 @@ def usable(model: nn.Module) -> AbstractContextManager[object]:
     """Make forward passes work inside, even before training starts, when no hooks gather a ZeRO-3 model's weights."""
     inner = unwrap(model)
     is_hooked = any("pre_bwd_fn" in vars(module) for module in inner.modules())
-    needs_all = not is_hooked and is_zero3(inner)
+    needs_all = not is_hooked and any(hasattr(p, _ZERO3) for p in inner.parameters())
     return full_params(model) if needs_all else nullcontext()
 
 

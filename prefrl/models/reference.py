@@ -26,7 +26,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.fingerprint import is_neutral_adapter, weights_fingerprint
 from prefrl.models.forward import Scoring, prepare_like, scores_in_pieces
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import head_logits, inner_model, needed_head, own_forward
+from prefrl.models.scoring import HEAD_FORWARD, head_logits, inner_model, needed_head
 from prefrl.types import TokenBatch
 
 
@@ -280,7 +280,9 @@ def _point_at(target: Tensor, value: Tensor) -> None:
 
 def called_inside(head: nn.Module, hidden: Tensor) -> Tensor:
     """The output of the policy's head within its own call: a second call would give back its partitioned weights."""
-    logits: Tensor = (own_forward(head) or head)(hidden)
+    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    is_called = all(map(distributed.is_backend_hook, hooks))  # with other hooks, it is called for each chunk
+    logits: Tensor = vars(head).get(HEAD_FORWARD, head)(hidden) if is_called else head(hidden)
     return logits
 
 

@@ -402,20 +402,13 @@ class TokenReadout:
         head: nn.Module | None = None if request.own_logits else getattr(model, _STATE).head
         if head is None:
             return packed(module_logprobs(rows, targets, _identity, **options))
-        if own_forward(head) is None:
+        hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+        # Hooks that are not a backend's expect logits: they must run in a call per chunk.
+        if HEAD_FORWARD not in vars(head) or not all(map(is_backend_hook, hooks)):
             return packed(module_logprobs(rows, targets, partial(head_logits, model, head), **options))
         # One call for any number of chunks, so that ranks that gather weights for it make equally many calls.
         scores: dict[str, Tensor] = head(rows, prefrl_readout=partial(_in_head, model, targets, options))
         return scores
-
-
-def own_forward(head: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """What maps hidden states to logits inside a call of the head, where a backend has made its weights whole.
-
-    None if hooks that are not a backend's are on the head. They expect logits, so the head is called for each chunk.
-    """
-    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    return vars(head).get(HEAD_FORWARD) if all(map(is_backend_hook, hooks)) else None
 
 
 def _in_head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from prefrl.data.chat import ChatTemplate
@@ -9,7 +10,7 @@ from prefrl.data.formats import Message
 from prefrl.data.next_turn import said_text
 from prefrl.data.tokenize import completion_text
 from prefrl.data.tool_calls import ParsedTurn, ToolCallReader
-from prefrl.types import Turn
+from prefrl.types import Completion, Turn
 
 # How many ids of the prompt's end are decoded to see whether it opens the model's thinking.
 _PROMPT_END_IDS = 64
@@ -53,3 +54,18 @@ def read_turn(
 def call_id(turn: int, number: int) -> str:
     """Nine letters and digits, as some templates demand, that no other call of the conversation has."""
     return f"c{turn % 10**4:04}{number % 10**4:04}"
+
+
+def first_tokens(turn: Turn, count: int) -> Turn:
+    """The turn as if it had ended with so many tokens."""
+    whole = turn.completion
+    parts = whole.logprobs[:count], whole.trainable[:count], whole.policy_versions[:count]
+    return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts))
+
+
+def num_thought(template: ChatTemplate, turn: Turn, message: Message) -> int:
+    """The tokens of a turn up to the end of its thinking."""
+    thinking, ids = message.get("reasoning_content"), turn.completion.token_ids
+    if not thinking or thinking not in said_text(template, turn):
+        return 0
+    return bisect_left(range(len(ids)), True, key=lambda n: thinking in said_text(template, first_tokens(turn, n)))

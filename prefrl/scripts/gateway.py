@@ -220,8 +220,8 @@ class _Remote:
 )
 def serve(options: GatewayArguments) -> int:
     """Serve until Ctrl-C or SIGTERM."""
-    for package in ("starlette", "uvicorn"):
-        require(package, extra="agents", feature="prefrl gateway")
+    require("starlette", extra="agents", feature="prefrl gateway")
+    require("uvicorn", extra="agents", feature="prefrl gateway")
     check_writable(Path(options.output_dir))
     with Console(stderr=True).status("Loading the model"):
         source: Source = _Waves(options) if options.server is None else _Remote(options)
@@ -276,8 +276,9 @@ def _serving(source: Source, options: GatewayArguments) -> Iterator[str]:
     try:
         loop.submit(gateway.start()).result()
     except OSError as error:
-        reason = f"{error.strerror}. Choose another port, or 0 for any free one."
-        raise ConfigError(f"host={options.host!r}, port={options.port}: {reason}") from error
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds the address, which is named here anyway
+        where = f"host={options.host!r}, port={options.port}"
+        raise ConfigError(f"{where}: {reason}. Choose another port, or 0 for any free one.") from error
     try:
         yield gateway.url
     finally:

@@ -16,6 +16,9 @@ import openai
 import pyarrow.parquet as pq
 import pytest
 
+from prefrl.errors import ConfigError, GenerationError
+from prefrl.generation.base import SamplingParams
+from prefrl.http import Http
 from prefrl.scripts import gateway
 from prefrl.scripts.main import main
 from tests.patience import PATIENCE
@@ -50,9 +53,12 @@ def test_sessions_of_a_served_model_are_data_for_sft_and_dpo(
 
     def serve(source: Any) -> None:
         sample = source._generator.generate
-        source._generator.generate = lambda prompts, *more, **named: (
-            waves.append(len(prompts)) or sample(prompts, *more, **named)
-        )
+
+        def noted(prompts: Any, *more: Any, **named: Any) -> Any:
+            waves.append(len(prompts))
+            return sample(prompts, *more, **named)
+
+        source._generator.generate = noted
         url = re.search(r"OpenAI: (\S+)", capsys.readouterr().out)
         assert url is not None
         Thread(target=play_all, args=(url[1],)).start()
@@ -96,3 +102,39 @@ def test_what_cannot_be_served_is_refused(
     assert "none of its 1 rows, 1 of which have a reward" in capsys.readouterr().err
     assert main(["pairs", "no_pairs.jsonl", "pairs.json"]) == 2
     assert "output_file='pairs.json': must end in .parquet" in capsys.readouterr().err
+
+
+def test_a_vllm_server_gets_and_returns_ids(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    choices = [
+        {"token_ids": [7, 8], "finish_reason": "length", "stop_reason": None},
+        {"token_ids": [7, 1], "finish_reason": "stop", "stop_reason": None},
+        {"token_ids": [7], "finish_reason": "stop", "stop_reason": "!"},
+        {"text": "no ids", "finish_reason": "stop"},
+    ]
+
+    class Wire(Http):
+        def request(self, method: str, url: str, **options: Any) -> Any:
+            return {"data": [{"id": "served", "root": str(model_folder), "max_model_len": 64}]}
+
+        async def send(self, method: str, url: str, **options: Any) -> Any:
+            asked.append({"url": url, **options["json"]})
+            return {"choices": [choices[len(asked) - 1]]}
+
+    monkeypatch.setattr("prefrl.http.Http", Wire)
+    source = gateway._Remote(gateway.GatewayArguments(server="http://127.0.0.1:8000/v1"))
+    assert (source.name, source.context_limit) == (str(model_folder), 64)
+    sampling = SamplingParams(1, 9, temperature=0.5, stop=("!",))
+    found = [source.ask([3, 4], sampling, 2**31 + 5).result(PATIENCE) for _ in choices[:3]]
+    assert [(one.token_ids, one.finish_reason) for one in found] == [
+        ([7, 8], "length"),
+        ([7, 1], "stop"),
+        ([7], "stop_string"),
+    ]
+    with pytest.raises(GenerationError, match="returns no token_ids"):
+        source.ask([3, 4], sampling, 0).result(PATIENCE)
+    expected = {"model": "served", "prompt": [3, 4], "max_tokens": 9, "temperature": 0.5, "seed": 5, "stop": ["!"]}
+    assert expected.items() <= asked[0].items()
+    assert asked[0]["url"] == "http://127.0.0.1:8000/v1/completions"
+    with pytest.raises(ConfigError, match="model_name_or_path='nowhere': its tokenizer cannot be loaded"):
+        gateway._Remote(gateway.GatewayArguments(model_name_or_path="nowhere", server="http://127.0.0.1:8000/v1"))

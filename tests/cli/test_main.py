@@ -374,6 +374,16 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
             id="no reward",
         ),
         pytest.param(
+            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--agent", "python -c pass"],
+            "reward_funcs=None: at least one reward is needed",
+            id="a program has no reward",
+        ),
+        pytest.param(
+            ["grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--agent", "no_agent.py:solve"],
+            "no_agent.py",
+            id="a function may have one",
+        ),
+        pytest.param(
             ["rloo", "--model_name_or_path", "m", "--dataset_name", "d", "--teacher_kl_coef", "0.5"],
             "teacher_model_name_or_path=None: teacher_kl_coef=0.5 needs a teacher. Give a model with the",
             id="no teacher",

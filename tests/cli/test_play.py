@@ -84,6 +84,10 @@ def _post(client, messages, **more):
     return answer.json()["choices"][0]["message"]
 
 
+def ask(row, client):
+    return len(_post(client, [{"role": "user", "content": row["question"]}])["content"]) / 9
+
+
 def solve(row, client):
     """Asks twice, the second time with a tool, and then for something else."""
     messages = [{"role": "system", "content": "Be [brief]."}, {"role": "user", "content": row["question"]}]
@@ -276,11 +280,15 @@ def test_what_is_played_is_what_is_trained_on(
 
 @pytest.mark.parametrize("algorithm", [name for name in ONLINE if name != "grpo"])
 @pytest.mark.usefixtures("env_file")
-def test_every_online_algorithm_takes_environments_and_tools(algorithm: str, model_folder: Path) -> None:
-    sizes = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", "2"]
+def test_every_online_algorithm_takes_environments_agents_and_tools(algorithm: str, model_folder: Path) -> None:
+    """By the column of the dataset."""
+    write_jsonl(Path("rows.jsonl"), [{"question": "?", "environment": name} for name in ("guess", "ask")])
+    size = "2" if algorithm == "online_dpo" else "4"  # there, it counts prompts
+    sizes = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", size]
     run = ["--use_cpu", "--max_steps", "1", "--output_dir", "out", "--save_strategy", "no", "--report_to", "none"]
-    names = ["--environment", "my_env.py:Guess", "--tools", "my_env.py:search"]
+    names = ["--environment", '{"guess": "my_env.py:Guess"}', "--agent", '{"ask": "my_env.py:ask"}']
+    names += ["--tools", "my_env.py:search", "--dataset_name", "rows.jsonl"]
     names += ["--teacher_model_name_or_path", str(model_folder)] if algorithm == "distillation" else []
     assert main([algorithm, "--model_name_or_path", str(model_folder), *names, *sizes, *run]) == 0
     table = pq.read_table(next(Path("out/completions").glob("*.parquet")))
-    assert {*table["environment"].to_pylist()} == {"Guess"}
+    assert {*table["environment"].to_pylist()} == {"Guess", "ask"}

@@ -162,7 +162,7 @@ def make_trainer(
     talks = options.pop("talks", None)
     if talks is not None:
         if talks == "agent":
-            options = {"environment": Agent(episodes.wander), "max_turns": None} | options
+            options = {"environment": Agent(episodes.stray), "max_turns": None} | options
         options = {"tool_parser": episodes.parsed, "max_completion_length": 40, "max_turns": 4} | options
         options.setdefault("processing_class", episodes.tokenizer(forgets=talks != "faithful"))
         options.setdefault("train_dataset", Dataset.from_list(episodes.prompts(rows)))

@@ -173,7 +173,7 @@ async def echo(row: Any, client: Any) -> float:
             ]
 
 
-async def wander(row: Any, client: Any) -> float:
+async def wander(row: Any, client: Any, *, in_parallel: bool = True) -> float:
     """Goes on, branches off, summarizes, asks in parallel and edits what was said."""
     begun, more = list(row["prompt"]), {"role": "user", "content": "!"}
     async with httpx.AsyncClient(verify=False, timeout=60) as http:
@@ -186,6 +186,12 @@ async def wander(row: Any, client: Any) -> float:
             [*begun, {"role": "assistant", "content": "edited"}, more],
             begun,
         ]
-        said = await asyncio.gather(*(ask(http, client, messages, max_tokens=9) for messages in histories))
-    client.reward(0.5)
+        client.reward(0.5)
+        asks = [ask(http, client, messages, max_tokens=9) for messages in histories]
+        said = await asyncio.gather(*asks) if in_parallel else [await one for one in asks]
     return sum(map(ord, "".join(said))) % 11 / 3
+
+
+async def stray(row: Any, client: Any) -> float:
+    """The same one after another: on a machine that stalls, requests in parallel may not meet."""
+    return await wander(row, client, in_parallel=False)

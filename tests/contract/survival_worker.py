@@ -93,7 +93,7 @@ def train(name: str, folder: Path, after: float | None) -> int:
 
             async def agent(row: Any, client: Any) -> float:
                 note(trainer.state)
-                return await episodes.wander(row, client)
+                return await episodes.stray(row, client)
 
             options |= {"environment": Agent(agent)} if "talks" in options else {"reward": reward}
         trainer = make_trainer(name, folder, **SETTINGS | options)

@@ -56,8 +56,8 @@ OPTIONAL = {
     "weave": ("prefrl/trainer/callbacks.py",),
     "harbor": ("prefrl/rollout/episodes/harbor.py",),
     "openreward": ("prefrl/rollout/episodes/openreward.py",),
-    "starlette": ("prefrl/rollout/episodes/environment.py",),
-    "uvicorn": ("prefrl/rollout/episodes/environment.py",),
+    "starlette": ("prefrl/rollout/episodes/environment.py", "prefrl/scripts/gateway.py"),
+    "uvicorn": ("prefrl/rollout/episodes/environment.py", "prefrl/scripts/gateway.py"),
 }
 
 
@@ -178,8 +178,9 @@ def test_optional_packages_are_never_imported() -> None:
     }
     # Runs inside vLLM's processes, and nothing imports it.
     plugin = {("prefrl/generation/vllm/plugin.py", "vllm")}
-    # Has classes of theirs as bases, and is imported inside functions, as the next test sees.
-    assert imported == plugin | {("prefrl/rollout/gateway/server.py", package) for package in ("starlette", "uvicorn")}
+    # They have classes of theirs as bases, and are imported inside functions, as the next test sees.
+    server = {("prefrl/rollout/gateway/server.py", package) for package in ("starlette", "uvicorn")}
+    assert imported == plugin | server | {("prefrl/rollout/gateway/recorded.py", "starlette")}
 
 
 def test_trainers_import_no_server() -> None:

@@ -72,6 +72,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+# At the first request for log-probs, a server compiles a count of likelier tokens, in three CPU seconds. Those of
+# test_serve.py do.
+_UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+
+
 class Server:
     """`vllm serve` as `prefrl vllm-serve` starts it, in a session of its own; ready when the constructor returns.
 
@@ -116,7 +121,7 @@ class Server:
             self.process = forks().start(
                 "tests.vllm.forked",
                 command[command.index("serve") :],
-                environment=inherited | serve_environment(self._options, inherited),
+                environment=inherited | serve_environment(self._options, inherited) | _UNCOMPILED,
                 output=log,
                 errors=log,
                 folder=self.log_path.parent,
@@ -182,7 +187,7 @@ class Server:
 @cache
 def forks() -> Forks:
     """A process of vLLM's environment that has imported it."""
-    return Forks(PYTHON, _IMPORTED, environment(key=None))
+    return Forks(PYTHON, _IMPORTED, environment(key=None) | _UNCOMPILED)
 
 
 def environment(*, key: str | None) -> dict[str, str]:

@@ -17,7 +17,7 @@ from prefrl.scripts import commands, eval, sampling
 from tests.contract import episodes
 from tests.contract.cases import relative_difference, update_of
 from tests.patience import PATIENCE
-from tests.vllm.faults import GENERATE, proxy_of, second_door, vanish
+from tests.vllm.faults import GENERATE, drop, proxy_of, second_door
 from tests.vllm.server import Server
 from tests.vllm.test_training import key as key
 from tests.vllm.test_training import logged, online
@@ -126,7 +126,8 @@ def test_agents_ask_the_weights_of_each_step_and_wait_for_a_server_that_was_kill
             return await episodes.wander(row, client)
 
         def die(handler: Any, _: Any) -> None:
-            vanish(proxy)
+            for path, times in {"/weight_info": 1, "/health": 2}.items():  # until its client waits for it
+                proxy.fail(path, drop, times=times)
             version = {"new_version": "default"}
             http.request("POST", f"{server.url}/update_weight_version", timeout=PATIENCE, json=version)
             handler.break_off()

@@ -160,21 +160,27 @@ def with_agents(factory: Any, agent: Any) -> Any:
         agent: The argument `agent`: a function, or several by the value of the dataset's column `environment`.
 
     Raises:
-        ConfigError: There are both, and not by the column.
+        ConfigError: There are both, and not by the column, or one value names two; or an agent is no function.
         MissingPackageError: There is no server for agents.
     """
     if agent is None:
         return factory
     require("starlette", extra="agents", feature="agent")
     require("uvicorn", extra="agents", feature="agent")
-    if not isinstance(agent, Mapping):
-        if factory is not None:
-            raise ConfigError(
-                "agent and environment_factory: each must be a mapping from values of the dataset's column environment"
-            )
-        return Agent(agent)
-    agents = {name: Agent(solve) for name, solve in agent.items()}
-    return agents if factory is None else {**factory, **agents}
+    several, factories = isinstance(agent, Mapping), factory if isinstance(factory, Mapping) else {}
+    if factory is not None and not (several and factories):
+        raise ConfigError(
+            "agent and environment_factory: each must be a mapping from values of the dataset's column environment"
+        )
+    given = agent if several else {None: agent}
+    if not given or not all(map(callable, given.values())):
+        raise ConfigError(
+            f"agent={agent!r}: must be a function of a row and a client, or a mapping from values of the dataset's "
+            "column environment to such functions"
+        )
+    if twice := [name for name in given if name in factories]:
+        raise ConfigError(f"agent, environment_factory: {twice[0]!r} is in both. Remove it from one of them")
+    return {**factories, **{name: Agent(solve) for name, solve in given.items()}} if several else Agent(agent)
 
 
 def _named(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Callable[..., Any]]:

@@ -86,6 +86,13 @@ class RequestError(Exception):
         self.code = code
 
 
+class EpisodeOver(RequestError):
+    """A request with the key of an episode that is over."""
+
+    def __init__(self) -> None:
+        super().__init__("the episode of this key is over", status=410)
+
+
 class ContextOverflow(RequestError):
     """A conversation that leaves no room for an answer. Its text is OpenAI's, from which frameworks know it.
 

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prefrl.errors import reason_of
 from prefrl.rollout.gateway.chat import CHAT
-from prefrl.rollout.gateway.formats import MODEL, Asked, Client, Event, Reply, RequestError, WireFormat
+from prefrl.rollout.gateway.formats import MODEL, Asked, Client, EpisodeOver, Event, Reply, RequestError, WireFormat
 from prefrl.rollout.gateway.messages import MESSAGES
 from prefrl.rollout.gateway.responses import RESPONSES
 from prefrl.rollout.gateway.session import Session
@@ -170,7 +170,7 @@ class Gateway:
 
     def _session(self, name: str) -> Session:
         if name not in self.sessions:
-            raise RequestError("the episode of this key is over", status=410)
+            raise EpisodeOver
         return self.sessions[name]
 
     @contextmanager

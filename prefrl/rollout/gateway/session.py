@@ -24,9 +24,9 @@ from prefrl.data.formats import Message
 from prefrl.data.next_turn import Answer, first_context, next_context, said_text
 from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import ConfigError, DataError, EpisodeError
-from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, Reply, RequestError
+from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, EpisodeOver, Reply, RequestError
 from prefrl.rollout.gateway.policy import Policy
-from prefrl.rollout.turns import call_id, read_turn
+from prefrl.rollout.turns import call_id, first_tokens, num_thought, read_turn
 from prefrl.types import Completion, StopReason, Turn
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class Session:
             reply = await asyncio.shield(work)
         except asyncio.CancelledError:
             if work.cancelled():
-                raise _over() from None
+                raise EpisodeOver() from None
             self._unheard.setdefault(key, []).append(work)
             raise
         self._heard.add(work)
@@ -241,7 +241,7 @@ class Session:
 
     async def _answer(self, asked: Asked, *, after: int) -> Reply:
         if self.is_over:
-            raise _over()
+            raise EpisodeOver()
         policy = self._policy
         self._check(asked)
         sample = policy.sampler(asked)
@@ -351,31 +351,22 @@ class Session:
             message = {**message, "content": message["content"].partition(stop)[0]}
         reason = turn.completion.finish_reason
         ending: Ending = "stop_string" if stop is not None else "length" if reason == "length" else "stop"
-        ids = len(turn.sent_ids), len(turn.completion.token_ids), self._num_thought(template, turn, message)
+        ids = len(turn.sent_ids), len(turn.completion.token_ids), num_thought(template, turn, message)
         return Reply(f"{number:08x}", message, ending, stop, *ids, created=int(time.time()))
-
-    @staticmethod
-    def _num_thought(template: ChatTemplate, turn: Turn, message: Message) -> int:
-        """The tokens of a turn up to the end of its thinking."""
-        thinking = message.get("reasoning_content")
-        if not thinking or thinking not in said_text(template, turn):
-            return 0
-        counts = range(len(turn.completion.token_ids))
-        return bisect_left(counts, True, key=lambda count: thinking in said_text(template, _first(turn, count)))
 
     def _stopped(self, template: ChatTemplate, turn: Turn, stops: Sequence[str]) -> tuple[Turn, str | None]:
         """The turn up to the token that completes the first stop string, as if it had ended there; and the string."""
         num_tokens = len(turn.completion.token_ids)
 
         def found(count: int) -> str | None:
-            text = said_text(template, turn if count == num_tokens else _first(turn, count))
+            text = said_text(template, turn if count == num_tokens else first_tokens(turn, count))
             return min((one for one in stops if one in text), key=text.index, default=None)
 
         if not stops or found(num_tokens) is None:
             return turn, None
         count = bisect_left(range(num_tokens), True, key=lambda count: found(count) is not None)
         self.num_dropped += num_tokens - count
-        return _first(turn, count), found(count)
+        return first_tokens(turn, count), found(count)
 
 
 def _arranged(nodes: Sequence[_Node]) -> list[_Node]:
@@ -402,17 +393,6 @@ def _by_conversation(nodes: Sequence[_Node]) -> list[_Node]:
         found.append(node)
         left += children.get(node.number, [])
     return found
-
-
-def _first(turn: Turn, count: int) -> Turn:
-    """The turn as if it had ended with so many tokens."""
-    whole = turn.completion
-    parts = whole.logprobs[:count], whole.trainable[:count], whole.policy_versions[:count]
-    return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts))
-
-
-def _over() -> RequestError:
-    return RequestError("the episode of this key is over", status=410)
 
 
 def _digest(value: Any) -> str:

@@ -225,7 +225,7 @@ class Case(unittest.TestCase):
 _TESTS = {
     "script": f"{PYTHON} hidden.py",
     "unittest": f"{PYTHON} -m unittest hidden_case",
-    "pytest": f"{sys.executable} -m pytest -q hidden_case.py",
+    "pytest": f"env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest -q hidden_case.py",
 }
 
 
@@ -244,10 +244,10 @@ def test_tests_see_nothing_of_an_agent_but_its_solution(
         test_files="hidden",
         solution=["f.*"],
         isolation=isolation,
-        limits={"wall_s": PATIENCE},
+        limits={"wall_s": 2 * PATIENCE},
     )
     row = {"f": f"answer = {answer}", "files": {"agent.py": _CHEATS, "f.py": ""}, "hidden": _HIDDEN}
-    assert ran(agent, row, gateway, 4 * PATIENCE) == dict.fromkeys(tests, reward)
+    assert ran(agent, row, gateway, 8 * PATIENCE) == dict.fromkeys(tests, reward)
 
 
 def test_files_of_tests_replace_those_of_the_agent_and_what_was_compiled_of_them(gateway: Client) -> None:

@@ -181,6 +181,23 @@ def test_errors_say_what_to_do(tools: Any, factory: Any, message: str) -> None:
         environment_kinds(tools, factory)
 
 
+@pytest.mark.parametrize(
+    ("factory", "agent", "message"),
+    [
+        (None, 3, "agent=3: must be a function of a row and a client"),
+        (None, {"a": "solve"}, "agent={'a': 'solve'}: must be a function"),
+        (None, {}, "agent={}: must be a function"),
+        (Plain, add, "agent and environment_factory: each must be a mapping"),
+        (Plain, {"a": add}, "agent and environment_factory: each must be a mapping"),
+        ({"a": Plain}, add, "agent and environment_factory: each must be a mapping"),
+        ({"a": Plain}, {"b": add, "a": add}, "agent, environment_factory: 'a' is in both"),
+    ],
+)
+def test_agents_and_environments_that_cannot_be_told_apart_are_refused(factory: Any, agent: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_agents(factory, agent)
+
+
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
 def test_agents_need_a_server(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_agents(Plain, None) is Plain

@@ -223,6 +223,10 @@ def test_tokens_are_counted_as_they_are_sent(served: Served) -> None:
         assert session.turns == []
         said = api.messages.create(max_tokens=50, **asked)
         assert counted == said.usage.input_tokens == len(session.turns[0].sent_ids)
+        asked["messages"] = [*ASK, {"role": "assistant", "content": "said"}, *ASK]
+        counted = api.messages.count_tokens(**asked).input_tokens
+        api.messages.create(max_tokens=50, **asked)
+        assert counted == len(session.turns[1].sent_ids) > len(session.turns[0].sent_ids)
         with pytest.raises(anthropic.BadRequestError, match="tools"):
             api.messages.count_tokens(**{**asked, "tools": [{}]})
     with pytest.raises(anthropic.APIStatusError, match="is over"), anthropic.Anthropic(**client.anthropic) as api:

@@ -135,7 +135,8 @@ def test_a_request_decides_how_it_is_sampled(served: Serve, caplog: pytest.LogCa
         "a request asks for frequency_penalty=0.5"
     ]
     count = len(one.asked)
-    for name, value in (("temperature", "hot"), ("top_p", 2), ("seed", 0.5), ("temperature", True)):
+    refused: tuple[tuple[str, Any], ...] = (("temperature", "hot"), ("top_p", 2), ("seed", 0.5), ("temperature", True))
+    for name, value in refused:
         with pytest.raises(openai.BadRequestError, match=f"{name}={value!r}"):
             one.chat(USER, **{name: value})
     assert len(one.asked) == count
