@@ -225,7 +225,7 @@ class Case(unittest.TestCase):
 _TESTS = {
     "script": f"{PYTHON} hidden.py",
     "unittest": f"{PYTHON} -m unittest hidden_case",
-    "pytest": f"env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest -q hidden_case.py",
+    "pytest": f"{sys.executable} -m pytest -q hidden_case.py",
 }
 
 
