@@ -30,6 +30,9 @@ GPU_KIT_PYTHON ?= 3.12
 GPU_SITE ?= /tmp/prefrl-gpu-kit
 GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 
+# Where it is set, as in some containers, each of the processes that tests start would compile all that it imports: 15 s each.
+unexport PYTHONDONTWRITEBYTECODE
+
 # `tests` and `docs` are folders, too.
 .PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit compiled demo-gain demo-real real clean help
 

@@ -1,7 +1,9 @@
 """Peak memory of one training step of each given case, in a separate process. Reads `Case`s as text, writes JSON.
 
-Growth is the peak of the second step minus the memory after the first, when libraries are loaded and models checked.
-It includes the gradients, and what the step computes before its first backward pass: completions, reference log-probs.
+Growth is the peak of a step minus the memory before it, the least of the steps after the first, in which libraries are
+loaded and models checked. On a busy machine, pages of libraries may go and come back within one step, but not in each.
+Growth includes the gradients, and what the step computes before its first backward pass: completions, reference
+log-probs.
 """
 
 from __future__ import annotations
@@ -148,23 +150,22 @@ class CudaGauge:
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
-    """Reads the gauge over the second step."""
+    """Reads the gauge over each step after the first."""
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._held = 0
-        self.growth = 0
+        self.growths: list[int] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            self._held = self._gauge.held()
-            self._gauge.reset()
-        else:
-            self.growth = self._gauge.peak() - self._held
+        if state.global_step > 1:
+            self.growths.append(self._gauge.peak() - self._held)
+        self._held = self._gauge.held()
+        self._gauge.reset()
 
 
 def growth_mib(case: Case, gauge: Gauge, folder: Path) -> float:
-    """Of the second of two steps on the same rows."""
+    """Of steps on the same rows."""
     # What a small vocabulary keeps is bounded by a constant that is larger than all that is measured here.
     logprobs.KEPT_BYTES = 0
     if case.full_logits:
@@ -175,7 +176,7 @@ def growth_mib(case: Case, gauge: Gauge, folder: Path) -> float:
     options = {
         "output_dir": str(folder),
         "use_cpu": isinstance(gauge, ProcessGauge),
-        "max_steps": 2,
+        "max_steps": 3,
         "per_device_train_batch_size": num_rows,
         "optim": "sgd",
         "report_to": "none",
@@ -197,7 +198,7 @@ def growth_mib(case: Case, gauge: Gauge, folder: Path) -> float:
     if case.algorithm == "grpo":
         trainer.generator = ScriptedGenerator()
     trainer.train()
-    return watch.growth / MIB
+    return min(watch.growths) / MIB
 
 
 def _model(algorithm: str) -> PreTrainedModel:

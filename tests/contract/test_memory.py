@@ -62,7 +62,9 @@ PLAIN = {name: Case(name) for name in ROWS}
 WASTEFUL = [Case(name, options={"forward_plan": "padded"}) for name in ("grpo", "sft")]
 WASTEFUL += [Case(name, full_logits=True) for name in ("grpo", "dpo")]
 CHECKPOINTED = {name: Case(name, options={"activation_checkpointing": True}) for name in ROWS}
-BUDGETED = {name: (budgeted(name, 1), budgeted(name, 2)) for name in ROWS}
+# Twice the rows have two micro-batches of the full budget; the second one adds to gradients that are there.
+# Once the rows have only one that is full.
+BUDGETED = {name: (budgeted(name, 2), budgeted(name, 3)) for name in ROWS}
 UNBOUNDED = Case("dpo", 2)
 MEASURED_CASES = [*PLAIN.values(), *WASTEFUL, *CHECKPOINTED.values(), *chain(*BUDGETED.values()), UNBOUNDED]
 
@@ -92,7 +94,7 @@ def test_padding_and_whole_logits_would_not_go_unnoticed(growth_of: GrowthOf) ->
 def test_a_token_budget_bounds_the_memory_of_a_step_of_any_number_of_rows(growth_of: GrowthOf) -> None:
     for name, cases in BUDGETED.items():
         few, many = map(growth_of, cases)
-        assert many < 1.15 * few, name
+        assert many < 1.1 * few, name
     assert growth_of(UNBOUNDED) > 1.6 * MEASURED[UNBOUNDED.algorithm]
 
 
