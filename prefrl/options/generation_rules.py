@@ -34,6 +34,10 @@ def _needs_whole_batch(o: Any) -> tuple[str, str] | None:
     return next(iter(o.needs_whole_batch.items()), None) if o.generation_mode == "overlap" else None
 
 
+def _is_ready_first(o: Any) -> bool:
+    return bool(o.generation_mode == "async" and o.async_params.order == "ready")
+
+
 def _chooses_prompts(name: str, example: Example) -> Rule:
     return when(
         lambda o: o.generation_mode == "async" and getattr(o, name),
@@ -246,6 +250,13 @@ GENERATION_MODE_RULES = (
         "max_staleness={max_staleness}: must be at least {steps_of_a_generation}, the optimizer steps of one "
         "generation, or nothing can be generated ahead.",
         example("grpo", generation_mode="async", max_staleness=1, num_iterations=2, use_vllm=True),
+    ),
+    when(
+        lambda o: _is_ready_first(o) and 1 <= o.max_staleness // o.steps_of_a_generation < 2,
+        "max_staleness={max_staleness} with async_kwargs: order='ready': must be at least {needed}, the optimizer "
+        "steps of two generations, or no group could be taken before another. Raise it, or use order='in_order'.",
+        example("grpo", generation_mode="async", max_staleness=1, async_kwargs={"order": "ready"}, use_vllm=True),
+        needed=lambda o: 2 * o.steps_of_a_generation,
     ),
 )
 AT_K_RULES = (
@@ -464,6 +475,12 @@ SERVER_RULES = (
         lambda o: " and ".join(_guides(o)) if len(_guides(o)) > 1 else None,
         "{found} are set: completions can follow only one of them. Remove the others.",
         example("grpo", use_vllm=True, vllm_guided_decoding_regex="a", vllm_kwargs={"guided_grammar": "b"}),
+    ),
+    when(
+        lambda o: o.generation_mode != "async" and mapping_of(o, "async_kwargs"),
+        "async_kwargs={async_kwargs!r} with generation_mode={generation_mode!r}: only 'async' reads it. Set "
+        "generation_mode='async', or remove async_kwargs.",
+        example("grpo", use_vllm=True, async_kwargs={"order": "ready"}),
     ),
     *unset(
         {"max_staleness": 2},
