@@ -34,10 +34,6 @@ def _needs_whole_batch(o: Any) -> tuple[str, str] | None:
     return next(iter(o.needs_whole_batch.items()), None) if o.generation_mode == "overlap" else None
 
 
-def _is_ready_first(o: Any) -> bool:
-    return bool(o.generation_mode == "async" and o.async_params.order == "ready")
-
-
 def _chooses_prompts(name: str, example: Example) -> Rule:
     return when(
         lambda o: o.generation_mode == "async" and getattr(o, name),
@@ -252,7 +248,10 @@ GENERATION_MODE_RULES = (
         example("grpo", generation_mode="async", max_staleness=1, num_iterations=2, use_vllm=True),
     ),
     when(
-        lambda o: _is_ready_first(o) and 1 <= o.max_staleness // o.steps_of_a_generation < 2,
+        lambda o: (
+            o.async_params.order == "ready"
+            and o.steps_of_a_generation <= o.max_staleness < 2 * o.steps_of_a_generation
+        ),
         "max_staleness={max_staleness} with async_kwargs: order='ready': must be at least {needed}, the optimizer "
         "steps of two generations, or no group could be taken before another. Raise it, or use order='in_order'.",
         example("grpo", generation_mode="async", max_staleness=1, async_kwargs={"order": "ready"}, use_vllm=True),

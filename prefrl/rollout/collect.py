@@ -97,11 +97,10 @@ class _Decoded:
     sampler: CompletionSampler
     images: Sequence[Images | None]
 
-    def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
-        return self._decoded(self.pending.as_completed())
-
-    def _decoded(self, groups: Iterator[tuple[int, list[Completion]]]) -> Iterator[tuple[int, list[Rollout]]]:
-        for number, completions in groups:
+    def as_completed(
+        self, found: Iterator[tuple[int, list[Completion]]] | None = None
+    ) -> Iterator[tuple[int, list[Rollout]]]:
+        for number, completions in self.pending.as_completed() if found is None else found:
             row, group, images = self.rows[number], self.groups[number], self.images[number]
             is_conversational = not isinstance(row["prompt"], str)
             found = []
@@ -132,7 +131,7 @@ class _Decoded:
         return self._polled.is_stuck
 
     def arrived(self) -> Iterator[tuple[int, list[Rollout]]]:
-        return self._decoded(self._polled.arrived())
+        return self.as_completed(self._polled.arrived())
 
     def repeat_lost(self) -> None:
         self._polled.repeat_lost()
