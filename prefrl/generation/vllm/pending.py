@@ -34,7 +34,7 @@ class VLLMPending(Generic[Q, R]):
         # Of those who ask what has `arrived`.
         self._num_running = len(requests)
         self._lost: list[Lost[Q]] = []
-        self._num_repeated = 0
+        self._num_repeated = 0  # since the last result
 
     def _submit(self, requests: Sequence[Q]) -> None:
         self._asked = requests
@@ -95,6 +95,7 @@ class VLLMPending(Generic[Q, R]):
             outcome = self._outcomes.get()
             self._num_running -= 1
             if isinstance(outcome, Done):
+                self._num_repeated = 0
                 yield outcome.request.number, outcome.result
             elif isinstance(outcome, Lost):
                 self._lost.append(outcome)
