@@ -205,6 +205,12 @@ GENERATION_SIZE_RULES = (
 )
 GENERATION_MODE_RULES = (
     when(
+        lambda o: o.generation_mode != "async" and mapping_of(o, "async_kwargs"),
+        "async_kwargs={async_kwargs!r} with generation_mode={generation_mode!r}: only 'async' reads it. Set "
+        "generation_mode='async', or remove async_kwargs.",
+        example("grpo", use_vllm=True, async_kwargs={"order": "ready"}),
+    ),
+    when(
         lambda o: o.increase_batch_size_on_plateau and o.generation_mode != "sync",
         "increase_batch_size_on_plateau={increase_batch_size_on_plateau} with generation_mode={generation_mode!r}: "
         "completions are requested before it is known how many the next step needs. Use generation_mode='sync'.",
@@ -249,7 +255,8 @@ GENERATION_MODE_RULES = (
     ),
     when(
         lambda o: (
-            o.async_params.order == "ready"
+            o.generation_mode == "async"
+            and o.async_params.order == "ready"
             and o.steps_of_a_generation <= o.max_staleness < 2 * o.steps_of_a_generation
         ),
         "max_staleness={max_staleness} with async_kwargs: order='ready': must be at least {needed}, the optimizer "
@@ -474,12 +481,6 @@ SERVER_RULES = (
         lambda o: " and ".join(_guides(o)) if len(_guides(o)) > 1 else None,
         "{found} are set: completions can follow only one of them. Remove the others.",
         example("grpo", use_vllm=True, vllm_guided_decoding_regex="a", vllm_kwargs={"guided_grammar": "b"}),
-    ),
-    when(
-        lambda o: o.generation_mode != "async" and mapping_of(o, "async_kwargs"),
-        "async_kwargs={async_kwargs!r} with generation_mode={generation_mode!r}: only 'async' reads it. Set "
-        "generation_mode='async', or remove async_kwargs.",
-        example("grpo", use_vllm=True, async_kwargs={"order": "ready"}),
     ),
     *unset(
         {"max_staleness": 2},

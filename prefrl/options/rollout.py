@@ -395,7 +395,6 @@ class RolloutOptions(BaseOptions):
         {"async": AsyncParams},
         switch="generation_mode",
         others_elsewhere=True,  # a rule refuses them in the other modes
-        needs=["use_vllm"],
     )
     ds3_gather_for_generation: bool = opt(
         True,

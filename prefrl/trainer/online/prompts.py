@@ -202,7 +202,7 @@ class Prompts:
         # What options add; None: the option is off.
         self.prefetched: PrefetchQueue | None = None
         self.pool: GroupPool | None = None
-        if args.async_params.order == "ready":
+        if args.generation_mode == "async" and args.async_params.order == "ready":
             limits = PoolLimits(
                 num_prompts=self.num_prompts,
                 groups=self._groups,
