@@ -254,11 +254,7 @@ GENERATION_MODE_RULES = (
         example("grpo", generation_mode="async", max_staleness=1, num_iterations=2, use_vllm=True),
     ),
     when(
-        lambda o: (
-            o.generation_mode == "async"
-            and o.async_params.order == "ready"
-            and o.steps_of_a_generation <= o.max_staleness < 2 * o.steps_of_a_generation
-        ),
+        lambda o: o.generation_mode == "async" and o.generations_ahead == 0,  # in_order: see the rule before
         "max_staleness={max_staleness} with async_kwargs: order='ready': must be at least {needed}, the optimizer "
         "steps of two generations, or no group could be taken before another. Raise it, or use order='in_order'.",
         example("grpo", generation_mode="async", max_staleness=1, async_kwargs={"order": "ready"}, use_vllm=True),
