@@ -98,9 +98,9 @@ class _Decoded:
     images: Sequence[Images | None]
 
     def as_completed(
-        self, found: Iterator[tuple[int, list[Completion]]] | None = None
+        self, arrived: Iterator[tuple[int, list[Completion]]] | None = None
     ) -> Iterator[tuple[int, list[Rollout]]]:
-        for number, completions in self.pending.as_completed() if found is None else found:
+        for number, completions in self.pending.as_completed() if arrived is None else arrived:
             row, group, images = self.rows[number], self.groups[number], self.images[number]
             is_conversational = not isinstance(row["prompt"], str)
             found = []
