@@ -69,7 +69,7 @@ def problem_of_versions(first: float, later: float) -> Problem:
     """
     problem = make_problem(num_prompts=2, num_tokens=2, length=3, num_features=None, seed=5)
     tree = problem.tree
-    first_prefixes = tree.states[tree.lengths.cumsum(0) - tree.lengths].unique()
+    first_prefixes = tree.states[tree.lengths.cumsum(0) - tree.lengths]
     logits = problem.moved(sampler=later).sampler.view(-1, tree.num_tokens)  # after each prefix
     logits[first_prefixes] = problem.moved(sampler=first).sampler.view_as(logits)[first_prefixes]
     return problem.replace(sampler=logits.flatten())
