@@ -11,6 +11,7 @@ A page says where with a pair of markers; what stands between them is replaced.
 `<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, whose docstrings mkdocstrings shows
 `<!-- demo -->`, `<!-- end of demo -->`: what `make demo` reached, from benchmarks/results/demo.json
 `<!-- kernels -->`, `<!-- end of kernels -->`: what `make kernels` found, from benchmarks/results/kernels.json
+`<!-- ready first -->`, `<!-- end of ready first -->`: what `python -m benchmarks.ready_first` found
 `<!-- gpu: steps -->`, `<!-- end of gpu -->`: a stage of `make gpu`, from benchmarks/results/gpu.json
 """
 
@@ -43,12 +44,13 @@ API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
 DEMO = re.compile(r"(<!-- demo -->\n).*?(<!-- end of demo -->)", re.S)
 KERNELS = re.compile(r"(<!-- kernels -->\n).*?(<!-- end of kernels -->)", re.S)
 GPU = re.compile(r"(<!-- gpu: (\w+) -->\n).*?(<!-- end of gpu -->)", re.S)
+READY = re.compile(r"(<!-- ready first -->\n).*?(<!-- end of ready first -->)", re.S)
 PAPERS = re.compile(r"(<!-- papers: (\w+) -->\n).*?(<!-- end of papers -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
 # Pages that list the keys of an option that is a mapping; the others are in docs/losses.md.
 KEY_PAGES = {
-    **dict.fromkeys(("vllm_kwargs", "vllm_importance_sampling_kwargs"), "vllm.md"),
+    **dict.fromkeys(("vllm_kwargs", "vllm_importance_sampling_kwargs", "async_kwargs"), "vllm.md"),
     **dict.fromkeys(
         ("lr_scheduler_kwargs", "reduce_on_plateau_kwargs", "weight_decay_schedule_kwargs"), "schedules.md"
     ),
@@ -82,6 +84,7 @@ def render(page: str) -> str:
     page = DEMO.sub(lambda found: f"{found[1]}\n{demo_figures()}\n\n{found[2]}", page)
     page = KERNELS.sub(lambda found: f"{found[1]}\n{kernel_figures()}\n\n{found[2]}", page)
     page = GPU.sub(lambda found: f"{found[1]}\n{load('benchmarks.gpu_report.markdown')(found[2])}\n\n{found[3]}", page)
+    page = READY.sub(lambda found: f"{found[1]}\n{load('benchmarks.ready_first.markdown')()}\n\n{found[2]}", page)
     page = PAPERS.sub(lambda found: f"{found[1]}\n{papers_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)

@@ -118,6 +118,36 @@ class Pending(Protocol[Sampled]):
         ...
 
 
+class Polled(Pending[Sampled], Protocol[Sampled]):
+    """A `Pending` that can be asked what has arrived, instead of `as_completed`."""
+
+    @property
+    def longest_silence(self) -> float:
+        """The longest wait for the next arrival, in seconds."""
+        ...
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing more arrives before `repeat_lost`."""
+        ...
+
+    def arrived(self) -> Iterator[tuple[int, list[Sampled]]]:
+        """The number and samples of the prompts that became ready since the last call, without waiting.
+
+        Raises:
+            GenerationError: The samples of a prompt could not be generated.
+        """
+        ...
+
+    def repeat_lost(self) -> None:
+        """Request again, with the same seeds, what was lost with a server: all servers have the weights again.
+
+        Raises:
+            GenerationError: It was lost too often.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class OnDemand:
     """A `Pending` whose completions are generated when they are read."""

@@ -205,6 +205,12 @@ GENERATION_SIZE_RULES = (
 )
 GENERATION_MODE_RULES = (
     when(
+        lambda o: o.generation_mode != "async" and mapping_of(o, "async_kwargs"),
+        "async_kwargs={async_kwargs!r} with generation_mode={generation_mode!r}: only 'async' reads it. Set "
+        "generation_mode='async', or remove async_kwargs.",
+        example("grpo", use_vllm=True, async_kwargs={"order": "ready"}),
+    ),
+    when(
         lambda o: o.increase_batch_size_on_plateau and o.generation_mode != "sync",
         "increase_batch_size_on_plateau={increase_batch_size_on_plateau} with generation_mode={generation_mode!r}: "
         "completions are requested before it is known how many the next step needs. Use generation_mode='sync'.",
@@ -246,6 +252,13 @@ GENERATION_MODE_RULES = (
         "max_staleness={max_staleness}: must be at least {steps_of_a_generation}, the optimizer steps of one "
         "generation, or nothing can be generated ahead.",
         example("grpo", generation_mode="async", max_staleness=1, num_iterations=2, use_vllm=True),
+    ),
+    when(
+        lambda o: o.generation_mode == "async" and o.generations_ahead == 0,  # in_order: see the rule before
+        "max_staleness={max_staleness} with async_kwargs: order='ready': must be at least {needed}, the optimizer "
+        "steps of two generations, or no group could be taken before another. Raise it, or use order='in_order'.",
+        example("grpo", generation_mode="async", max_staleness=1, async_kwargs={"order": "ready"}, use_vllm=True),
+        needed=lambda o: 2 * o.steps_of_a_generation,
     ),
 )
 AT_K_RULES = (

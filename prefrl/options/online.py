@@ -297,9 +297,15 @@ class OnlineOptions(RolloutOptions):
 
     @property
     def generations_ahead(self) -> int:
-        """Generation batches that may be requested in advance, in addition to the one that training needs."""
-        is_async = self.generation_mode == "async"
-        return int(self.max_staleness) // self.steps_of_a_generation if is_async else 0
+        """Generation batches that may be requested in advance, in addition to the one that training needs.
+
+        With order='ready', half of those that `max_staleness` allows: with all of them, each group would be due in the
+        batch that it was asked for, and none could be taken before another.
+        """
+        if self.generation_mode != "async":
+            return 0
+        allowed = int(self.max_staleness) // self.steps_of_a_generation
+        return allowed // 2 if self.async_params.order == "ready" else allowed
 
     @property
     def longest_completion(self) -> int:
@@ -359,6 +365,11 @@ class OnlineOptions(RolloutOptions):
             raise ConfigError(
                 "include_stop_str_in_output=False with episodes: the next turn follows what was sampled, and so does "
                 "what rewards see. Leave it out."
+            )
+        if has_episodes and self.async_params.order == "ready":
+            raise ConfigError(
+                "async_kwargs: order='ready' with episodes: it is only known while a batch is waited for whether its "
+                "episodes have ended. Use order='in_order'."
             )
         if has_episodes and (length := self.eval_sampling_params.max_completion_length) is not None:
             raise ConfigError(

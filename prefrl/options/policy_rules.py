@@ -412,6 +412,18 @@ DISTILLATION_RULES = (
         example("distillation", later_tokens=True, num_generations=4, per_device_train_batch_size=6),
     ),
     when(
+        lambda o: o.on_policy_fraction < 1 and o.async_params.order == "ready",
+        "on_policy_fraction={on_policy_fraction} with async_kwargs: order='ready': completions of the dataset would "
+        "always be the first that are ready. Use order='in_order', or set on_policy_fraction=1.",
+        example(
+            "distillation",
+            on_policy_fraction=0.5,
+            use_vllm=True,
+            generation_mode="async",
+            async_kwargs={"order": "ready"},
+        ),
+    ),
+    when(
         lambda o: o.on_policy_fraction < 1 and o.num_generations > 1,
         "on_policy_fraction={on_policy_fraction} with num_generations={num_generations}: the dataset has one "
         "completion of each prompt. Set num_generations=1.",

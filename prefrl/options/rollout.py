@@ -181,6 +181,32 @@ class VLLMParams(Params):
 
 
 @hyperparameters
+class AsyncParams(Params):
+    """Hyperparameters of generation_mode='async'."""
+
+    order: Literal["in_order", "ready"] = opt(
+        "in_order",
+        "Which groups a generation batch has: those of its own prompts (in_order), or those that finish first, "
+        "whatever batch their prompts belong to (ready). With ready, which groups learn together depends on timing.",
+    )
+    stale: Literal["wait", "drop"] = opt(
+        "wait",
+        "With order='ready': what happens to a group whose oldest token would become older than max_staleness. wait: "
+        "training waits for it, so each prompt is learned from exactly once. drop: its completions are discarded, and "
+        "its prompt is asked again, so short completions are preferred.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        when(
+            lambda p: p.order == "in_order" and p.stale == "drop",
+            "stale='drop' with order='in_order': no group can get too old, because no prompt is asked early enough "
+            "for that. Set order='ready', or remove stale.",
+            example("grpo", use_vllm=True, generation_mode="async", async_kwargs={"stale": "drop"}),
+        ),
+    )
+
+
+@hyperparameters
 class CorrectionParams(Params):
     """Hyperparameters of every correction: `low` and `high` of `losses.policy.off_policy.importance_weights`."""
 
@@ -364,6 +390,12 @@ class RolloutOptions(BaseOptions):
         "completions are first trained on.",
         needs=["use_vllm"],
     )
+    async_kwargs: KwargsValue = kwargs(
+        "Which groups training takes first, and what happens to late ones.",
+        {"async": AsyncParams},
+        switch="generation_mode",
+        others_elsewhere=True,  # a rule refuses them in the other modes
+    )
     ds3_gather_for_generation: bool = opt(
         True,
         "For partitioned models (ZeRO-3, FSDP2): keep all weights gathered on each process during generation. "
@@ -382,6 +414,7 @@ class RolloutOptions(BaseOptions):
     resampling_params = ParamsOf("dynamic_sampling_kwargs", ResamplingParams)
     curriculum_params = ParamsOf("curriculum_kwargs", CurriculumParams)
     vllm_params = ParamsOf("vllm_kwargs", VLLMParams)
+    async_params = ParamsOf("async_kwargs", AsyncParams, if_off=True)
     correction_params = ParamsOf("vllm_importance_sampling_kwargs", CorrectionParams)
 
     @property

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prefrl.data.images import ImageReader
 from prefrl.data.tokenize import completion_text
-from prefrl.generation.base import Generator, Pending, SamplingParams
+from prefrl.generation.base import Generator, Pending, Polled, SamplingParams
 from prefrl.losses.advantage.estimators import row_totals
 from prefrl.metrics import Mean, Metric, merge
 from prefrl.rewards.runner import RewardRunner
@@ -97,8 +97,10 @@ class _Decoded:
     sampler: CompletionSampler
     images: Sequence[Images | None]
 
-    def as_completed(self) -> Iterator[tuple[int, list[Rollout]]]:
-        for number, completions in self.pending.as_completed():
+    def as_completed(
+        self, arrived: Iterator[tuple[int, list[Completion]]] | None = None
+    ) -> Iterator[tuple[int, list[Rollout]]]:
+        for number, completions in self.pending.as_completed() if arrived is None else arrived:
             row, group, images = self.rows[number], self.groups[number], self.images[number]
             is_conversational = not isinstance(row["prompt"], str)
             found = []
@@ -113,6 +115,26 @@ class _Decoded:
 
     def cancel(self) -> None:
         self.pending.cancel()
+
+    # As a `Polled`, if the generator returns one.
+
+    @property
+    def _polled(self) -> Polled[Completion]:
+        return cast("Polled[Completion]", self.pending)
+
+    @property
+    def longest_silence(self) -> float:
+        return self._polled.longest_silence
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._polled.is_stuck
+
+    def arrived(self) -> Iterator[tuple[int, list[Rollout]]]:
+        return self.as_completed(self._polled.arrived())
+
+    def repeat_lost(self) -> None:
+        self._polled.repeat_lost()
 
 
 class PrefetchQueue:
@@ -166,6 +188,7 @@ class Collected:
     metrics: dict[str, Metric] = field(default_factory=dict)  # metrics of how prompts were chosen
     # What the curriculum learned, update by update: (dataset row, group, total reward) of all ranks.
     visits: list[list[tuple[int, int, float]]] = field(default_factory=list)
+    tickets: list[int] = field(default_factory=list)  # of its groups, see `GroupPool`
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
@@ -226,6 +249,7 @@ class Request:
     num_prompts: int  # P
     pending: Pending[Rollout]
     seeds: list[int]  # [P] random seed of each prompt's samples
+    tickets: list[int] = field(default_factory=list)  # [P] see `GroupPool`; empty: each batch has its own prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +333,7 @@ class Collector:
                     name: [None if i is None else values[i] for i in at] for name, values in scores.extra.items()
                 }
         self.sampler.release(rollouts)
-        return Collected(rollouts, metrics, columns, reward_s=self.clock() - started)
+        return Collected(rollouts, metrics, columns, reward_s=self.clock() - started, tickets=request.tickets)
 
 
 def add_greedy(collected: Collected, collector: Collector, sampling: SamplingParams) -> None:

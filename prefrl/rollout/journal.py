@@ -246,6 +246,7 @@ def _table(entry: Entry) -> pa.Table:
                 "logged_columns": list(part.logged_columns),
                 "metrics": {name: to_json(metric) for name, metric in part.metrics.items()},
                 "visits": part.visits,
+                **({"tickets": part.tickets} if part.tickets else {}),
             }
         )
     about = {"run": entry.run, "generation": entry.generation, "step": entry.step, "parts": abouts}
@@ -331,6 +332,7 @@ def _collected(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> Collect
         columns,
         metrics={name: from_json(values) for name, values in about["metrics"].items()},
         visits=[[(row, group, reward) for row, group, reward in visit] for visit in about["visits"]],
+        tickets=about.get("tickets", []),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,7 @@ class ArrivingGenerator:
         self.local = local
         self.random = random.Random(order_seed)
         self.num_cancelled = 0
+        self.num_lost = 0  # groups that are still to be lost before they arrive
 
     def start(self, prompts: Any, sampling: Any, *, seeds: Any) -> ArrivingGroups:
         groups = list(enumerate(self.local.generate(prompts, sampling, seeds=seeds)))
@@ -251,12 +252,34 @@ class ArrivingGenerator:
 class ArrivingGroups:
     generator: ArrivingGenerator
     groups: list[tuple[int, list[Completion]]]
+    lost: list[tuple[int, list[Completion]]] = field(default_factory=list)
+
+    longest_silence = 60.0
 
     def as_completed(self) -> Iterator[tuple[int, list[Completion]]]:
         yield from self.groups
 
     def cancel(self) -> None:
         self.generator.num_cancelled += 1
+
+    # At every second look at most, a group arrives.
+
+    @property
+    def is_stuck(self) -> bool:
+        return bool(self.lost) and not self.groups
+
+    def arrived(self) -> Iterator[tuple[int, list[Completion]]]:
+        if self.groups and self.generator.random.random() < 0.5:
+            group = self.groups.pop()
+            if self.generator.num_lost:
+                self.generator.num_lost -= 1
+                self.lost.append(group)
+            else:
+                yield group
+
+    def repeat_lost(self) -> None:
+        self.groups += self.lost
+        self.lost = []
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,12 +12,16 @@ import torch
 from pyarrow import parquet
 from transformers import TrainerCallback, TrainerControl
 
-from prefrl.errors import RewardError
+from prefrl.errors import ConfigError, RewardError
+from prefrl.rollout.journal import read_entry
 from prefrl.trainer.online.trainer import OnlineTrainer
 from tests.contract.cases import (
     ArrivingGenerator,
     Job,
+    assert_same_weights,
+    dataset_of,
     make_trainer,
+    ragged_reward,
     relative_difference,
     run_on_two_processes,
     update_of,
@@ -227,3 +231,139 @@ def test_async_goes_on_after_a_resume_where_it_was(tmp_path: Path) -> None:
     assert resumed.state.global_step == 5
     assert any(not torch.equal(value, before[name]) for name, value in weights_of(resumed.model).items())
     assert logged(resumed, "sample/staleness_max")[-2:] == [0, 1]
+
+
+# Ready groups first.
+
+READY = {**ASYNC, "max_staleness": 4, "async_kwargs": {"order": "ready"}}
+
+
+class Seen:
+    """A reward that keeps the prompts that it has scored."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+
+    def __call__(self, completions: list[str], prompts: list[str], **_: Any) -> list[float]:
+        self.prompts += prompts[::4]
+        return [float(len(text) % 5) for text in completions]
+
+
+def prompts_in_order(trainer: OnlineTrainer, *, num_generations: int) -> list[str]:
+    """The prompts of the first generation batches."""
+    return [
+        trainer.prompts._prompt(number)[0]["prompt"] for number in range(num_generations * trainer.prompts.num_prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        {"steps_per_generation": 2, "num_iterations": 2, "max_staleness": 8, "max_steps": 24},
+        {"rows": 7},
+        {"streams": True},
+        {"async_kwargs": {"order": "ready", "stale": "drop"}},
+    ],
+    ids=["plain", "accumulated", "several steps", "epochs", "stream", "drop"],
+)
+def test_ready_learns_from_each_prompt_once_and_from_what_finishes_first(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    seen = Seen()
+    trainer = online(tmp_path, **{**READY, "max_steps": 9, "reward": seen, **options}, arrival=5)
+    trainer.train()
+    expected = prompts_in_order(trainer, num_generations=len(seen.prompts) // trainer.prompts.num_prompts)
+    assert len(seen.prompts) == len(expected) >= 12
+    assert sorted(seen.prompts) == sorted(expected)
+    assert seen.prompts != expected
+    limit = {**READY, **options}["max_staleness"]
+    assert 0 < max(logged(trainer, "sample/staleness_max")) <= limit
+
+
+def test_ready_repeats_what_was_lost_with_a_server(tmp_path: Path) -> None:
+    """The completions are those that a quiet run would have had, because seeds belong to prompts."""
+    seen: dict[int, list[str]] = {0: [], 9: []}
+    for num_lost, completions_seen in seen.items():
+
+        def remember(completions: list[str], seen: list[str] = completions_seen, **_: Any) -> list[float]:
+            seen.extend(completions)
+            return [float(len(text)) for text in completions]
+
+        trainer = online(tmp_path / str(num_lost), **READY, max_steps=6, reward=remember, learning_rate=0.0)
+        assert isinstance(trainer.generator, ArrivingGenerator)
+        trainer.generator.num_lost = num_lost
+        trainer.train()
+        assert trainer.generator.num_lost == 0
+    assert sorted(seen[9]) == sorted(seen[0])
+
+
+def test_an_evaluation_takes_nothing_from_the_pool(tmp_path: Path) -> None:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": dataset_of("grpo", 4)}
+    seen = Seen()
+    trainer = online(tmp_path, **READY, max_steps=5, **evaluated, eval_reward_funcs=ragged_reward, reward=seen)
+    trainer.train()
+    assert sorted(seen.prompts) == sorted(prompts_in_order(trainer, num_generations=5))
+
+
+def test_ready_resumes_without_losing_or_repeating_a_prompt(tmp_path: Path) -> None:
+    """Also those of steps that the journal has and the checkpoint does not, and of what was finished and waited."""
+    options = {**READY, "max_steps": 8, "save_strategy": "steps", "save_steps": 3, "arrival": 5}
+    whole = online(tmp_path, **options)
+    whole.train()
+    tickets = json.loads((tmp_path / "checkpoint-3" / "pool.json").read_text(encoding="utf-8"))
+    assert len(tickets["tickets"][0]) == 4  # two generation batches of two prompts are ahead
+    learned = [
+        ticket
+        for step in range(3)
+        for ticket in read_entry(tmp_path / "completions" / f"completions_{step:05d}.parquet").parts[0].tickets
+    ]
+    for step in (6, 7):
+        (tmp_path / "completions" / f"completions_{step:05d}.parquet").unlink()
+    resumed = online(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    later = [read_entry(tmp_path / "completions" / f"completions_{step:05d}.parquet") for step in range(3, 8)]
+    learned += [ticket for entry in later for ticket in entry.parts[0].tickets]
+    assert sorted(learned) == list(range(16))
+    assert learned != sorted(learned)
+
+
+def test_ready_replays_the_steps_that_the_journal_has_exactly(tmp_path: Path) -> None:
+    options = {**READY, "max_steps": 6, "arrival": 5}
+    whole = online(tmp_path, **options, save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed = online(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_weights(whole, resumed)
+
+
+def test_a_checkpoint_at_an_error_of_rewards_has_the_groups_of_its_step(tmp_path: Path) -> None:
+    def fails(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        if trainer_state.global_step == 3:
+            raise ZeroDivisionError("no")
+        return [float(len(text)) for text in completions]
+
+    with pytest.raises(RewardError):
+        online(tmp_path, **READY, max_steps=6, save_strategy="steps", save_steps=100, reward=fails).train()
+    state = json.loads((tmp_path / "checkpoint-3" / "pool.json").read_text(encoding="utf-8"))
+    learned = [
+        ticket
+        for step in range(3)
+        for ticket in read_entry(tmp_path / "completions" / f"completions_{step:05d}.parquet").parts[0].tickets
+    ]
+    assert sorted(learned + state["tickets"][0]) == list(range(12))
+
+
+def test_ready_on_two_processes_learns_from_each_prompt_once(tmp_path: Path) -> None:
+    options = {**STEP, **READY, "max_steps": 6, "per_device_train_batch_size": 8, "arrival": 3, "journal_keep": 20}
+    run_on_two_processes([Job("grpo", options, tmp_path / "update.pt")])
+    files = [*tmp_path.rglob("completions_*.parquet")]
+    assert len(files) == 12
+    learned = [ticket for file in files for ticket in read_entry(file).parts[0].tickets]
+    assert sorted(learned) == list(range(24))
+
+
+def test_ready_with_episodes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="order='ready' with episodes"):
+        online(tmp_path, **READY, talks="faithful", arrival=None)

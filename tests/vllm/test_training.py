@@ -17,6 +17,7 @@ from prefrl.data.collate import flat_batch
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.rollout.journal import read_entry
 from prefrl.scripts.main import main
 from prefrl.trainer.online.trainer import OnlineTrainer
 from tests.contract.cases import ROOT, dataset_of, make_trainer, relative_difference, update_of
@@ -59,6 +60,9 @@ def online(folder: Path, server: Any, **options: Any) -> OnlineTrainer:
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     monkeypatch.setenv("VLLM_API_KEY", server.key)
+
+
+ORDERS = {"async": "in_order", "ready": "ready"}
 
 
 def logged(trainer: OnlineTrainer, name: str) -> list[float]:
@@ -191,14 +195,20 @@ def test_evaluation_samples_with_the_weights_as_they_are(tmp_path: Path, server:
     trainer.generator.close()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "async"])
+@pytest.mark.parametrize("mode", ["overlap", "async", "ready"])
 def test_other_modes_train_through_the_server(tmp_path: Path, server: Server, mode: str) -> None:
-    options: dict[str, Any] = {"generation_mode": mode, "max_steps": 4}
-    options |= {"max_staleness": 2} if mode == "async" else {}
+    options: dict[str, Any] = {"generation_mode": "overlap" if mode == "overlap" else "async", "max_steps": 4}
+    options |= {} if mode == "overlap" else {"max_staleness": 2, "async_kwargs": {"order": ORDERS[mode]}}
     trainer = online(tmp_path, server, **options)
     trainer.train()
     assert trainer.state.global_step == 4
-    assert logged(trainer, "sample/staleness_max") == ([0, 1, 2, 2] if mode == "async" else [0] * 4)
+    if mode == "ready":
+        assert max(logged(trainer, "sample/staleness_max")) <= 2
+        entries = [read_entry(path) for path in (tmp_path / "completions").iterdir()]
+        learned = [ticket for entry in entries for ticket in entry.parts[0].tickets]
+        assert sorted(learned) == list(range(4 * trainer.prompts.num_prompts))
+    else:
+        assert logged(trainer, "sample/staleness_max") == ([0, 1, 2, 2] if mode == "async" else [0] * 4)
     check_agreement_after_sync(trainer)
     trainer.generator.close()
 

@@ -29,13 +29,18 @@ class VLLMPending(Generic[Q, R]):
 
     def __init__(self, asker: Asker[Q, R], requests: Sequence[Q]) -> None:
         self._asker = asker
+        self._work: list[Future[None]] = []
         self._submit(requests)
+        # Of those who ask what has `arrived`.
+        self._num_running = len(requests)
+        self._lost: list[Lost[Q]] = []
+        self._num_repeated = 0  # since the last result
 
     def _submit(self, requests: Sequence[Q]) -> None:
         self._asked = requests
         # A SimpleQueue can miss a timeout, see `LocalTurns`.
         self._outcomes: queue.Queue[Outcome[Q, R]] = queue.Queue()
-        self._work = self._asker.submit(requests, self._outcomes.put)
+        self._work = [self._asker.submit(requests, self._outcomes.put)]
 
     def as_completed(self) -> Iterator[tuple[int, R]]:
         """The number and result of each request, once for every request, as they become ready.
@@ -65,17 +70,54 @@ class VLLMPending(Generic[Q, R]):
             reasons = [reason for reasons in gather_objects([one.reason for one in lost]) for reason in reasons]
             if not reasons:
                 return
-            if recovery == MAX_RECOVERIES:
-                raise GenerationError(
-                    f"{len(reasons)} {self._asker.item}s were lost {recovery + 1} times, although the servers came "
-                    f"back each time. One of the reasons: {reasons[0]}"
-                )
+            self._check_recoveries(recovery, reasons)
             self._asker.recover()
             self._submit([one.request for one in lost])
 
     def cancel(self) -> None:
         """Cancel the running requests. All processes must call it, or none."""
-        self._work.cancel()
+        for work in self._work:
+            work.cancel()
+
+    @property
+    def longest_silence(self) -> float:
+        """See `prefrl.generation.base.Polled`."""
+        return self._asker.longest_silence
+
+    @property
+    def is_stuck(self) -> bool:
+        """See `prefrl.generation.base.Polled`."""
+        return bool(self._lost) and self._num_running == 0
+
+    def arrived(self) -> Iterator[tuple[int, R]]:
+        """See `prefrl.generation.base.Polled`."""
+        while not self._outcomes.empty():  # nobody else takes any
+            outcome = self._outcomes.get()
+            self._num_running -= 1
+            if isinstance(outcome, Done):
+                self._num_repeated = 0
+                yield outcome.request.number, outcome.result
+            elif isinstance(outcome, Lost):
+                self._lost.append(outcome)
+            else:
+                raise outcome.error
+
+    def repeat_lost(self) -> None:
+        """See `prefrl.generation.base.Polled`."""
+        if not self._lost:
+            return
+        lost, self._lost = self._lost, []
+        self._check_recoveries(self._num_repeated, [one.reason for one in lost])
+        self._num_repeated += 1
+        self._num_running += len(lost)
+        self._work.append(self._asker.submit([one.request for one in lost], self._outcomes.put))
+
+    def _check_recoveries(self, count: int, reasons: Sequence[str]) -> None:
+        if count == MAX_RECOVERIES:
+            raise GenerationError(
+                f"{len(reasons)} {self._asker.item}s were lost {count + 1} times, although the servers came back each "
+                f"time. One of the reasons: {reasons[0]}"
+            )
 
     def _arrivals(self) -> Iterator[Outcome[Q, R]]:
         for _ in self._asked:

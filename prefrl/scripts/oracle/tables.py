@@ -49,6 +49,7 @@ from prefrl.scripts.oracle.exact import (
     every_batch,
     exact_gradient,
 )
+from prefrl.scripts.oracle.late import late_forms, problem_of_versions
 from prefrl.scripts.oracle.recipe import (
     STEPS,
     PerToken,
@@ -355,6 +356,15 @@ def _form(form: Form, problem: Problem, sampled: Problem) -> Agreement:
     return agreement(estimate(samples, form.recipe), exact_gradient(problem, form.objective))
 
 
+def late_lines() -> Iterator[Line]:
+    """Groups that finish late: from the policy itself, and from two versions of the weights, away from it."""
+    here, away = (0.0, 0.0), (STEPS["large step"], STEPS["small step"])
+    for name, form in late_forms(*away).items():
+        fresh = late_forms(*here)[name].agreement(problem_of_versions(*here))
+        old = form.agreement(problem_of_versions(*away))
+        yield Line(name, (_bias(fresh), _bias(old), _cosine(old), _number(old.noise)))
+
+
 def _range(cell: Callable[[float], str], values: Sequence[float]) -> str:
     """The smallest and the largest number."""
     ends = list(dict.fromkeys(cell(value) for value in (min(values), max(values))))
@@ -391,6 +401,9 @@ TABLES: dict[str, TableOfLines] = {
             "noise",
         ),
         kl_lines,
+    ),
+    "late": TableOfLines(
+        ("groups", "bias, on-policy", "bias, two versions", "cosine, two versions", "noise, two versions"), late_lines
     ),
     "distillation": TableOfLines(
         (

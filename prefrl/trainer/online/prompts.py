@@ -26,6 +26,8 @@ from prefrl.data.samplers import (
 )
 from prefrl.data.tokenize import prepare_prompt_dataset
 from prefrl.errors import ConfigError, DataError
+from prefrl.generation.base import Polled
+from prefrl.metrics import Mean, Metric, Sum
 from prefrl.options.rollout import ResamplingParams
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rollout.collect import Collected, Collector, PrefetchQueue, Request, add_greedy, prompt_seed
@@ -36,9 +38,12 @@ from prefrl.rollout.curriculum import (
     replace_groups,
     signal_values,
 )
+from prefrl.rollout.pool import GroupPool, PoolLimits, Ticket
 from prefrl.trainer.configs import PolicyGradientConfig
+from prefrl.types import Rollout
 
 logger = logging.getLogger(__name__)
+_CURRICULUM_FILE, _POOL_FILE = "curriculum.safetensors", "pool.json"
 
 # Without a limit of tries, a line is logged each time that this many more of them have not been enough.
 _TRIES_PER_LINE = 5
@@ -166,15 +171,17 @@ class Prompts:
         dataset: Rows of the training dataset by number; None if there is no training.
         rows_of_generation: Maps the number of a generation batch to its dataset rows, over all ranks.
         collector: Turns completions into scored rollouts.
+        sync: Waits for the servers and sends them the weights.
     """
 
     def __init__(
         self,
         args: PolicyGradientConfig,
-        *,
         dataset: Any,
         rows_of_generation: Callable[[int], list[int]],
+        *,
         collector: Collector,
+        sync: Callable[[], None],
     ) -> None:
         self._args = args
         self._dataset = dataset
@@ -194,7 +201,18 @@ class Prompts:
         self._rows: list[int] = []
         # What options add; None: the option is off.
         self.prefetched: PrefetchQueue | None = None
-        if args.generation_mode == "async":
+        self.pool: GroupPool | None = None
+        if args.generation_mode == "async" and args.async_params.order == "ready":
+            limits = PoolLimits(
+                num_prompts=self.num_prompts,
+                groups=self._groups,
+                num_ahead=args.generations_ahead,
+                steps_each=self._steps_each,
+                max_staleness=args.max_staleness,
+                drops=args.async_params.stale == "drop",
+            )
+            self.pool = GroupPool(limits, prompt=self._prompt, ask=self._ask_for_tickets, recover=sync)
+        elif args.generation_mode == "async":
             self.prefetched = PrefetchQueue(self._ask_for, num_ahead=args.generations_ahead)
         self._resampling_params = args.resampling_params if args.dynamic_sampling else None
         self._needs_greedy = args.needs_greedy
@@ -213,7 +231,8 @@ class Prompts:
             number: Number of the batch, counted from the start of training.
             last: Number of the last batch of training.
         """
-        return self._ask_for(number) if self.prefetched is None else self.prefetched.take(number, last=last)
+        ahead = self.pool if self.prefetched is None else self.prefetched
+        return self._ask_for(number) if ahead is None else ahead.take(number, last=last)
 
     def collect(self, request: Request, number: int) -> Collected:
         """Wait for all completions of this rank and score them; replace groups without a learning signal.
@@ -235,10 +254,30 @@ class Prompts:
             raise
         return collected
 
+    def begin(self, first: int) -> None:
+        """Begin a training whose first new generation batch has this number."""
+        self.drop_prefetched()
+        if self.pool is not None:
+            self.pool.begin(first)
+
+    def learned(self, collected: Collected) -> dict[str, Metric]:
+        """Hear that a generation batch is in the rollout buffer; what is to be logged of requests made ahead."""
+        if self.prefetched is not None:
+            return {"sample/rollout_queue_size": Mean(len(self.prefetched), 1)}
+        if self.pool is None:
+            return {}
+        self.pool.learned(collected.tickets)
+        num_dropped, self.pool.num_dropped = self.pool.num_dropped, 0
+        return {
+            "sample/rollout_queue_size": Mean(len(self.pool), max(len(self._groups), 1)),
+            "sample/groups_dropped": Sum(num_dropped),
+        }
+
     def drop_prefetched(self) -> None:
         """Cancel the requests of batches that training does not need yet."""
-        if self.prefetched is not None:
-            self.prefetched.drop()
+        ahead = self.pool if self.prefetched is None else self.prefetched
+        if ahead is not None:
+            ahead.drop()
 
     def repeat(self, collected: Collected) -> None:
         """Update the curriculum as `collect` did when these rollouts were collected."""
@@ -253,6 +292,17 @@ class Prompts:
         step = number * self._steps_each
         seeds = {group: prompt_seed(self._args.seed, step, group) for group in self._groups}
         return self._collector.ask([self._dataset[rows[group]] for group in seeds], self._sampling, seeds)
+
+    def _prompt(self, ticket: int) -> tuple[dict[str, Any], int]:
+        """The dataset row and the seed of a prompt, by its position in the run: those that it has in every mode."""
+        number, group = divmod(ticket, self.num_prompts)
+        row = self._dataset[self._rows_of_generation(number)[group]]
+        return row, prompt_seed(self._args.seed, number * self._steps_each, group)
+
+    def _ask_for_tickets(self, tickets: Sequence[Ticket]) -> Polled[Rollout]:
+        seeds = {ticket.number % self.num_prompts: ticket.seed for ticket in tickets}
+        request = self._collector.ask([ticket.row for ticket in tickets], self._sampling, seeds)
+        return cast("Polled[Rollout]", request.pending)
 
     def _with_visits(self, collected: Collected, rows: Sequence[int]) -> Collected:
         """Update the curriculum with the rewards of all ranks, and note them."""
@@ -291,14 +341,18 @@ class Prompts:
             collected = replace(replace_groups(collected, new), visits=[*collected.visits, *new.visits])
         return replace(collected, metrics=resampling.metrics(self._groups, without_signal))
 
-    # Checkpoints. The curriculum is the same on all ranks.
+    # Checkpoints.
 
-    def save(self, path: Path) -> None:
-        """Write the state of the curriculum; called on one rank."""
-        if self.curriculum is not None:
-            save_file(self.curriculum.state_dict(), path)
+    def save(self, folder: Path) -> None:
+        """Write the state of the curriculum, which is the same on all ranks, and the open tickets of all ranks."""
+        if self.curriculum is not None and self._args.should_save:
+            save_file(self.curriculum.state_dict(), folder / _CURRICULUM_FILE)
+        if self.pool is not None:
+            self.pool.save(folder / _POOL_FILE, writes=self._args.should_save)
 
-    def load(self, path: Path) -> None:
+    def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
         if self.curriculum is not None:
-            self.curriculum.load_state_dict(load_file(path))
+            self.curriculum.load_state_dict(load_file(folder / _CURRICULUM_FILE))
+        if self.pool is not None:
+            self.pool.load(folder / _POOL_FILE, rank=distributed.rank(), world_size=distributed.world_size())

@@ -183,8 +183,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         has_loss = self.eval_rewards is self.rewards
         collector = self._collector if has_loss else collects(self.eval_rewards)
         self._evaluation = EvaluationRollouts(args, collector, has_loss=has_loss)
-        rows, rows_of_generation = numbered_rows(args, self.train_dataset)
-        self.prompts = Prompts(args, dataset=rows, rows_of_generation=rows_of_generation, collector=self._collector)
+        rows = numbered_rows(args, self.train_dataset)
+        self.prompts = Prompts(args, *rows, collector=self._collector, sync=self._sync_generator)
 
     def _sampler(self) -> RolloutSampler:
         """What samples rollouts, with the current generator."""
@@ -365,7 +365,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `BaseTrainer`."""
         super()._begin_training()
         # A new training run may count steps from 0 again, so step numbers no longer identify weight versions.
-        self.prompts.drop_prefetched()
+        self.prompts.begin(self.plan.units_left.start)
         self.generator.invalidate()
         self._begin_journal()
 
@@ -458,8 +458,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
             metrics |= server_metrics(collected.rollouts, self.generator, step=step)
-        if self.prompts.prefetched is not None:
-            metrics["sample/rollout_queue_size"] = Mean(len(self.prompts.prefetched), 1)
+        if self.args.generation_mode == "async":
+            metrics |= self.prompts.learned(collected)
         merge(self.metrics["train"], metrics | collected.metrics)
         self.history.show_samples(collected.rollouts)
         if self.args.log_completions:
@@ -485,8 +485,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
         """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""
         super()._save_update_state(folder)
         self.buffer.save(folder / distributed.rollouts_file(distributed.rank(), distributed.world_size()))
+        self.prompts.save(folder)
         if self.args.should_save:
-            self.prompts.save(folder / "curriculum.safetensors")
             (folder / _STATE_FILE).write_text(json.dumps(state_of(self.learner)), encoding="utf-8")
 
     def _load_update_state(self, folder: Path) -> None:
@@ -495,6 +495,6 @@ class OnlineTrainer(BaseTrainer[Ready]):
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / distributed.rollouts_file(number, num_files) for number in range(num_files)]
         self.buffer.load_share(paths, cut=self._minibatches.cut, rank=rank, world_size=world_size)
-        self.prompts.load(folder / "curriculum.safetensors")
+        self.prompts.load(folder)
         restore(self.learner, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
         super()._load_update_state(folder)

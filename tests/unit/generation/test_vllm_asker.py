@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from prefrl.errors import GenerationError
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.vllm import asking as code
 from prefrl.generation.vllm.asking import Balance, Done, Failed, Lost, Outcome, Server
 from prefrl.generation.vllm.client import ServerAsker
 from prefrl.generation.vllm.fleet import VLLMStats
+from prefrl.generation.vllm.pending import VLLMPending
 from prefrl.generation.vllm.requests import Aborted, PromptRequest
 from prefrl.http import Overdue, Refused, Unreachable
 from tests.patience import PATIENCE, wait_until
@@ -234,6 +237,92 @@ def test_servers_with_other_weights_are_asked_only_while_ours_are_on_their_way(
     ask = asking(servers)
     ask.fleet.is_sending = is_sending
     assert isinstance(ask.ask(), expected)
+
+
+# What a pool of groups asks.
+
+
+def requested(count: int) -> list[PromptRequest]:
+    return [PromptRequest(i, [1, 2], 7 + i, SamplingParams(num_samples=1, max_tokens=2), 3) for i in range(count)]
+
+
+def all_arrived(pending: VLLMPending[Any, Any], count: int) -> list[int]:
+    """The numbers of the requests that arrive, until there are this many."""
+    numbers: list[int] = []
+
+    def are_there() -> bool:
+        numbers.extend(number for number, _ in pending.arrived())
+        return len(numbers) >= count
+
+    assert wait_until(are_there)
+    return numbers
+
+
+def test_what_has_arrived_is_told_once_and_without_waiting(asking: MakeAsking) -> None:
+    late = threading.Event()
+
+    def generate(url: str, json: Any) -> Any:
+        if json["sampling_params"]["seed"] == 8:
+            assert late.wait(PATIENCE)
+        return completion(json)
+
+    ask = asking(Servers(generate))
+    pending = VLLMPending(ask.asker, requested(3))
+    try:
+        assert sorted(all_arrived(pending, 2)) == [0, 2]
+        assert list(pending.arrived()) == []
+        assert not pending.is_stuck
+    finally:
+        late.set()
+    assert all_arrived(pending, 1) == [1]
+    assert list(pending.arrived()) == []
+
+
+def test_what_is_lost_is_stuck_until_it_is_repeated_with_its_seeds(asking: MakeAsking) -> None:
+    seeds: list[int] = []
+
+    def generate(url: str, json: Any) -> Any:
+        seeds.append(json["sampling_params"]["seed"])
+        return completion(json)
+
+    servers = Servers(generate)
+    servers.gone = {A, B}
+    ask = asking(servers)
+    pending = VLLMPending(ask.asker, requested(2))
+
+    def is_stuck() -> bool:
+        assert list(pending.arrived()) == []
+        return pending.is_stuck
+
+    assert wait_until(is_stuck)
+    servers.gone = set()
+    ask.asker.recover()  # as a weight sync does
+    pending.repeat_lost()
+    assert not pending.is_stuck
+    assert sorted(all_arrived(pending, 2)) == [0, 1]
+    assert sorted(seeds) == [7, 8]
+    pending.repeat_lost()  # nothing is lost any more
+    assert not pending.is_stuck
+
+
+def test_what_is_lost_again_and_again_is_an_error(asking: MakeAsking) -> None:
+    servers = Servers(lambda _, json: completion(json))
+    servers.gone = {A, B}
+    ask = asking(servers)
+    pending = VLLMPending(ask.asker, requested(1))
+    for _ in range(3):
+        assert wait_until(lambda: not list(pending.arrived()) and pending.is_stuck)
+        pending.repeat_lost()
+    assert wait_until(lambda: not list(pending.arrived()) and pending.is_stuck)
+    with pytest.raises(GenerationError, match="1 prompts were lost 4 times, although the servers came back"):
+        pending.repeat_lost()
+
+
+def test_a_request_that_failed_is_an_error_and_not_one_that_has_not_arrived(asking: MakeAsking) -> None:
+    ask = asking(Servers(fails(Refused("too long", status=400))))
+    pending = VLLMPending(ask.asker, requested(1))
+    with pytest.raises(GenerationError, match="refuses: too long"):
+        wait_until(lambda: bool(list(pending.arrived())))
 
 
 def run(scenario: Callable[[Balance], Coroutine[Any, Any, None]], max_under_way: int = 2) -> None:

@@ -18,6 +18,7 @@ from prefrl.losses.policy.losses import POLICY_LOSSES
 from prefrl.losses.policy.off_policy import OFF_POLICY_CORRECTIONS
 from prefrl.scripts.oracle.distillation import FORMS, SAMPLERS, full, later_tokens, log_ratio, problems, sequence
 from prefrl.scripts.oracle.exact import OBJECTIVES, agreement, estimate, every_batch, exact_gradient, make_problem
+from prefrl.scripts.oracle.late import late_forms, problem_of_versions
 from prefrl.scripts.oracle.recipe import (
     Recipe,
     reinforce_loss,
@@ -587,3 +588,57 @@ def test_on_policy_a_combination_is_unbiased_exactly_if_all_its_parts_are(loss):
         found = agreement(estimate(samples, recipe), targets[objective]).bias
         is_unbiased = is_fair and reduction == "sequence_sum"
         assert found < 1e-10 if is_unbiased else found > 1e-3, (name, reduction, objective, correction)
+
+
+# Groups that are late.
+
+VERSIONS = [(0.0, 0.0), (0.5, 0.0), (1.0, 0.2)]
+
+
+@pytest.mark.parametrize("versions", VERSIONS)
+def test_sequence_weights_are_exact_for_completions_of_several_versions(versions):
+    """mu is the product over tokens of the version that sampled each."""
+    for name in (
+        "`wait`, `sequence` weights",
+        "dropped by chance, the prompt is asked again",
+        "`ready`, both batches",
+    ):
+        assert late_forms(*versions)[name].agreement(problem_of_versions(*versions)).bias < 1e-10, name
+
+
+def test_weights_of_one_version_are_biased_for_completions_of_several():
+    forms = late_forms(1.0, 0.2)
+    for name in ("oldest", "newest"):
+        form = forms[f"the same, as if the {name} version had sampled all tokens"]
+        assert form.agreement(problem_of_versions(1.0, 0.2)).bias > 0.05
+        assert form.agreement(problem_of_versions(0.0, 0.0)).bias > 0.05  # and not because the policy has moved
+
+
+@pytest.mark.parametrize("versions", VERSIONS)
+def test_dropping_by_length_is_biased_and_follows_the_policy_that_finishes_in_time(versions):
+    p = problem_of_versions(*versions)
+    form = late_forms(*versions)["dropped by length, the prompt is asked again (`drop`)"]
+    assert form.agreement(p).bias > 0.5
+    # On-policy, `rloo` of the groups that are kept is the gradient of the sum below, whose weights stay fixed.
+    if versions == (0.0, 0.0):
+        parameters = p.policy.clone().requires_grad_()
+        logprobs = p.completion_logprobs(parameters)
+        chances = logprobs.detach().exp().where(p.tree.lengths <= 2, 0.0)
+        of_prompt = torch.zeros(2, dtype=torch.float64).index_add(0, p.tree.prompts, chances)
+        chances = chances / of_prompt[p.tree.prompts]
+        means = torch.zeros(2, dtype=torch.float64).index_add(0, p.tree.prompts, chances * p.rewards)
+        surrogate = (chances * (p.rewards - means[p.tree.prompts]) * logprobs).sum() / 2
+        (expected,) = torch.autograd.grad(surrogate, parameters)
+        true = exact_gradient(p, "reward")
+        found = form.agreement(p)
+        assert found.scale == pytest.approx(float(expected @ true / (true @ true)), abs=1e-10)
+        assert found.bias == pytest.approx(float((expected - true).norm() / true.norm()), abs=1e-10)
+
+
+def test_what_finishes_first_is_biased_and_what_is_left_makes_up_for_it():
+    p, forms = problem_of_versions(0.0, 0.0), late_forms(0.0, 0.0)
+    first = forms["`ready`, the batch of the group that finishes first"].agreement(p)
+    other = forms["`ready`, the batch of the other group"].agreement(p)
+    assert first.bias > 0.1
+    assert (first.scale + other.scale) / 2 == pytest.approx(1, abs=1e-10)
+    assert first.bias == pytest.approx(other.bias, abs=1e-10)

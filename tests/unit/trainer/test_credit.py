@@ -126,7 +126,7 @@ def seeds_of(folder: Path, number: int, **options: Any) -> Sequence[int]:
     collector = Collector(nothing, asked, nothing, nothing)
     args = GRPOConfig(output_dir=str(folder), use_cpu=True, num_generations=4, **options)
     rows = [{"prompt_ids": [5]}, {"prompt_ids": [6]}]
-    prompts = Prompts(args, dataset=rows, rows_of_generation=lambda _: [0, 1], collector=collector)
+    prompts = Prompts(args, rows, lambda _: [0, 1], collector=collector, sync=lambda: None)
     prompts.request(number, last=9)
     return asked.seeds
 
