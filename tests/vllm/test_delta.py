@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.vllm.test_weights import LONG, SHORT, assert_serves, generate, policy
 pytestmark = pytest.mark.vllm
 
 STEPS = 50
+LOST, UNDONE, RESTART, GROUP, LOST_IN_GROUP = 10, 20, 30, 40, 45
 
 
 def step(model: torch.nn.Module, random: torch.Generator) -> None:
@@ -38,39 +40,41 @@ def state_of(server: Server, http: Http, model: str) -> Any:
 
 
 def test_after_many_steps_lost_messages_and_a_restart_a_server_has_the_trainers_bits(
-    second_server: Server, caplog: pytest.LogCaptureFixture
+    second_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, model, random = second_server, policy(second_server, seed=1), torch.Generator().manual_seed(0)
     weights, http, sizes = PolicyWeights(model), Http(key=second_server.key), []
     whole = sum(tensor.nbytes for _, tensor in weights)
     info = server_info(http, server)
+    files = WeightSync(http, method="delta", folder=tmp_path, timeout=100, over="shm")
+    group = WeightSync(http, method="delta", folder=None, timeout=100, over="gloo")
+    everything = WeightSync(http, method="shm", folder=tmp_path, timeout=100)
     with proxy_of(server.url) as proxy, caplog.at_level(logging.WARNING, "prefrl"):
-        deltas = WeightSync(http, method="delta", folder=None, timeout=100, over="gloo")
-        everything = WeightSync(http, method="gloo", folder=None, timeout=100)
         for number in range(STEPS):
             step(model, random)
-            if number == 15:
+            sync = files if number < GROUP else group
+            if number in (LOST, LOST_IN_GROUP):
                 proxy.fail("/update_weights", drop, times=1)
-            if number == 30:
-                # The server says yes and has nothing: it is found out at the next message.
+            if number == UNDONE:  # the server says yes and has nothing, which shows at the next message
                 proxy.fail("/update_weights", lambda handler, _: handler.answer(200, b"{}"), times=1)
-            if number == 40:
+            if number == RESTART:
                 server.restart()
-            deltas.send({proxy.url: info}, weights, version=f"run:{number}")
-            sizes.append(deltas.bytes_sent)
-            if number in (31, 40):
+            sync.send({proxy.url: info}, weights, version=f"run:{number}")
+            sizes.append(sync.bytes_sent)
+            if number == RESTART:
                 assert_serves(model, http, server, name=info.model, version=f"run:{number}")
-    assert [number for number, size in enumerate(sizes) if size >= whole] == [0, 15, 31, 40]
-    assert sum("All weights are sent again" in record.message for record in caplog.records) == 3
-    assert max(size for number, size in enumerate(sizes) if number not in (0, 15, 31, 40)) < whole / 2
+    faults = [LOST, UNDONE + 1, RESTART, LOST_IN_GROUP]
+    assert [number for number, size in enumerate(sizes) if size >= whole] == sorted([0, GROUP, *faults])
+    assert sum("All weights are sent again" in record.message for record in caplog.records) == len(faults)
+    assert sorted(sizes)[STEPS - 7] < whole / 2
     found = state_of(server, http, info.model)
     everything.send({server.url: info}, weights, version="run:all")
     assert state_of(server, http, info.model) == found
     # That was another trainer, whose weights the changes do not belong to.
     step(model, random)
-    deltas.send({server.url: info}, weights, version="run:last")
-    assert deltas.bytes_sent >= whole
+    group.send({server.url: info}, weights, version="run:last")
+    assert group.bytes_sent >= whole
     assert state_of(server, http, info.model) != found
     assert_serves(model, http, server, name=info.model, version="run:last")
-    for each in (deltas, everything, http):
+    for each in (files, group, everything, http):
         each.close()
