@@ -85,8 +85,8 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
     )
     if subject.is_online and subject.config.weight_sync == "delta":
         section.note(
-            f"weight_sync='delta' keeps a copy of the weights, of up to {_size(weights_of(subject.model).total)}, in the "
-            "host memory of the first process and of each worker of a server"
+            f"weight_sync='delta' keeps a copy of the weights, of up to {_size(weights_of(subject.model).total)}, in "
+            "the host memory of the first process and of each worker of a server"
         )
     _show_time(section, subject, batch, batches)
 
