@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from prefrl.errors import ConfigError, WeightSyncError
-from prefrl.generation.weights.delta import Changes, HostCopy
+from prefrl.generation.weights.delta import Changes, DeltaSync, HostCopy
 from prefrl.generation.weights.sync import WeightSync
+from prefrl.generation.weights.transfer import Receiver
 from prefrl.http import Refused
 from tests.unit.generation.scripted import A, B, ScriptedHttp, info
 
@@ -180,6 +181,30 @@ def test_a_server_with_other_weights_gets_all_of_them_in_the_same_sync_with_one_
     assert sorted(servers.messages) == [(A, OF_X), (B, OF_X)]
     for url in (A, B):
         assert_has(servers, url, weights)
+
+
+class Breaking:
+    """A carrier of which the second message gets nowhere, and is not read."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Tensor]] = []
+
+    def send(self, transfer: Any, servers: Any, weights: Any) -> None:
+        if len(self.messages) == 1:
+            servers[0].fail("sending weights", OSError("broken pipe"))
+        self.messages.append({} if servers[0].error else {name: tensor.clone() for name, tensor in weights})
+
+
+def test_a_server_whose_connection_breaks_before_all_was_read_gets_all_weights_in_the_same_sync() -> None:
+    carrier, weights, server = Breaking(), Weights(), Receiver(A, info())
+    sync = DeltaSync(carrier)  # type: ignore[arg-type]
+    for _ in range(2):
+        weights.change()
+        sync.send(None, [server], weights)  # type: ignore[arg-type]
+        assert server.error is None
+    last = carrier.messages[2]
+    assert sorted(last) == [*ALL[:1], "prefrl:delta", *ALL[1:]]
+    assert all(torch.equal(last[name], tensor) for name, tensor in weights.of.items())
 
 
 def test_a_server_that_refuses_all_weights_too_fails(servers: Servers, sync: WeightSync) -> None:
