@@ -301,12 +301,17 @@ def wrong_url(urls: Sequence[str]) -> str | None:
     return next(wrong, None)
 
 
+def _carrier(o: Any) -> Any:
+    """What sends the weights, or what has changed of them; None: the default."""
+    return o.vllm_params.delta_over if o.weight_sync == "delta" else o.weight_sync
+
+
 def _writes_no_files(o: Any) -> bool:
-    return o.weight_sync in ("nccl", "gloo")
+    return _carrier(o) in ("nccl", "gloo") or (o.weight_sync, _carrier(o)) == ("delta", None)
 
 
 def _lacks_nccl(o: Any) -> bool:
-    return o.weight_sync == "nccl" and str(o.device.type) == "cpu"
+    return _carrier(o) == "nccl" and str(o.device.type) == "cpu"
 
 
 def _masks_nothing(o: Any) -> bool:
@@ -425,7 +430,7 @@ SERVER_RULES = (
     when(
         lambda o: _writes_no_files(o) and o.vllm_params.sync_folder is not None,
         "vllm_kwargs: sync_folder={vllm_params.sync_folder!r} has no effect because weight_sync={weight_sync!r} "
-        "writes no files. Remove it, or set weight_sync='shm' or 'adapter'.",
+        "writes no files. Remove it, or set weight_sync='shm' or 'adapter', or with 'delta' delta_over='shm'.",
         example("grpo", use_vllm=True, weight_sync="gloo", vllm_kwargs={"sync_folder": "/x"}),
         hint=True,
     ),
@@ -437,8 +442,28 @@ SERVER_RULES = (
         hosts=lambda o: ", ".join(o.server_urls),
     ),
     when(
+        lambda o: o.weight_sync == "delta" and _carrier(o) == "shm" and o.shared_folder is None,
+        "vllm_kwargs: delta_over='shm' with servers on other hosts ({hosts}): set sync_folder of vllm_kwargs to a "
+        "folder that they can also access, or delta_over='gloo'.",
+        example(
+            "grpo",
+            use_vllm=True,
+            weight_sync="delta",
+            vllm_server_host="node5",
+            vllm_kwargs={"delta_over": "shm"},
+        ),
+        hosts=lambda o: ", ".join(o.server_urls),
+    ),
+    when(
+        lambda o: o.weight_sync != "delta" and o.vllm_params.delta_over is not None,
+        "vllm_kwargs: delta_over={vllm_params.delta_over!r} has no effect because weight_sync is {weight_sync!r}. "
+        "Remove it, or set weight_sync='delta'.",
+        example("grpo", use_vllm=True, weight_sync="gloo", vllm_kwargs={"delta_over": "gloo"}),
+        hint=True,
+    ),
+    when(
         _lacks_nccl,
-        "weight_sync='nccl' needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.",
+        "weight_sync or delta_over is 'nccl', which needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.",
         example("grpo", use_vllm=True, weight_sync="nccl"),
     ),
     when(

@@ -178,6 +178,9 @@ class VLLMParams(Params):
         None, "Folder that trainer and servers share. The default is /dev/shm if all servers are on this host."
     )
     sync_timeout: Seconds = opt(300.0, "Time limit of a weight sync, in seconds.")
+    delta_over: Literal["nccl", "gloo", "shm"] | None = opt(
+        None, "How weight_sync='delta' sends what has changed. The default is nccl on a GPU and gloo on a CPU."
+    )
 
 
 @hyperparameters
@@ -369,10 +372,11 @@ class RolloutOptions(BaseOptions):
         "with truncated_logprobs='exact'.",
         needs=["use_vllm"],
     )
-    weight_sync: Literal["nccl", "gloo", "shm", "adapter"] | None = opt(
+    weight_sync: Literal["nccl", "gloo", "shm", "adapter", "delta"] | None = opt(
         None,
         "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
-        "the LoRA weights, as files in a shared folder). The default is adapter if only an adapter is trained and "
+        "the LoRA weights, as files in a shared folder), delta (only what has changed, by the way that delta_over of "
+        "vllm_kwargs names). The default is adapter if only an adapter is trained and "
         "there is a shared folder, and otherwise nccl on a GPU and gloo on a CPU.",
         decides=False,
         needs=["use_vllm"],

@@ -288,6 +288,14 @@ def test_a_server_that_does_not_answer_is_named_with_the_command_that_starts_it(
     assert f"prefrl vllm-serve --model {model_folder} --port 9" in text
 
 
+def test_the_copies_of_the_weights_that_changes_need_are_named(workspace: Path, model_folder: Path) -> None:
+    options = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--num_generations", "2"]
+    server = ["--use_vllm", "--vllm_server_base_url", "http://127.0.0.1:9", "--weight_sync", "delta"]
+    found, _ = checked("grpo", model_folder, *options, *server)
+    (text,) = (text for section in found.values() for _, text in section if "weight_sync" in text)
+    assert "a copy of the weights, of up to " in text
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

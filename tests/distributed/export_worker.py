@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from prefrl import distributed
+from prefrl.generation.weights.delta import HostCopy
 from prefrl.models.critic import HeadCritic
 from prefrl.models.export import PolicyWeights
 from prefrl.trainer.ppo_critic import attach_critic
@@ -78,6 +79,18 @@ class Run:
     def base(self) -> list[str]:
         return differences(self.weights.base(), self.expected.base())
 
+    def changes(self) -> list[str]:
+        """What a copy of other weights becomes by the changes that are sent to it."""
+        trainers, servers = HostCopy(), HostCopy()
+        others = [(name, tensor.clone()) for name, tensor in self.expected]
+        for number, (_, tensor) in enumerate(others):
+            if number % 2:
+                tensor.view(-1)[:: 1 + 2 * number] += 1
+        servers.apply(dict(trainers.changes(others, dtype=None)))
+        message = dict(trainers.changes(self.weights, dtype=None))
+        unchanged = {name for name, _ in others[::2]}
+        return differences(servers.apply(message), self.expected) + sorted(unchanged & message.keys())
+
     def adapter(self) -> list[str]:
         """The files that are written."""
         if not hasattr(self.model, "peft_config"):
@@ -106,6 +119,7 @@ def run(
     assert not distributed.is_sharded(twin)
     of = Run(model, twin, folder)
     found = {"all": of.led(of.all_weights), "base": of.led(of.base), "adapter": of.led(of.adapter)}
+    found["changes"] = of.led(of.changes)
     if not is_thorough:
         return found
     return found | {

@@ -82,13 +82,13 @@ def test_steps_under_zero3_also_when_a_server_dies_in_a_transfer(server: Server,
     assert adapter["read"] == []
 
 
-def test_steps_under_fsdp2_with_all_weights_and_with_a_merged_adapter(server: Server, tmp_path: Path) -> None:
+def test_steps_under_fsdp2_with_all_weights_and_with_changes_of_an_adapter(server: Server, tmp_path: Path) -> None:
     whole, merged = train(
         "fsdp2",
         server,
         tmp_path,
         {"url": server.url, "weight_sync": "shm"},
-        {"url": server.url, "weight_sync": "gloo", "lora": True},
+        {"url": server.url, "weight_sync": "delta", "lora": True},
     )
     for result in (whole, merged):
         check(result)

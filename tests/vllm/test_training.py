@@ -115,6 +115,8 @@ def test_steps_with_the_weights_of_each(tmp_path: Path, server: Server, method: 
     # Both sides score the same distribution: the correction has nothing to correct.
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
     assert all(seconds > 0 for seconds in logged(trainer, "time/weight_sync_s"))
+    size = sum(tensor.nbytes for _, tensor in trainer.weights)
+    assert all(size <= sent < 1.1 * size for sent in logged(trainer, "weights/bytes_sent"))
     trainer.generator.close()
 
 

@@ -36,6 +36,7 @@ class VLLMStats:
     retries: int = 0
     restarts: int = 0  # of servers; only the process that sends the weights counts them
     wait_s: float = 0.0  # seconds spent waiting for servers to answer
+    bytes_sent: int = 0  # of weights, to each server; only the process that sends them counts
 
 
 class Fleet:
@@ -149,6 +150,8 @@ class Fleet:
                     self._connect()
                 else:
                     self._with_our_weights |= lacking.keys()
+                finally:
+                    self.stats.bytes_sent += self._weight_sync.bytes_sent
         finally:
             self.is_sending = False
         found = self._lacking()

@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from prefrl.generation.weights import process_group, wire
+from prefrl.generation.weights.delta import HostCopy, is_delta
 from prefrl.generation.weights.wire import Named
 
 BACKEND = "prefrl"
@@ -85,6 +86,7 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._group: process_group.Group | None = None
+        self._copy = HostCopy()  # of the model's weights, if changes of them may follow
         if vllm_config.lora_config is not None:
             _load_adapters_once()
 
@@ -115,6 +117,7 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
+            self._copy.clear()
             self.shutdown()  # at once, so that a trainer that is still sending does not wait for its deadline
             raise
 
@@ -127,6 +130,11 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
         else:
             raise RuntimeError("there is no group to receive weights from: call /init_weight_transfer_engine first")
         _check_unique([name for name, _ in weights])
+        message = dict(weights)
+        if is_delta(message):
+            weights = self._copy.apply(message)
+        else:
+            self._copy.clear()
         _check_finite(weights)
         _check_fit(self.model, weights)
         _load(self.model, weights, self.model_config)

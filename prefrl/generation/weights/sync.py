@@ -11,6 +11,7 @@ from typing import Literal
 from prefrl.errors import ConfigError, WeightSyncError
 from prefrl.generation.base import WeightSource
 from prefrl.generation.server import ServerInfo
+from prefrl.generation.weights.delta import DeltaSync
 from prefrl.generation.weights.transfer import (
     AdapterSync,
     FileSync,
@@ -22,7 +23,8 @@ from prefrl.generation.weights.transfer import (
 )
 from prefrl.http import Http, HttpError, Refused, Unreachable
 
-SyncMethod = Literal["nccl", "gloo", "shm", "adapter"]
+SyncMethod = Literal["nccl", "gloo", "shm", "adapter", "delta"]
+Carrier = Literal["nccl", "gloo", "shm"]
 # The server's weight version during an update, so that an incomplete update is never mistaken for a complete one.
 UPDATING = "updating"
 
@@ -34,25 +36,33 @@ class WeightSync:
         http: HTTP client, with the servers' key.
         method: "nccl", "gloo": all weights through one process group for each server. "shm": all weights as files that
             the server reads. "adapter": like "shm", but only the adapter once the server has the base weights.
+            "delta": only what has changed, by the way that `over` names.
         folder: Where to create private folders for the files. Trainer and servers must see it under the same path; a
-            file system in memory is fastest. Only for "shm" and "adapter".
+            file system in memory is fastest. Only where files are written.
         timeout: Time limit of one `send`, in seconds; also how long a server waits for the trainer. A server that
             failed gets a few seconds more to send its error message.
+        over: How changes are sent. Only for "delta".
 
     Raises:
-        ConfigError: `folder` is missing, or has no effect.
+        ConfigError: `folder` or `over` is missing, or has no effect.
     """
 
-    def __init__(self, http: Http, *, method: SyncMethod, folder: Path | None, timeout: float) -> None:
-        needs_folder = method in ("shm", "adapter")
+    def __init__(
+        self, http: Http, *, method: SyncMethod, folder: Path | None, timeout: float, over: Carrier | None = None
+    ) -> None:
+        if (method == "delta") != (over is not None):
+            wanted = "'nccl', 'gloo' or 'shm'" if method == "delta" else "None"
+            raise ConfigError(f"over={over!r}: weight sync by {method!r} needs {wanted}")
+        carrier = over or method
+        needs_folder = carrier in ("shm", "adapter")
         if needs_folder != (folder is not None):
             wanted = "a folder that trainer and servers share, such as /dev/shm" if needs_folder else "None"
-            raise ConfigError(f"folder={folder}: weight sync by {method!r} needs {wanted}")
+            raise ConfigError(f"folder={folder}: weight sync by {carrier!r} needs {wanted}")
         self._http = http
         self._method = method
         self._timeout = timeout
         self._folder = None if folder is None else PrivateFolder(folder)
-        self._transport = _transport(method, self._folder)
+        self._transport = _transport(method, over, self._folder)
         self._servers: dict[str, Receiver] = {}
         self.bytes_sent = 0  # of the last `send`: bytes that each server received
         self.seconds = 0.0  # of the last `send`
@@ -135,10 +145,11 @@ class WeightSync:
                 self.forget(server.url)
 
 
-def _transport(method: SyncMethod, folder: PrivateFolder | None) -> Transport:
-    if folder is None:
-        return GroupSync("nccl" if method == "nccl" else "gloo")
-    return AdapterSync(folder) if method == "adapter" else FileSync(folder)
+def _transport(method: SyncMethod, over: Carrier | None, folder: PrivateFolder | None) -> Transport:
+    if method == "adapter" and folder is not None:
+        return AdapterSync(folder)
+    whole = GroupSync("nccl" if "nccl" in (method, over) else "gloo") if folder is None else FileSync(folder)
+    return whole if over is None else DeltaSync(whole)
 
 
 async def _pause(transfer: Transfer, server: Receiver) -> None:

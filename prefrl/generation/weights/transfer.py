@@ -36,6 +36,7 @@ class Receiver:
     group: process_group.Group | None = None
     has_base: bool = False  # it has the base weights that the adapter belongs to
     adapter: Path | None = None  # the adapter's files that it loaded last
+    copy: str | None = None  # the fingerprint of the weights that changes can be sent of
     # The state of one transfer:
     error: WeightSyncError | None = None
     is_paused: bool = False

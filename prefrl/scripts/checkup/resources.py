@@ -83,6 +83,11 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
         f"a large micro-batch has {batch.num_rows} rows and {batch.num_fed:,} tokens; a step of all processes has up "
         f"to about {of_step:,} tokens"
     )
+    if subject.is_online and subject.config.weight_sync == "delta":
+        section.note(
+            f"weight_sync='delta' keeps a copy of the weights, of up to {_size(weights_of(subject.model).total)}, in "
+            "the host memory of the first process and of each worker of a server"
+        )
     _show_time(section, subject, batch, batches)
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import datasets
 
@@ -393,11 +393,13 @@ def make_generator(
     base: Any = model.get_base_model() if is_peft_model(model) else model
     # The file's key is for servers of this machine; another machine has another file.
     http = Http(key=key_of_user(os.environ) if args.servers_are_local else os.environ.get(KEY_VARIABLE))
-    folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None
+    over = args.vllm_params.delta_over or _group_kind(args) if method == "delta" else None
+    needs_folder = (over or method) in ("shm", "adapter")
+    folder = Path(args.shared_folder) if needs_folder and args.shared_folder is not None else None
     return VLLMGenerator(
         args.server_urls,
         http=http,
-        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
+        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout, over=over),
         requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
         stop_ids=end_token_ids(base, tokenizer),
         never=placeholder_ids(base),
@@ -434,6 +436,10 @@ def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = F
         return args.weight_sync
     if has_adapter and not reads_images and args.shared_folder is not None:
         return "adapter"
+    return _group_kind(args)
+
+
+def _group_kind(args: OnlineConfig) -> Literal["nccl", "gloo"]:
     device: Any = args  # a config is also TrainingArguments
     return "nccl" if device.device.type == "cuda" else "gloo"
 
@@ -454,6 +460,7 @@ def server_metrics(rollouts: Sequence[Rollout], generator: Generator, *, step: i
             "server/retries": Sum(stats.retries),
             "server/restarts": Sum(stats.restarts),
             "server/wait_s": Max(stats.wait_s),
+            "weights/bytes_sent": Sum(stats.bytes_sent),
         }
     return metrics
 

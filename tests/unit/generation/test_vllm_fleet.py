@@ -33,6 +33,7 @@ class Servers:
         self.error: Exception | None = None
         self.dies: str | None = None  # in the next `send`, and is back at once
         self.keeps = True
+        self.bytes_sent = 5
 
     def answer(self, url: str, path: str, json: Any) -> Any:
         if url in self.gone:
@@ -88,6 +89,7 @@ def test_only_servers_that_lack_a_version_get_it(fleet: Fleet, servers: Servers)
     fleet.sync(Weights(), version=1)
     assert servers.sent[1:] == [{B}]
     assert (servers.forgotten, fleet.stats.restarts, fleet.model_name(A)) == ([], 0, "m")
+    assert fleet.stats.bytes_sent == 2 * 5
 
 
 def test_a_server_that_was_restarted_is_counted_forgotten_and_gets_the_weights(fleet: Fleet, servers: Servers) -> None:
