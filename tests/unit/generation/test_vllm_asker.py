@@ -62,6 +62,7 @@ class Asking:
             stats=VLLMStats(),
             model_name=lambda url: "m",
             recover=lambda: None,
+            engines=lambda url: [url],
         )
         self.balance = Balance([A, B], 4)
         self.asker = ServerAsker(
