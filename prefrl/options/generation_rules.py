@@ -444,8 +444,8 @@ SERVER_RULES = (
         example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1", "http://a:1/"]),
     ),
     when(
-        lambda o: len(set(o.engine_urls)) < len(o.engine_urls),
-        "vllm_kwargs: admin_urls={engine_urls}: contains a server twice. Remove one.",
+        lambda o: o.engine_urls if len(set(o.engine_urls)) < len(o.engine_urls) else None,
+        "vllm_kwargs: admin_urls={found}: contains a server twice. Remove one.",
         example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["http://a:1", "http://a:1/"]}),
     ),
     when(

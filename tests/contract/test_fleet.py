@@ -57,7 +57,7 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 
 class Turmoil(TrainerCallback):
-    """After each step, the fleet is filled up with new servers and with some that died; one cannot take the next weights."""
+    """After each step, new servers join and some that died return; one cannot take the next weights."""
 
     def __init__(self, world: World) -> None:
         self.world = world

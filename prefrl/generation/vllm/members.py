@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prefrl.errors import ConfigError
-from prefrl.generation.vllm.handshake import check_server_url
-from prefrl.options.generation_rules import DNS, FOLDER
+from prefrl.options.generation_rules import DNS, FOLDER, wrong_url
 from prefrl.options.rollout import are_local
 
 RENEWED_SECONDS = 5.0  # between two signs of life
@@ -163,7 +162,9 @@ class Folder:
             raise ValueError(
                 f"{sign.url} can only be reached on its own machine, {sign.host}. Start it with --host 0.0.0.0."
             )
-        return check_server_url(sign.url)
+        if wrong_url([sign.url]):
+            raise ValueError(f"{sign.url!r} is not the URL of a server")
+        return sign.url
 
 
 class Registration:
@@ -243,7 +244,7 @@ def source_of(urls: Sequence[str], *, key: str) -> Source:
     """The source that `vllm_server_base_url`, or `admin_urls`, names.
 
     Args:
-        urls: Base URLs; or a single `dir:FOLDER` or `dns:NAME:PORT`.
+        urls: Base URLs, without slashes at the end; or a single `dir:FOLDER` or `dns:NAME:PORT`.
         key: The servers' key.
     """
     (first, *_) = urls
@@ -252,7 +253,7 @@ def source_of(urls: Sequence[str], *, key: str) -> Source:
     if first.startswith(DNS):
         name, _, port = first.removeprefix(DNS).rpartition(":")
         return Name(name, int(port))
-    return Listed([check_server_url(url) for url in urls])
+    return Listed(urls)
 
 
 def in_words(left_out: Iterable[str]) -> str:
