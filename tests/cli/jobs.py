@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -66,3 +67,9 @@ def run_job(script: Path, folder: Path, nodes: int, prefrl: str, *options: str, 
     }
     job = ["bash", str(script), *options]
     return subprocess.run(job, env={**os.environ, **environment, **variables}, cwd=ROOT, timeout=600).returncode
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from prefrl.scripts.inputs import read
 from prefrl.scripts.launch.vllm_serve import ServeArguments
 from prefrl.scripts.main import main
 from prefrl.scripts.schema import SchemaParser
-from tests.cli.jobs import RECORDER, executable, run_job
+from tests.cli.jobs import RECORDER, ROOT, executable, free_port, run_job
 
 # Stands for the Python of an environment: what it runs is `python -m prefrl.scripts.main ...`.
 PYTHON = """#!/bin/bash
@@ -195,3 +197,100 @@ def test_what_cannot_be_written_is_refused(
 def test_algorithms_that_sample_nothing_need_no_servers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "sft", "run.yaml", "--write", "slurm", "--server_nodes", "1"]) == 2
     assert "server_nodes=1: sft samples no completions." in capsys.readouterr().err
+
+
+def check_run(calls: list[dict[str, Any]], *, nodes: int, gpus: int) -> tuple[ServeArguments, list[dict[str, Any]]]:
+    """One server and the training on several nodes fit together; returns the options of both."""
+    (server,) = (call["argv"] for call in calls if call["argv"][0] == "vllm-serve")
+    serve: ServeArguments = CommandParser("vllm-serve", (ServeArguments,), "").parse(server[1:])[0]
+    assert (serve.tensor_parallel_size, serve.host) == (gpus, "0.0.0.0")
+    runs = []
+    for call in calls:
+        if call["argv"][0] == "launch":
+            launch = launch_options(read(REGISTRY[call["argv"][1]], call["argv"][2:]), {})
+            assert launch is not None
+            launch.check_machines()
+            assert (launch.num_machines, launch.num_processes) == (nodes, nodes * gpus)
+            assert launch.main_process_ip == "127.0.0.1"
+            run = SchemaParser("grpo").read(call["argv"][2:])[0]
+            assert (run["use_vllm"], run["model_name_or_path"]) == (True, serve.model)
+            runs.append(run)
+    assert sorted(run["machine_rank"] for run in runs) == list(range(nodes))
+    return serve, runs
+
+
+def test_two_nodes_of_skypilot_train_and_the_third_serves_until_they_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = yaml.safe_load((ROOT / "examples/clusters/grpo_sky.yaml").read_text(encoding="utf-8"))
+    assert task.keys() == {"name", "num_nodes", "workdir", "resources", "envs", "secrets", "setup", "run"}
+    for environment in (".venv", ".venv-server"):
+        executable(tmp_path / environment / "bin/prefrl", RECORDER.format(python=sys.executable))
+        assert environment in task["setup"]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    variables = {name: str(value) for name, value in task["envs"].items()} | {
+        "VLLM_API_KEY": "key",
+        "PORT": str(free_port()),
+        "RECORDS": str(tmp_path),
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2\n127.0.0.3",
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
+    quick = f"sleep() {{ command sleep 0.1; }}\n{task['run']}"
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-c", quick], env=os.environ | variables | {"SKYPILOT_NODE_RANK": str(rank)}, cwd=tmp_path
+        )
+        for rank in range(task["num_nodes"])
+    ]
+    assert [node.wait(timeout=300) for node in nodes] == [0, 0, 0]
+    calls = [json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("call_*")]
+    monkeypatch.chdir(tmp_path)
+    serve, runs = check_run(calls, nodes=2, gpus=8)
+    assert {(run["vllm_server_host"], run["vllm_server_port"]) for run in runs} == {("127.0.0.3", serve.port)}
+
+
+class FakeRay(types.ModuleType):
+    """Runs tasks at once, and notes those of commands."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.tasks: list[tuple[list[str], dict[str, Any]]] = []
+        self.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+
+    def init(self) -> None:
+        """Nothing."""
+
+    def remote(self, function: Any) -> Any:
+        def run(options: dict[str, Any], *arguments: Any) -> Any:
+            if not arguments:
+                return function()
+            self.tasks.append((arguments[0], options))
+            return None
+
+        options = lambda **options: types.SimpleNamespace(remote=lambda *words: run(options, *words))  # noqa: E731
+        return types.SimpleNamespace(options=options)
+
+    def get(self, values: Any) -> Any:
+        return values
+
+
+def test_ray_places_servers_and_training_on_nodes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeRay()
+    group = types.ModuleType("ray.util.placement_group")
+    group.placement_group = lambda bundles, strategy: types.SimpleNamespace(  # type: ignore[attr-defined]
+        bundles=bundles, strategy=strategy, ready=lambda: None
+    )
+    strategies = types.ModuleType("ray.util.scheduling_strategies")
+    strategies.PlacementGroupSchedulingStrategy = lambda group, i: (group, i)  # type: ignore[attr-defined]
+    for module in (fake, types.ModuleType("ray.util"), group, strategies):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "argv", ["grpo_ray.py", "--gpus", "4"])
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("examples/clusters/grpo_ray.py", run_name="__main__")
+    assert all(words[0] == "prefrl" and options["num_gpus"] == 4 for words, options in fake.tasks)
+    placed = [options["scheduling_strategy"] for _, options in fake.tasks]
+    assert sorted(number for _, number in placed) == [0, 1, 2]
+    assert {(of.strategy, len(of.bundles)) for of, _ in placed} == {("STRICT_SPREAD", 3)}
+    serve, runs = check_run([{"argv": words[1:]} for words, _ in fake.tasks], nodes=2, gpus=4)
+    assert {tuple(run["vllm_server_base_url"]) for run in runs} == {(f"dir:{serve.join}",)}
