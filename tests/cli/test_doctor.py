@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,8 @@ from pyarrow import parquet
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.generation.server import key_of_user
+from prefrl.generation.vllm.members import Registration
 from prefrl.models import load
 from prefrl.models.footprint import Footprint, weights_of
 from prefrl.registry import REGISTRY
@@ -286,6 +289,24 @@ def test_a_server_that_does_not_answer_is_named_with_the_command_that_starts_it(
     assert level == "warning"
     assert text.startswith(f"{url} does not answer. ")
     assert f"prefrl vllm-serve --model {model_folder} --port 9" in text
+
+
+def test_a_fleet_is_looked_for_and_who_is_not_in_it_is_told(workspace: Path, model_folder: Path) -> None:
+    fleet = workspace / "fleet"
+    options = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--num_generations", "2"]
+    options += ["--use_vllm", "--vllm_server_base_url", f"dir:{fleet}"]
+    found, _ = checked("grpo", model_folder, *options)
+    assert found["Server"] == [
+        ("warning", f"dir:{fleet}: there is no folder {fleet}"),
+        ("warning", f"dir:{fleet} has no servers yet. A run waits for 120 s."),
+    ]
+    Registration(fleet, "http://127.0.0.1:9", key=key_of_user(os.environ)).renew()
+    (fleet / "x.json").touch()
+    found, _ = checked("grpo", model_folder, *options)
+    (level, stranger), (_, silent) = found["Server"]
+    assert level == "warning"
+    assert stranger.startswith(f"dir:{fleet}: x.json: was not written by a server with the key of this run")
+    assert silent.startswith("http://127.0.0.1:9 does not answer.")
 
 
 @pytest.mark.parametrize(

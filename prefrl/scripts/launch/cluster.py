@@ -168,7 +168,7 @@ def start_commands(job: Job, start: Path) -> list[str]:
 
 
 def _yaml(values: Any) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def script(job: Job, config: Path) -> str:

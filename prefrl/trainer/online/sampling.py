@@ -394,9 +394,7 @@ def make_generator(
             "same base model."
         )
     base: Any = model.get_base_model() if is_peft_model(model) else model
-    # The file's key is for servers of this machine; another machine has another file. In a folder, files are signed.
-    has_own_key = args.servers_are_local or args.engine_urls[0].startswith(FOLDER)
-    key = key_of_user(os.environ) if has_own_key else os.environ.get(KEY_VARIABLE)
+    key = server_key(args)
     http = Http(key=key)
     members = None
     if args.min_servers is not None:
@@ -414,6 +412,13 @@ def make_generator(
         guided=_guided(args),
         members=members,
     )
+
+
+def server_key(args: OnlineConfig) -> str | None:
+    """The key of the servers; None: the environment has none, and the servers are on other machines."""
+    # The file's key is for servers of this machine; another machine has another file. In a folder, files are signed.
+    has_own = args.servers_are_local or args.engine_urls[0].startswith(FOLDER)
+    return key_of_user(os.environ) if has_own else os.environ.get(KEY_VARIABLE)
 
 
 def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
