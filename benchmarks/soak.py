@@ -23,11 +23,13 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from prefrl.generation.vllm.members import Registration
 from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from tests.assets import tiny_tokenizer
@@ -69,7 +71,7 @@ def usage(pid: int) -> tuple[float, int, int]:
     return float(fields["VmRSS"].split()[0]) / 1024, num_files, int(fields["Threads"])
 
 
-def train(folder: Path, url: str, steps: int) -> None:
+def train(folder: Path, steps: int) -> None:
     """Train to the end, or until something ends it."""
 
     def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
@@ -90,7 +92,7 @@ def train(folder: Path, url: str, steps: int) -> None:
         output_dir=str(folder / "run"),
         use_cpu=True,
         use_vllm=True,
-        vllm_server_base_url=[url],
+        vllm_server_base_url=[f"dir:{folder / 'fleet'}"],
         vllm_server_timeout=300,
         vllm_kwargs={"request_timeout": 20},
         reward_timeout=5,
@@ -114,10 +116,14 @@ def train(folder: Path, url: str, steps: int) -> None:
 
 
 class Soak:
-    """A server, a proxy before it, and a trainer that is started until training is complete."""
+    """A server behind a proxy, one that joins and leaves, and a trainer that is started until training is complete."""
 
     def __init__(self, folder: Path, server: Server, proxy: Proxy, steps: int) -> None:
         self.folder, self.server, self.proxy, self.steps = folder, server, proxy, steps
+        self.registrations = {proxy.url: Registration(folder / "fleet", proxy.url, key=KEY)}
+        self.second: Server | None = None
+        self.moving: threading.Thread | None = None
+        self.joins = 0
         self.trainer: subprocess.Popen[bytes] | None = None
         self.ends: Counter[str] = Counter()
         self.sessions: list[int] = []
@@ -129,7 +135,7 @@ class Soak:
         self._before = len(scored(self.folder)), sealed(self.folder / "run")
         with (self.folder / "trainer.log").open("ab") as log:
             self.trainer = subprocess.Popen(
-                [*COMMAND, str(self.folder), "--train", self.proxy.url, "--steps", str(self.steps)],
+                [*COMMAND, str(self.folder), "--train", "--steps", str(self.steps)],
                 env=os.environ | {"VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
@@ -165,6 +171,38 @@ class Soak:
         self.restarting = threading.Thread(target=self.server.start)
         self.restarting.start()
 
+    def show_life(self) -> None:
+        """Renew the files of the servers, as `prefrl vllm-serve --join` does."""
+        for registration in tuple(self.registrations.values()):
+            registration.renew()
+
+    def join_or_leave(self) -> None:
+        """Let the second server come or, while it samples, go."""
+        if self.moving is not None:
+            self.moving.join()
+        self.moving = threading.Thread(target=self._join if self.second is None else self._leave)
+        self.moving.start()
+
+    def _join(self) -> None:
+        second = self.second = Server(self.server.model_dir, folder=self.folder)
+        registration = Registration(self.folder / "fleet", second.url, key=KEY)
+        registration.renew()
+        self.registrations[second.url] = registration
+        self.joins += 1
+
+    def _leave(self) -> None:
+        second, self.second = self.second, None
+        if second is not None:
+            self.registrations.pop(second.url).leave()
+            second.stop()
+
+    def end(self) -> None:
+        """Wait for what is being done, and end the second server."""
+        for thread in (self.restarting, self.moving):
+            if thread is not None:
+                thread.join()
+        self._leave()
+
     def order(self, kind: str) -> None:
         """Let the next call of the reward fail."""
         (self.folder / "reward-fault").write_text(kind, encoding="utf-8")
@@ -172,6 +210,7 @@ class Soak:
 
 FAULTS: dict[str, Callable[[Soak], None]] = {
     "server killed": Soak.restart_server,
+    "a server joins or leaves": Soak.join_or_leave,
     "trainer killed": lambda soak: soak.running.send_signal(signal.SIGKILL),
     "trainer terminated": lambda soak: soak.running.send_signal(signal.SIGTERM),
     "three requests get status 500": lambda soak: soak.proxy.fail(GENERATE, status(500, "out of luck"), times=3),
@@ -192,11 +231,13 @@ def run(folder: Path, steps: int, every: int, seed: int) -> dict[str, Any]:
     server = Server(model, folder=folder, flags=["--num-gpu-blocks-override", "256"])  # a cache that is soon full
     memory_of_server: list[float] = []
     try:
-        with proxy_of(server.url) as proxy:
+        with proxy_of(server.url) as proxy, ExitStack() as stack:
             soak = Soak(folder, server, proxy, steps)
+            stack.callback(soak.end)
             soak.start_trainer()
             next_fault = every
             while not soak.has_ended():
+                soak.show_life()
                 if time.monotonic() - started > steps * SECONDS_FOR_A_STEP:
                     raise TimeoutError(f"{last_step(folder)} of {steps} steps after {steps * SECONDS_FOR_A_STEP:g} s")
                 if last_step(folder) >= next_fault:
@@ -208,8 +249,6 @@ def run(folder: Path, steps: int, every: int, seed: int) -> dict[str, Any]:
                     struck[name] += 1
                     next_fault += every
                 time.sleep(0.05)
-            if soak.restarting is not None:
-                soak.restarting.join()
     finally:
         server.stop()
     state = json.loads((folder / "run" / f"checkpoint-{steps}" / "trainer_state.json").read_text(encoding="utf-8"))
@@ -217,6 +256,7 @@ def run(folder: Path, steps: int, every: int, seed: int) -> dict[str, Any]:
         "steps": state["global_step"],
         "seconds": round(time.monotonic() - started),
         "faults": dict(struck),
+        "joins": soak.joins,
         "ends_of_the_trainer": dict(soak.ends),
         "scored_again": soak.scored_again,
         "orphans": [pid for session in (*soak.sessions, server.process.pid) for pid in living(session)],
@@ -271,10 +311,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
     parser.add_argument("--every", type=int, default=20, help="steps between two faults")
     parser.add_argument("--seed", type=int, default=0, help="decides which faults")
-    parser.add_argument("--train", metavar="URL", help=argparse.SUPPRESS)
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.train:
-        train(arguments.folder, arguments.train, arguments.steps)
+        train(arguments.folder, arguments.steps)
         return 0
     shutil.rmtree(arguments.folder, ignore_errors=True)
     arguments.folder.mkdir(parents=True)

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from prefrl.options.fields import Example, Rule, example, mapping_of, unset, when
 
+# How `vllm_server_base_url` and `admin_urls` begin if they say where servers are found, instead of listing them.
+FOLDER, DNS = "dir:", "dns:"
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
 
@@ -306,6 +308,15 @@ def _carrier(o: Any) -> Any:
     return o.vllm_params.delta_over if o.weight_sync == "delta" else o.weight_sync
 
 
+def _wrong_server(urls: Sequence[str]) -> str | None:
+    """What is neither a URL nor, alone in its list, a place where servers are found."""
+    if len(urls) > 1 or not urls[0].startswith((FOLDER, DNS)):
+        return wrong_url(urls)
+    name, _, port = urls[0].removeprefix(DNS).rpartition(":")
+    is_right = urls[0] != FOLDER if urls[0].startswith(FOLDER) else name and port.isdecimal() and 0 < int(port) < 2**16
+    return None if is_right else urls[0]
+
+
 def _writes_no_files(o: Any) -> bool:
     return _carrier(o) in ("nccl", "gloo") or (o.weight_sync, _carrier(o)) == ("delta", None)
 
@@ -402,6 +413,10 @@ NO_SERVER_RULES = (
         same={"vllm_server_host": "0.0.0.0", "vllm_server_timeout": 240.0},
     ),
 )
+_PLACES = (
+    "must be like http://host:8000; or, alone in its list, a folder like dir:/shared/fleet or a DNS name like "
+    "dns:name:8000"
+)
 # With use_vllm.
 SERVER_RULES = (
     *unset(
@@ -418,14 +433,38 @@ SERVER_RULES = (
         example("grpo", use_vllm=True, vllm_server_host=""),
     ),
     when(
-        lambda o: wrong_url(o.server_urls),
-        "vllm_server_base_url={found!r}: must be like http://host:8000",
+        lambda o: _wrong_server(o.server_urls),
+        f"vllm_server_base_url={{found!r}}: {_PLACES}.",
         example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
+    ),
+    when(
+        lambda o: _wrong_server(o.engine_urls),
+        f"vllm_kwargs: admin_urls={{found!r}}: {_PLACES}.",
+        example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["dns:engines"]}),
+    ),
+    when(
+        lambda o: o.vllm_params.admin_urls and (len(o.server_urls) > 1 or wrong_url(o.server_urls)),
+        "vllm_server_base_url={server_urls} with admin_urls in vllm_kwargs: must be the URL of the router that gets "
+        "the requests. Without a router, remove admin_urls.",
+        example("grpo", use_vllm=True, vllm_server_base_url=["dir:/a"], vllm_kwargs={"admin_urls": ["http://b:1"]}),
+    ),
+    when(
+        lambda o: wrong_url(o.engine_urls) is None and (o.min_servers or 0) > len(o.engine_urls),
+        "vllm_kwargs: min_servers={vllm_params.min_servers}: must be at most {number}, the number of servers "
+        "({hosts}). For servers that come and go, set vllm_server_base_url to dir:/shared/fleet or dns:name:8000.",
+        example("grpo", use_vllm=True, vllm_kwargs={"min_servers": 2}),
+        number=lambda o: len(o.engine_urls),
+        hosts=lambda o: ", ".join(o.engine_urls),
     ),
     when(
         lambda o: len(set(o.server_urls)) < len(o.server_urls),
         "vllm_server_base_url={server_urls}: contains a server twice. Remove one.",
         example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1", "http://a:1/"]),
+    ),
+    when(
+        lambda o: o.engine_urls if len(set(o.engine_urls)) < len(o.engine_urls) else None,
+        "vllm_kwargs: admin_urls={found}: contains a server twice. Remove one.",
+        example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["http://a:1", "http://a:1/"]}),
     ),
     when(
         lambda o: _writes_no_files(o) and o.vllm_params.sync_folder is not None,
@@ -439,7 +478,7 @@ SERVER_RULES = (
         "weight_sync={weight_sync!r} with servers on other hosts ({hosts}): set sync_folder of vllm_kwargs to a "
         "folder that they can also access, or use weight_sync='nccl'.",
         example("grpo", use_vllm=True, weight_sync="shm", vllm_server_host="node5"),
-        hosts=lambda o: ", ".join(o.server_urls),
+        hosts=lambda o: ", ".join(o.engine_urls),
     ),
     when(
         lambda o: o.weight_sync == "delta" and _carrier(o) == "shm" and o.shared_folder is None,
@@ -452,7 +491,7 @@ SERVER_RULES = (
             vllm_server_host="node5",
             vllm_kwargs={"delta_over": "shm"},
         ),
-        hosts=lambda o: ", ".join(o.server_urls),
+        hosts=lambda o: ", ".join(o.engine_urls),
     ),
     when(
         lambda o: o.weight_sync != "delta" and o.vllm_params.delta_over is not None,

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import Rule, ascending, example, flat, opt, when
-from prefrl.options.generation_rules import unscored
+from prefrl.options.generation_rules import DNS, FOLDER, unscored
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.types import Seconds
 
@@ -181,6 +181,16 @@ class VLLMParams(Params):
     delta_over: Literal["nccl", "gloo", "shm"] | None = opt(
         None, "How weight_sync='delta' sends what has changed. The default is nccl on a GPU and gloo on a CPU."
     )
+    min_servers: Annotated[int, Ge(1)] | None = opt(
+        None,
+        "The fewest servers with which a run goes on; the others may come and go. By default, all that are listed in "
+        "vllm_server_base_url, or one of dir: and dns:.",
+    )
+    admin_urls: list[str] | None = opt(
+        None,
+        "URLs of the servers behind a router, whose URL is vllm_server_base_url: the router gets the requests, and "
+        "they the weights. Also dir: or dns:.",
+    )
 
 
 @hyperparameters
@@ -323,7 +333,9 @@ class RolloutOptions(BaseOptions):
     )
     vllm_server_base_url: list[str] | None = opt(
         None,
-        "URLs of the servers, which share the requests. The default is http://vllm_server_host:vllm_server_port.",
+        "URLs of the servers, which share the requests. The default is http://vllm_server_host:vllm_server_port. "
+        "Servers that come and go are those of a folder (dir:/shared/fleet), in which prefrl vllm-serve --join "
+        "registers them, or the addresses of a DNS name (dns:name:8000).",
         decides=False,
         needs=["use_vllm"],
     )
@@ -428,14 +440,28 @@ class RolloutOptions(BaseOptions):
         return [url.rstrip("/") for url in given]
 
     @property
+    def engine_urls(self) -> list[str]:
+        """Base URLs of the servers that get the weights, or a single `dir:...` or `dns:...`."""
+        return [url.rstrip("/") for url in self.vllm_params.admin_urls or self.server_urls]
+
+    @property
+    def min_servers(self) -> int | None:
+        """The fewest servers with which a run goes on; None: it needs all of a list that does not change."""
+        is_elastic = self.vllm_params.admin_urls is not None or self.engine_urls[0].startswith((FOLDER, DNS))
+        given = self.vllm_params.min_servers
+        if given is not None or not is_elastic:
+            return given
+        return 1 if self.engine_urls[0].startswith((FOLDER, DNS)) else len(self.engine_urls)
+
+    @property
     def servers_are_local(self) -> bool:
         """Whether all servers are reached through the loopback interface."""
-        return are_local(self.server_urls)
+        return are_local(self.server_urls + self.engine_urls)
 
     @property
     def shared_folder(self) -> str | None:
         """A folder that trainer and servers share; None if there is none."""
-        return self.vllm_params.sync_folder or ("/dev/shm" if self.servers_are_local else None)
+        return self.vllm_params.sync_folder or ("/dev/shm" if are_local(self.engine_urls) else None)
 
     @property
     def corrects_sampling(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,8 @@ from pyarrow import parquet
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from prefrl.errors import ConfigError, DataError
+from prefrl.generation.server import key_of_user
+from prefrl.generation.vllm.members import Registration
 from prefrl.models import load
 from prefrl.models.footprint import Footprint, weights_of
 from prefrl.registry import REGISTRY
@@ -294,6 +297,24 @@ def test_the_copies_of_the_weights_that_changes_need_are_named(workspace: Path, 
     found, _ = checked("grpo", model_folder, *options, *server)
     (text,) = (text for section in found.values() for _, text in section if "weight_sync" in text)
     assert "a copy of the weights, of up to " in text
+
+
+def test_a_fleet_is_looked_for_and_who_is_not_in_it_is_told(workspace: Path, model_folder: Path) -> None:
+    fleet = workspace / "fleet"
+    options = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--num_generations", "2"]
+    options += ["--use_vllm", "--vllm_server_base_url", f"dir:{fleet}"]
+    found, _ = checked("grpo", model_folder, *options)
+    assert found["Server"] == [
+        ("warning", f"dir:{fleet}: there is no folder {fleet}"),
+        ("warning", f"dir:{fleet} has no servers yet. A run waits for 120 s."),
+    ]
+    Registration(fleet, "http://127.0.0.1:9", key=key_of_user(os.environ)).renew()
+    (fleet / "x.json").touch()
+    found, _ = checked("grpo", model_folder, *options)
+    (level, stranger), (_, silent) = found["Server"]
+    assert level == "warning"
+    assert stranger.startswith(f"dir:{fleet}: x.json: was not written by a server with the key of this run")
+    assert silent.startswith("http://127.0.0.1:9 does not answer.")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import signal
 import socket
@@ -258,6 +259,15 @@ def test_an_unknown_option_in_a_file_is_refused(tmp_path: Path, capsys: pytest.C
     assert f"{file}:2: unknown option 'tensor_parallel'. Did you mean" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("host", "expected"), [("10.0.0.5", r"10\.0\.0\.5"), ("node7", "node7"), ("0.0.0.0", r"\d+\.\d+\.\d+\.\d+")]
+)
+def test_a_server_registers_an_address_that_others_can_reach(host: str, expected: str) -> None:
+    found = vllm_serve._address(host)
+    assert re.fullmatch(expected, found)
+    assert found != "0.0.0.0"
+
+
 def fake_distribution(folder: Path, name: str, version: str, entry_points: str = "") -> None:
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
@@ -298,5 +308,9 @@ def test_a_port_in_use_and_an_address_of_others_are_refused(
         port = str(listener.getsockname()[1])
         assert main(["vllm-serve", "--model", "m", "--port", port]) == 2
         assert f"port={port}: cannot listen there: Address already in use" in capsys.readouterr().err
+    free = port  # by now
+    (tmp_path / "file").touch()
+    assert main(["vllm-serve", "--model", "m", "--port", free, "--join", str(tmp_path / "file")]) == 2
+    assert f"join='{tmp_path}/file': File exists. Name a folder in which" in capsys.readouterr().err
     assert main(["vllm-serve", "--model", "m", "--host", "192.0.2.99"]) == 2
     assert "host='192.0.2.99', port=8000: cannot listen there" in capsys.readouterr().err

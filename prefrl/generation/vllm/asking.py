@@ -137,8 +137,15 @@ class Balance:
         server.distrust = reason
         self._hand_out()
 
-    def trust_all(self) -> None:
-        """Use all servers again. May be called from any thread while nobody waits for a turn."""
+    def trust_all(self, urls: Sequence[str] | None = None) -> None:
+        """Use all servers again. May be called from any thread while nobody waits for a turn.
+
+        Args:
+            urls: Base URLs of the servers from now on; None: those that there were.
+        """
+        if urls is not None:
+            known = {server.url: server for server in self.servers}
+            self.servers = [known.get(url) or Server(url) for url in urls]
         for server in self.servers:
             server.distrust, server.num_failures = None, 0
 

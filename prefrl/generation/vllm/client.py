@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prefrl.distributed import rank
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.vllm.asking import Asker, Balance, Server
+from prefrl.generation.vllm.elastic import ElasticFleet
 from prefrl.generation.vllm.fleet import Fleet, VLLMStats
 from prefrl.generation.vllm.handshake import check_server_url, weight_version
 from prefrl.generation.vllm.pending import VLLMPending, VLLMTurns
@@ -30,6 +31,7 @@ from prefrl.types import Completion
 
 if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams, WeightSource
+    from prefrl.generation.vllm.elastic import Members
     from prefrl.generation.vllm.handshake import Requirements
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
@@ -75,7 +77,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
     def recover(self) -> None:
         """Wait for all servers, send the weights to those that lost them, and use all servers again."""
         self._fleet.recover()
-        self._balance.trust_all()
+        self._balance.trust_all(self._fleet.addresses)
 
     def count(self, *, is_retry: bool) -> None:
         """See `Asker`."""
@@ -92,12 +94,18 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
     async def _check_version(self, server: Server, version: str) -> None:
         """Stop using a server whose weights are not this run's: it was restarted, or its last update failed."""
         try:
-            found = await weight_version(self._http, server.url)
+            found = await self._versions(server)
         except HttpError:
             server.num_failures += 1
             return
-        if found != version and not self._fleet.is_sending:
-            self._balance.distrust(server, f"{server.url} has the weights {found!r}, not {version!r}")
+        if found != {version} and not self._fleet.is_sending:
+            other = ", ".join(map(repr, sorted(found - {version})))
+            self._balance.distrust(server, f"{server.url} has the weights {other}, not {version!r}")
+
+    async def _versions(self, server: Server) -> set[str]:
+        """The names of the weights that answer requests to a server, or to a router."""
+        engines = self._fleet.engines(server.url)
+        return {*await asyncio.gather(*(weight_version(self._http, url) for url in engines))}
 
     async def ask_once(self, server: Server, request: PromptRequest, timeout: float) -> list[Completion]:
         """See `Asker`."""
@@ -107,9 +115,9 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
             if error.status >= 500:
                 raise
             # A restarted server does not know our adapter and may have a smaller length limit.
-            found = await weight_version(self._http, server.url)
-            if not found.startswith(f"{self._fleet.run}:"):
-                raise OtherWeights(f"refuses the request and has other weights ({found!r}): {error}") from error
+            other = sorted(name for name in await self._versions(server) if not name.startswith(f"{self._fleet.run}:"))
+            if other:
+                raise OtherWeights(f"refuses the request and has other weights ({other[0]!r}): {error}") from error
             raise self.error(server, request, f"refuses: {error}") from error
 
     async def _completions(self, server: Server, prompt: PromptRequest, timeout: float) -> list[Completion]:
@@ -145,7 +153,8 @@ class VLLMGenerator:
     first `sync` contacts the servers and checks what they serve.
 
     Args:
-        urls: Base URLs of servers that serve the same model; a prompt goes to the one with the fewest requests.
+        urls: Base URLs of servers that serve the same model; a prompt goes to the one with the fewest requests. With
+            `members`: that of a router in front of them, or none.
         http: HTTP client, with the servers' key. `close` closes it, and also `weight_sync`.
         weight_sync: Sends weights to servers.
         requirements: What the servers must serve.
@@ -156,9 +165,10 @@ class VLLMGenerator:
         guided: Constraint on every completion; None: no constraint.
         max_concurrency: The most requests that this process has running at each server.
         never: Tokens that must not be sampled: placeholders of images.
+        members: Where servers that come and go are found; None: the servers are `urls`.
 
     Raises:
-        ConfigError: A value is outside its range, or `urls` is empty, or contains an invalid or a repeated URL.
+        ConfigError: A value is outside its range, there is no server, or `urls` contains an invalid or a repeated URL.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each option of the user
@@ -174,6 +184,7 @@ class VLLMGenerator:
         guided: Guided | None = None,
         max_concurrency: int = 64,
         never: Sequence[int] = (),
+        members: Members | None = None,
     ) -> None:
         positive = {
             "server_timeout": server_timeout,
@@ -183,17 +194,20 @@ class VLLMGenerator:
         for name, value in positive.items():
             if not value > 0:
                 raise ConfigError(f"{name}={value}: must be above 0")
-        if not urls or len({*map(check_server_url, urls)}) < len(urls):
+        if not (urls or members) or len({*map(check_server_url, urls)}) < len(urls):
             raise ConfigError(f"vLLM servers {list(urls)}: must be at least one URL, without duplicates")
-        first = rank() % len(urls)  # among equally busy servers, each process prefers a different one
+        first = rank() % max(len(urls), 1)  # among equally busy servers, each process prefers a different one
         bases = [check_server_url(url) for url in [*urls[first:], *urls[:first]]]
         self.weight_sync = weight_sync
         self._http = http
         self._guided = guided
         self._balance = Balance(bases, max_concurrency)
-        self.fleet = Fleet(
-            bases, http=http, weight_sync=weight_sync, requirements=requirements, server_timeout=server_timeout
-        )
+        shared: dict[str, Any] = {"http": http, "weight_sync": weight_sync, "requirements": requirements}
+        shared["server_timeout"] = server_timeout
+        if members is None:
+            self.fleet = Fleet(bases, **shared)
+        else:
+            self.fleet = ElasticFleet(members, router=bases[0] if bases else None, **shared)
         self._asker = ServerAsker(
             self.fleet,
             self._balance,
@@ -278,7 +292,7 @@ class VLLMGenerator:
             WeightSyncError: A server is running, but did not load the weights.
         """
         self.fleet.sync(weights, version=version)
-        self._balance.trust_all()
+        self._balance.trust_all(self.fleet.addresses)
 
     def invalidate(self) -> None:
         """Make the next `sync` send the weights, whatever their version: the same number may stand for other weights.

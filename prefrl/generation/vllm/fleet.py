@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_SENDS = 3
 # How long to watch for the death of a server after a failed send.
 _DEATH_SECONDS = 2.0
-_FRESH = "default"  # the weight version of a server that has just started
+FRESH = "default"  # the weight version of a server that has just started
 
 
 @dataclass(slots=True)
@@ -84,6 +84,15 @@ class Fleet:
     def has_weights(self) -> bool:
         """Whether the servers are connected and weights were given to `sync`."""
         return bool(self.infos) and self._weights is not None
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Base URLs to send requests to."""
+        return self._urls
+
+    def engines(self, address: str) -> Sequence[str]:
+        """Base URLs of the servers that answer requests to one of `addresses`."""
+        return [address]
 
     def model_name(self, url: str) -> str:
         """The model name to use in requests to a server."""
@@ -162,7 +171,7 @@ class Fleet:
             )
 
     def _lacking(self) -> dict[str, ServerInfo]:
-        """The servers that do not have this version. Counts restarted servers, and forgets what was sent to them."""
+        """The servers that do not have this version."""
         try:
             versions = self._versions()
         except HttpError:
@@ -173,11 +182,15 @@ class Fleet:
                 raise GenerationError(
                     f"a vLLM server is running, but does not report its weight version: {error}"
                 ) from error
-        for url in self._with_our_weights & {url for url, found in versions.items() if found == _FRESH}:
+        self._note_restarts(versions)
+        return {url: self.infos[url] for url, found in versions.items() if found != self.version}
+
+    def _note_restarts(self, versions: Mapping[str, str]) -> None:
+        """Count the servers that have no weights any more, and forget what was sent to them."""
+        for url in self._with_our_weights & {url for url, found in versions.items() if found == FRESH}:
             self.stats.restarts += 1
             self._with_our_weights.discard(url)
             self._weight_sync.forget(url)
-        return {url: self.infos[url] for url, found in versions.items() if found != self.version}
 
     def _versions(self, *, timeout: float | None = None) -> dict[str, str]:
         calls = {url: self._http.submit(weight_version(self._http, url, timeout=timeout)) for url in self._urls}
@@ -192,7 +205,7 @@ class Fleet:
                 is_alive = [self._http.submit(is_healthy(self._http, url)).result() for url in servers]
             except HttpError:
                 return True
-            if not all(is_alive) or any(versions[url] == _FRESH for url in self._with_our_weights):
+            if not all(is_alive) or any(versions[url] == FRESH for url in self._with_our_weights):
                 return True
             if time.monotonic() > deadline:
                 return False

@@ -88,9 +88,13 @@ class Requirements:
     def start_command(self, url: str) -> str:
         """The command that starts the right server at `url`."""
         parts = urlsplit(url)
-        host = "" if parts.hostname in ("localhost", "127.0.0.1", "::1") else f" --host {parts.hostname}"
+        host = "" if parts.hostname in ("localhost", "127.0.0.1", "::1") else f"--host {parts.hostname} "
+        return self.command(f"{host}--port {parts.port or 80}")
+
+    def command(self, where: str) -> str:
+        """The command that starts a right server with these options of its place."""
         lora = " --max_lora_rank <rank>" if self.has_adapters else ""
-        return f"prefrl vllm-serve --model {self.model or '<model>'}{host} --port {parts.port or 80}{lora}"
+        return f"prefrl vllm-serve --model {self.model or '<model>'} {where}{lora}"
 
     def check(self, url: str, info: ServerInfo) -> None:
         """Refuse a server that does not meet the requirements.

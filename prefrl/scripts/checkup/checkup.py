@@ -15,9 +15,10 @@ import datasets
 
 from prefrl.data.tools import signature_of
 from prefrl.distributed import partitions_weights
-from prefrl.errors import ConfigError, DataError
-from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
+from prefrl.errors import ConfigError, DataError, GenerationError
+from prefrl.generation.server import INFO_PATH, ServerInfo
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
+from prefrl.generation.vllm.members import source_of
 from prefrl.http import Http, Overdue, Refused, Unreachable
 from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
@@ -37,7 +38,7 @@ from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import lora_of, options_of
 from prefrl.trainer.online.prompts import prompts_per_generation
-from prefrl.trainer.online.sampling import Episodes
+from prefrl.trainer.online.sampling import Episodes, server_key
 
 
 def check_servers(section: Section, subject: Subject) -> None:
@@ -47,24 +48,41 @@ def check_servers(section: Section, subject: Subject) -> None:
         GenerationError: A server serves another model, or was not started by prefrl.
     """
     config = subject.config
-    key = key_of_user(os.environ) if config.servers_are_local else os.environ.get(KEY_VARIABLE)
+    key = server_key(config)
     http = Http(key=key)
     adapters = config.weight_sync == "adapter"
     requirements = Requirements.of(subject.model, subject.tokenizer, has_adapters=adapters)
-    for url in config.server_urls:
+    place = config.engine_urls[0]
+    found = source_of(config.engine_urls, key=key or "").find()
+    for reason in found.left_out:
+        section.warn(f"{place}: {reason}")
+    if not found.urls:
+        section.warn(f"{place} has no servers yet. A run waits for {config.vllm_server_timeout:g} s.")
+    for url in found.urls:
         try:
-            answer = http.request("GET", url + INFO_PATH, timeout=PROBE_SECONDS)
+            info = _served(http, url, requirements)
         except (Unreachable, Overdue):
             section.warn(
                 f"{url} does not answer. A run waits for {config.vllm_server_timeout:g} s (vllm_server_timeout). "
                 f"Start it with `{requirements.start_command(url)}`."
             )
-            continue
-        except Refused as error:
-            raise requirements.error(url, f"refused the request: {error}") from error
-        info = ServerInfo.from_json(url, answer)
-        requirements.check(url, info)
-        section.ok(f"{url} serves {info.model} with vLLM {info.vllm}, up to {info.max_model_len:,} tokens")
+        except GenerationError as error:
+            if config.min_servers is None:
+                raise
+            section.warn(f"{error} Until then, runs do not use it.")
+        else:
+            section.ok(f"{url} serves {info.model} with vLLM {info.vllm}, up to {info.max_model_len:,} tokens")
+
+
+def _served(http: Http, url: str, requirements: Requirements) -> ServerInfo:
+    """What a server serves, if it is what the run needs."""
+    try:
+        answer = http.request("GET", url + INFO_PATH, timeout=PROBE_SECONDS)
+    except Refused as error:
+        raise requirements.error(url, f"refused the request: {error}") from error
+    info = ServerInfo.from_json(url, answer)
+    requirements.check(url, info)
+    return info
 
 
 _FEW_ROWS = 8  # that are tokenized before a run

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import typing
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,9 +43,10 @@ from prefrl.scripts.arguments.launch import (
 )
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import check_files, read
+from prefrl.scripts.launch.cluster import ClusterArguments, Job, start_commands, write
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
 from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema import options_of
 
@@ -234,18 +236,24 @@ def plan_server(
     """
     gpus = options.server_gpus(visible)
     words = ["--model", run["model_name_or_path"], "--port", str(run[_PORT])]
-    if run["model_revision"] != "main":  # the default of both
-        words += ["--revision", run["model_revision"]]
-    if len(gpus) > 1:
-        words += ["--tensor_parallel_size", str(len(gpus))]
-    if run["use_peft"] and run["weight_sync"] in (None, "adapter"):
-        words += ["--max_lora_rank", str(_lora_rank(run))]
-    words += _split(options.vllm_args or "")
+    words += _server_words(run, len(gpus), options.vllm_args)
     serve = _check_server(words, gpus, run)
     python = options.server_python(environment)
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     command = [python, "-P", "-m", "prefrl.scripts.main", "vllm-serve", *words]
     return ServerProgram(command, devices, port=serve.port, start_timeout=serve.start_timeout)
+
+
+def _server_words(run: Mapping[str, Any], num_gpus: int, vllm_args: str | None) -> list[str]:
+    """Options of `prefrl vllm-serve` for the model of a run, but its name, and the user's."""
+    words = []
+    if run["model_revision"] != "main":  # the default of both
+        words += ["--revision", run["model_revision"]]
+    if num_gpus > 1:
+        words += ["--tensor_parallel_size", str(num_gpus)]
+    if run["use_peft"] and run["weight_sync"] in (None, "adapter"):
+        words += ["--max_lora_rank", str(_lora_rank(run))]
+    return [*words, *_split(vllm_args or "")]
 
 
 def check_start(server: ServerProgram) -> None:
@@ -333,28 +341,75 @@ def main(argv: Sequence[str]) -> int:
     """`prefrl launch ALGORITHM ...`: the same as `prefrl ALGORITHM ...`, but always through accelerate."""
     parser = _Parser(
         takes_config=False,
-        groups=("Options",),
+        groups=("Options", "Cluster"),
         prog="prefrl launch",
         usage=f"prefrl launch {{{','.join(REGISTRY)}}} [FILE.yaml] [--option value ...]",
         description="Start an algorithm on several GPUs or nodes, through accelerate: one process for each GPU, "
         "unless the options below say otherwise. They are also options of prefrl ALGORITHM.\n\nExample:\n"
-        "  prefrl launch grpo run.yaml --num_processes 8 --accelerate_config zero2",
+        "  prefrl launch grpo run.yaml --num_processes 8 --accelerate_config zero2\n"
+        "  prefrl launch grpo run.yaml --nodes 4 --server_nodes 2 --write slurm",
     )
     about = "Print the commands and their environment variables without running them."
     parser.add_option(
         {"name": "dry_run", "kind": "bool", "help": about, "is_flag": True, "default": False}, group="Options"
     )
     is_algorithm = bool(argv) and not argv[0].startswith("-")
+    hints = typing.get_type_hints(ClusterArguments, include_extras=True)
+    for field in dataclasses.fields(ClusterArguments):
+        parser.add_option(option_of(field, hints[field.name]), group="Cluster")
     own, _, words = parser.read(argv[1:] if is_algorithm else argv, keeps_words=True)
     if not is_algorithm:
         raise ConfigError(f"the algorithm comes first: prefrl launch NAME. Known: {', '.join(REGISTRY)}.")
     if argv[0] not in REGISTRY:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
+    cluster = ClusterArguments(**{field.name: own[field.name] for field in dataclasses.fields(ClusterArguments)})
+    if cluster.server_nodes:
+        words = [*words, *_server_switch(argv[0], cluster.server_nodes)]
     given = read(REGISTRY[argv[0]], words, is_launched=True)
     if not own["dry_run"]:
         check_files(given)
+    if cluster.write is not None:
+        return write_files(argv, given, cluster)
     options = launch_options(given, os.environ) or LaunchArguments()
     return start([argv[0], *words], given, options, dry_run=own["dry_run"])
+
+
+def _server_switch(algorithm: str, server_nodes: int) -> list[str]:
+    """What lets a run sample on servers."""
+    if "use_vllm" not in {option["name"] for option in options_of(algorithm)}:
+        raise ConfigError(f"server_nodes={server_nodes}: {algorithm} samples no completions. Leave it out.")
+    return ["--use_vllm", "true"]
+
+
+def write_files(argv: Sequence[str], given: Given, cluster: ClusterArguments) -> int:
+    """Write what starts a run on a cluster; returns the exit code.
+
+    Args:
+        argv: The words after `prefrl launch`.
+        given: The options of the run.
+        cluster: Its nodes.
+
+    Raises:
+        ConfigError: The options ask for something that cannot work.
+    """
+    defaults = {option["name"]: option.get("default") for option in options_of(argv[0])}
+    run = {**defaults, **given.values}
+    with given.locating():
+        config_file(run["accelerate_config"])
+        serve = None
+        if cluster.server_nodes:
+            num_gpus = 1 if run["use_cpu"] else cluster.gpus_per_node
+            serve = ["--model", run["model_name_or_path"], *_server_words(run, num_gpus, run["vllm_args"])]
+        folder = Path(run["output_dir"] or _OUTPUT_DIR).resolve()
+        job = Job(argv[0], cluster, given.values, serve, folder, not run["use_cpu"], argv)
+        if serve is not None:
+            parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(job.server_words)
+            serve_command(parsed[0], forwarded)
+        start, config = write(job)
+    read(REGISTRY[argv[0]], ["--config", str(config)], is_launched=True)
+    print(f"Wrote {start} and {config}. Start it with:")
+    print(*(f"  {line}" for line in start_commands(job, start)), sep="\n")
+    return 0
 
 
 def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_run: bool = False) -> int:

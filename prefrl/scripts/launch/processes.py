@@ -21,6 +21,7 @@ from typing import IO
 
 from prefrl.errors import GenerationError
 from prefrl.generation.server import KEY_VARIABLE
+from prefrl.generation.vllm.members import Registration
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -126,6 +127,7 @@ class Supervisor:
         address: Host and port where it answers.
         start_timeout: Seconds within which it must answer for the first time.
         health_timeout: Seconds without an answer after which it counts as hung.
+        registration: Its file in the folder of a fleet, renewed while it answers; None: it does not register.
     """
 
     def __init__(
@@ -136,12 +138,15 @@ class Supervisor:
         address: tuple[str, int],
         start_timeout: float,
         health_timeout: float,
+        registration: Registration | None = None,
     ) -> None:
         self._command = list(command)
         self._environment = dict(environment)
         self._address = address
         self._start_timeout = start_timeout
         self._health_timeout = health_timeout
+        self._registration = registration
+        self._problem_told: str | None = None  # with the registration
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._shared_memory: set[Path] = set()
         self._stop = StopNote()
@@ -170,6 +175,8 @@ class Supervisor:
             try:
                 problem = self._watch(when_ready)
             finally:
+                if self._registration is not None:
+                    self._registration.leave()
                 self._end()
                 reader.join(timeout=_ANSWER_SECONDS)
         if problem is not None:
@@ -201,6 +208,7 @@ class Supervisor:
                     is_ready = True
                     self._shared_memory |= _shared_memory(self._process.pid)
                     print(when_ready, flush=True)
+                self._renew()
             elif not is_ready and now - began > self._start_timeout:
                 limit = f"start_timeout={self._start_timeout:g}"
                 return f"vLLM was not ready after {limit} s. Set a longer one if it only needs more time."
@@ -210,6 +218,19 @@ class Supervisor:
             elif is_ready and now - answered > self._health_timeout:
                 return f"vLLM hung: no answer for health_timeout={self._health_timeout:g} s."
         return None
+
+    def _renew(self) -> None:
+        """Tell trainers that it lives. If that fails, they set it aside, and it goes on trying."""
+        if self._registration is None:
+            return
+        problem = None
+        try:
+            self._registration.renew()
+        except OSError as error:
+            problem = f"prefrl vllm-serve: trainers will not find this server: {error}"
+        if problem not in (None, self._problem_told):
+            print(problem, file=sys.stderr, flush=True)
+        self._problem_told = problem
 
     def _exit_code(self, seconds: float) -> int | None:
         """The exit code, if it ends within this time. A signal ends the wait."""

@@ -12,12 +12,14 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from prefrl.errors import ConfigError
 from prefrl.generation.server import KEY_VARIABLE, check_key, key_of_user
+from prefrl.generation.vllm.members import Registration, url_of
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import unpinned_code
 from prefrl.scripts.declaration import CommandParser
@@ -117,6 +119,11 @@ class ServeArguments:
     health_timeout: Annotated[float, Gt(0)] = opt(
         120.0, "Seconds without an answer after which the server is stopped."
     )
+    join: str | None = opt(
+        None,
+        "Folder in which the server registers when it is ready, for trainers with vllm_server_base_url='dir:FOLDER'. "
+        "It is removed from there when it ends. Servers and trainers need the same key.",
+    )
     dry_run: bool = opt(False, "Print the command and its environment variables without running it.")
 
     def __post_init__(self) -> None:
@@ -144,16 +151,20 @@ def main(argv: Sequence[str]) -> int:
     if warning is not None:
         print(f"prefrl vllm-serve: {warning}", file=sys.stderr)
     check_port(options.host, options.port)
+    key = key_of_user(os.environ)
+    registration = None
+    if options.join is not None:
+        registration = Registration(Path(options.join), url_of(_address(options.host), options.port), key=key)
     supervisor = Supervisor(
         command,
-        {**os.environ, **added, KEY_VARIABLE: key_of_user(os.environ)},
+        {**os.environ, **added, KEY_VARIABLE: key},
         address=(_WILDCARDS.get(options.host, options.host), options.port),
         start_timeout=options.start_timeout,
         health_timeout=options.health_timeout,
+        registration=registration,
     )
-    host = f"[{options.host}]" if ":" in options.host else options.host
     ended_by = supervisor.run(
-        when_ready=f"prefrl vllm-serve: {options.model} is ready on http://{host}:{options.port}"
+        when_ready=f"prefrl vllm-serve: {options.model} is ready on {url_of(options.host, options.port)}"
     )
     print(f"prefrl vllm-serve: ended by {ended_by.name}", file=sys.stderr)
     return 0
@@ -209,7 +220,7 @@ def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -
 
 
 # Our options by the name of vLLM's flag. vLLM's server has two log levels; like TRL's, ours is that of HTTP.
-_OWN = frozenset({"model", "start_timeout", "health_timeout", "dry_run"})
+_OWN = frozenset({"model", "start_timeout", "health_timeout", "join", "dry_run"})
 FLAGS = {
     field.name: "uvicorn-log-level" if field.name == "log_level" else field.name.replace("_", "-")
     for field in dataclasses.fields(ServeArguments)
@@ -239,6 +250,22 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _address(host: str) -> str:
+    """Where trainers reach a server that listens on `host`."""
+    if host not in _WILDCARDS:
+        return host
+    try:
+        # Nothing is sent: the kernel only chooses the interface for an address of a documentation network.
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("2001:db8::1" if ":" in host else "192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"host={host!r} with join: the address under which trainers reach this machine is not known "
+            f"({error.strerror}). Set host to it."
+        ) from error
 
 
 def _flags_of_build() -> tuple[str, ...]:

@@ -22,7 +22,9 @@ from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import LocalGenerator, end_token_ids
 from prefrl.generation.server import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.generation.vllm.elastic import ElasticFleet, Members
 from prefrl.generation.vllm.handshake import Requirements
+from prefrl.generation.vllm.members import source_of
 from prefrl.generation.vllm.requests import Guided
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
@@ -31,6 +33,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.models.load import arguments_for_reward
 from prefrl.options.fields import warn_of_hint
+from prefrl.options.generation_rules import FOLDER
 from prefrl.options.names import about_evaluations, nearest
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.named import named_rewards
@@ -391,13 +394,16 @@ def make_generator(
             "same base model."
         )
     base: Any = model.get_base_model() if is_peft_model(model) else model
-    # The file's key is for servers of this machine; another machine has another file.
-    http = Http(key=key_of_user(os.environ) if args.servers_are_local else os.environ.get(KEY_VARIABLE))
+    key = server_key(args)
+    http = Http(key=key)
+    members = None
+    if args.min_servers is not None:
+        members = Members(source_of(args.engine_urls, key=key or ""), args.min_servers)
     over = args.vllm_params.delta_over or _group_kind(args) if method == "delta" else None
     needs_folder = (over or method) in ("shm", "adapter")
     folder = Path(args.shared_folder) if needs_folder and args.shared_folder is not None else None
     return VLLMGenerator(
-        args.server_urls,
+        args.server_urls if members is None or args.vllm_params.admin_urls is not None else [],
         http=http,
         weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout, over=over),
         requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
@@ -406,7 +412,15 @@ def make_generator(
         server_timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
+        members=members,
     )
+
+
+def server_key(args: OnlineConfig) -> str | None:
+    """The key of the servers; None: the environment has none, and the servers are on other machines."""
+    # The file's key is for servers of this machine; another machine has another file. In a folder, files are signed.
+    has_own = args.servers_are_local or args.engine_urls[0].startswith(FOLDER)
+    return key_of_user(os.environ) if has_own else os.environ.get(KEY_VARIABLE)
 
 
 def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = False) -> SyncMethod:
@@ -462,6 +476,8 @@ def server_metrics(rollouts: Sequence[Rollout], generator: Generator, *, step: i
             "server/wait_s": Max(stats.wait_s),
             "weights/bytes_sent": Sum(stats.bytes_sent),
         }
+        if isinstance(generator.fleet, ElasticFleet):
+            metrics["server/alive"] = Max(generator.fleet.num_alive)
     return metrics
 
 

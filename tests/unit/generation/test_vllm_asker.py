@@ -65,6 +65,8 @@ class Asking:
             stats=VLLMStats(),
             model_name=lambda url: "m",
             recover=lambda: None,
+            engines=lambda url: [url],
+            addresses=[A, B],
         )
         self.balance = Balance([A, B], 4)
         self.asker = ServerAsker(

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 
 from prefrl.errors import GenerationError
+from prefrl.generation.vllm.members import Folder, Registration
 from prefrl.scripts.launch import processes
 from prefrl.scripts.launch.processes import Supervisor
 from tests.patience import is_running, wait_until
 
+KEY = "a-key-for-tests-of-more-than-32-characters"
 # A stall may cost an answer, and the server counts it as given.
 MANY_200 = (200, 200, 200)
 # Takes the port, what /health answers one after the other (the last for ever; 0: nothing), and a file for what it
@@ -87,7 +89,13 @@ def heeded_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def run(folder: Path, *answers: int, start_timeout: float = 600.0, health_timeout: float = 600.0) -> signal.Signals:
+def run(
+    folder: Path,
+    *answers: int,
+    start_timeout: float = 600.0,
+    health_timeout: float = 600.0,
+    registration: Registration | None = None,
+) -> signal.Signals:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -98,6 +106,7 @@ def run(folder: Path, *answers: int, start_timeout: float = 600.0, health_timeou
         address=("127.0.0.1", port),
         start_timeout=start_timeout,
         health_timeout=health_timeout,
+        registration=registration,
     )
     return it.run(when_ready="it is ready")
 
@@ -126,6 +135,43 @@ def test_a_signal_ends_the_server_politely_and_its_child_by_force(
     assert "ended as asked" in captured.err
     assert signal.getsignal(number) is handler
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_server_is_in_the_folder_of_its_fleet_while_it_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Folder(tmp_path / "fleet", KEY)
+    registration = Registration(fleet.path, "http://127.0.0.1:8000", key=KEY)
+    found: list[Sequence[str]] = []
+
+    def look_when_it_runs() -> None:
+        found.append(fleet.find().urls)
+        while not (tmp_path / "record.9").exists():
+            time.sleep(0.05)
+        found.append(fleet.find().urls)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=look_when_it_runs, daemon=True).start()
+    run(tmp_path, 200, registration=registration)
+    found.append(fleet.find().urls)
+    assert found == [[], ["http://127.0.0.1:8000"], []]
+    assert "will not find" not in capsys.readouterr().err
+
+
+def test_a_server_that_cannot_register_goes_on_and_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registration = Registration(tmp_path / "fleet", "http://127.0.0.1:8000", key=KEY)
+    (tmp_path / "fleet").rmdir()
+
+    def end_when_it_runs() -> None:
+        while not (tmp_path / "record.9").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_when_it_runs, daemon=True).start()
+    assert run(tmp_path, 200, registration=registration) is signal.SIGTERM
+    assert capsys.readouterr().err.count("trainers will not find this server") == 1
 
 
 def test_a_server_that_ends_by_itself_is_told_with_the_error_in_its_log(tmp_path: Path) -> None:
