@@ -49,7 +49,7 @@ def doctor(argv: Sequence[str]) -> int:
         from prefrl.scripts.checkup.checkup import check_run
 
     launch = launch_options(given, os.environ)
-    check_run(checkup, algorithm, given, data, launch, device_memory=own.device_memory)
+    check_run(checkup, algorithm, given, data, launch, device_memory=own.device_memory, costs=own.costs)
     console.print(f"\n{checkup.summary()}")
     return 2 if checkup.count("problem") else 0
 
@@ -61,6 +61,11 @@ class DoctorArguments:
     device_memory: Annotated[float, Gt(0)] | None = opt(
         None,
         "Memory of each device that the run will use, in GiB. By default, the devices of this machine count.",
+    )
+    costs: list[str] | None = opt(
+        None,
+        "Forecast the time of a step, here and on 8, 64 and 512 devices. Folders of short runs of the same model on "
+        "such devices, made with log_flops, or a YAML file of assumed costs.",
     )
 
     def __post_init__(self) -> None:

@@ -385,6 +385,25 @@ def test_512_processes_are_checked_by_their_number(workspace: Path, model_folder
     assert "a step of all processes has up to about 133,120 tokens" in words_of(found, "Memory and time")
 
 
+def test_a_step_is_forecast_from_costs(
+    workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two processes, with 8 completions of 10 tokens on average each, which sample themselves."""
+    (workspace / "costs.yaml").write_text(
+        "{flops: 1.0e+9, decode_step: 1.0, decode_token: 2.0, mean_length: 10, rest: 7}", encoding="utf-8"
+    )
+    words = ["grpo", "--model_name_or_path", str(model_folder), "--use_cpu", "--output_dir", "out"]
+    words += ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--max_completion_length", "32"]
+    words += ["--per_device_train_batch_size", "8", "--num_generations", "8", "--num_processes", "2"]
+    assert main(["doctor", *words, "--costs", "costs.yaml"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    generation = 32 * 1.0 + 16 * 10 * 2.0 / 2
+    assert f"generation {generation / 60:.0f} min" in printed
+    assert "rest 7 s" in printed
+    assert main(["doctor", "sft", *words[1:6], "--dataset_name", "texts.jsonl", "--costs", "costs.yaml"]) == 2
+    assert "problem  costs: are those of runs that sample completions" in capsys.readouterr().out
+
+
 def test_rows_and_evaluation_for_more_processes_than_there_are_rows(workspace: Path, model_folder: Path) -> None:
     rows = [{"text": f"text {i}"} for i in range(100)]
     write_jsonl(workspace / "train.jsonl", rows)

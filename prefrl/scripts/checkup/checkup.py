@@ -6,7 +6,7 @@ vLLM servers are asked whether they are there and serve its model.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from prefrl.scripts.checkup.dataset import (
     try_rewards,
 )
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into, rows_in_memory
+from prefrl.scripts.checkup.forecast import Costs, show_forecast
 from prefrl.scripts.checkup.parallel import check_parallelism
 from prefrl.scripts.checkup.resources import check_memory, check_resources
 from prefrl.scripts.checkup.subject import Subject, plan_of
@@ -165,6 +166,7 @@ def check_run(
     launch: LaunchArguments | None = None,
     *,
     device_memory: float | None = None,
+    costs: Sequence[str] | None = None,
 ) -> None:
     """Check everything but the data itself. What cannot be checked after a problem is left out.
 
@@ -175,6 +177,7 @@ def check_run(
         data: From `check_data`.
         launch: How the run is started; None: in one process, without a server of its own.
         device_memory: GiB of each device; None: the devices of this machine are looked at.
+        costs: For `Costs.read`, to forecast the time of a step; None: it is not forecast.
 
     Raises:
         ConfigError: Options exclude each other.
@@ -213,7 +216,10 @@ def check_run(
                     section.ok(f"the run starts it (vllm={launch.vllm!r})")
                 else:
                     check_servers(section, subject)
-    _check_sizes(checkup, subject, launch, raw, rows, evaluated)
+    batches = _check_sizes(checkup, subject, launch, raw, rows, evaluated)
+    if costs is not None and rows is not None:
+        with checkup.section("Forecast") as section:
+            show_forecast(section, subject, rows, batches, Costs.read(costs))
 
 
 def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> None:
@@ -240,7 +246,7 @@ def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> No
 
 def _check_sizes(
     checkup: Checkup, subject: Subject, launch: LaunchArguments | None, raw: Any, rows: Any, evaluated: Any
-) -> None:
+) -> Batches:
     """Batches, processes, memory and time."""
     with checkup.section("Batches") as section:
         batches = Batches.of(subject, _num_rows(raw))
@@ -253,6 +259,7 @@ def _check_sizes(
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)
+    return batches
 
 
 def _num_rows(dataset: Any) -> int | None:

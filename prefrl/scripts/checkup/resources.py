@@ -270,16 +270,21 @@ def least_seconds(subject: Subject, batch: MicroBatch, speed: float) -> dict[str
     Sampling in this process is left out on a GPU, where it waits for weights and Python instead of products.
     """
     config, steps = subject.config, int(subject.config.gradient_accumulation_steps)
-    body, embedding = _weights_in_products(subject.model)
-    passes = 3 + (_has_reference(config) or _teaches_itself(config)) + bool(config.activation_checkpointing)
-    all_passes = [(body, embedding)] * passes + [_weights_in_products(teacher) for teacher in subject.teachers]
-    products = sum(2 * (inner * batch.num_fed + head * batch.num_scored) for inner, head in all_passes)
-    seconds = {"training": products * steps / speed}
+    seconds = {"training": products_of(subject, batch.num_fed, batch.num_scored) * steps / speed}
     if subject.is_online and not config.use_vllm and config.device.type == "cpu":
+        body, embedding = _weights_in_products(subject.model)
         rows = batch.num_rows * config.micro_batches_per_generation
         sampling = config.longest_completion * 2 * rows * (body + embedding)
         seconds["sampling the longest completions"] = sampling / speed / config.steps_of_a_generation
     return seconds
+
+
+def products_of(subject: Subject, num_fed: float, num_scored: float) -> float:
+    """FLOPs of the matrix products of all passes over so many tokens, without attention."""
+    config, own = subject.config, _weights_in_products(subject.model)
+    passes = 3 + (_has_reference(config) or _teaches_itself(config)) + bool(config.activation_checkpointing)
+    all_passes = [own] * passes + [_weights_in_products(teacher) for teacher in subject.teachers]
+    return sum(2 * (inner * num_fed + head * num_scored) for inner, head in all_passes)
 
 
 def _weights_in_products(model: PreTrainedModel) -> tuple[int, int]:
@@ -293,10 +298,10 @@ def _show_time(section: Section, subject: Subject, batch: MicroBatch, batches: B
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else subject.model.dtype
     speed = products_per_second(config.device, dtype)
     phases = least_seconds(subject, batch, speed)
-    seconds, parts = sum(phases.values()), ", ".join(f"{name} {_time(value)}" for name, value in phases.items())
-    total = "" if batches.num_steps is None else f", and all steps {_time(seconds * batches.num_steps)}"
+    seconds, parts = sum(phases.values()), ", ".join(f"{name} {time_of(value)}" for name, value in phases.items())
+    total = "" if batches.num_steps is None else f", and all steps {time_of(seconds * batches.num_steps)}"
     section.note(
-        f"a step takes at least {_time(seconds)} ({parts}){total}: its matrix products alone at the "
+        f"a step takes at least {time_of(seconds)} ({parts}){total}: its matrix products alone at the "
         f"{speed / 1e9:,.0f} GFLOP/s that this machine reaches now. Small models, and sampling without vLLM, take "
         "many times as long"
     )
@@ -327,7 +332,8 @@ def _size(count: float) -> str:
     return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"
 
 
-def _time(seconds: float) -> str:
+def time_of(seconds: float) -> str:
+    """In words."""
     if seconds < 120:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
