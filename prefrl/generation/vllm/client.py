@@ -31,6 +31,7 @@ from prefrl.types import Completion
 if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams, WeightSource
     from prefrl.generation.vllm.handshake import Requirements
+    from prefrl.generation.vllm.sleep import Sleep
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
     from prefrl.types import Images
@@ -156,6 +157,7 @@ class VLLMGenerator:
         guided: Constraint on every completion; None: no constraint.
         max_concurrency: The most requests that this process has running at each server.
         never: Tokens that must not be sampled: placeholders of images.
+        sleep: Of a server that shares the trainer's device; None: servers have devices of their own.
 
     Raises:
         ConfigError: A value is outside its range, or `urls` is empty, or contains an invalid or a repeated URL.
@@ -174,6 +176,7 @@ class VLLMGenerator:
         guided: Guided | None = None,
         max_concurrency: int = 64,
         never: Sequence[int] = (),
+        sleep: Sleep | None = None,
     ) -> None:
         positive = {
             "server_timeout": server_timeout,
@@ -192,7 +195,12 @@ class VLLMGenerator:
         self._guided = guided
         self._balance = Balance(bases, max_concurrency)
         self.fleet = Fleet(
-            bases, http=http, weight_sync=weight_sync, requirements=requirements, server_timeout=server_timeout
+            bases,
+            http=http,
+            weight_sync=weight_sync,
+            requirements=requirements,
+            server_timeout=server_timeout,
+            sleep=sleep,
         )
         self._asker = ServerAsker(
             self.fleet,
@@ -286,6 +294,10 @@ class VLLMGenerator:
         Collective.
         """
         self.fleet.invalidate()
+
+    def rest(self) -> None:
+        """Free the device that the server shares with the trainer, until the next `sync`; see `Fleet.rest`."""
+        self.fleet.rest()
 
     def stats(self) -> VLLMStats:
         """Counts since the last call, on this process."""

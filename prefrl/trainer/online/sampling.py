@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -24,9 +24,10 @@ from prefrl.generation.server import KEY_VARIABLE, key_of_user
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.vllm.requests import Guided
+from prefrl.generation.vllm.sleep import Sleep
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
-from prefrl.metrics import Max, Metric, Sum
+from prefrl.metrics import Max, Mean, Metric, Sum
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.models.load import arguments_for_reward
@@ -394,16 +395,20 @@ def make_generator(
     # The file's key is for servers of this machine; another machine has another file.
     http = Http(key=key_of_user(os.environ) if args.servers_are_local else os.environ.get(KEY_VARIABLE))
     folder = Path(args.shared_folder) if method in ("shm", "adapter") and args.shared_folder is not None else None
+    timeout, shares_device = args.vllm_params.sync_timeout, args.vllm_mode == "colocate"
+    # Weights that no sync replaces have to outlast the sleep.
+    sleep = Sleep(http, level=1 if method == "adapter" else 2, timeout=timeout) if shares_device else None
     return VLLMGenerator(
         args.server_urls,
         http=http,
-        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
-        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
+        weight_sync=WeightSync(http, method=method, folder=folder, timeout=timeout, shares_device=shares_device),
+        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter", shares_device=shares_device),
         stop_ids=end_token_ids(base, tokenizer),
         never=placeholder_ids(base),
         server_timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
+        sleep=sleep,
     )
 
 
@@ -434,19 +439,26 @@ def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = F
         return args.weight_sync
     if has_adapter and not reads_images and args.shared_folder is not None:
         return "adapter"
+    if args.vllm_mode == "colocate":
+        return "shm"
     device: Any = args  # a config is also TrainingArguments
     return "nccl" if device.device.type == "cuda" else "gloo"
 
 
-def server_metrics(rollouts: Sequence[Rollout], generator: Generator, *, step: int) -> dict[str, Metric]:
-    """How old the weights were that sampled, and how servers did.
+def server_metrics(
+    rollouts: Sequence[Rollout], generator: Generator, ahead: Sized | None, *, step: int
+) -> dict[str, Metric]:
+    """How old the weights were that sampled, how servers did, and how much they were asked for ahead.
 
     Args:
         rollouts: The rollouts that are first learned from in this step.
         generator: It sampled them.
+        ahead: The generation batches in progress beyond this one; None: there never are any.
         step: The optimizer step.
     """
     metrics = staleness(rollouts, step=step)
+    if ahead is not None:
+        metrics["sample/rollout_queue_size"] = Mean(len(ahead), 1)
     if isinstance(generator, VLLMGenerator):
         stats = generator.stats()
         metrics |= {
