@@ -266,12 +266,8 @@ def show_share(section: Section, subject: Subject, rows: datasets.Dataset, batch
 
 def _shared_memory(subject: Subject, rows: datasets.Dataset, batches: Batches) -> SharedMemory | None:
     """What a training and a server on its device need; None: the device is a CPU, whose memory no sleep frees."""
-    config, model, plan = subject.config, subject.model, subject.plan
-    if plan is not None and plan.device_memory is not None:
-        total = plan.device_memory
-    elif config.device.type == "cuda":
-        total = int(torch.cuda.mem_get_info(config.device)[1])
-    else:
+    config, model, total = subject.config, subject.model, _device_memory(subject)
+    if total is None:
         return None
     kept = _kept_between_steps(subject, weights_of(subject.trained))
     if subject.algorithm.name == "ppo":
@@ -373,6 +369,14 @@ def _available(subject: Subject) -> tuple[int, str]:
     if subject.config.device.type == "cuda" and int(subject.config.world_size) > torch.cuda.device_count():
         place += " of this machine; the devices of other machines are taken to have as much"
     return free, place
+
+
+def _device_memory(subject: Subject) -> int | None:
+    """Bytes of the device, whether they are free or not; None: it is a CPU."""
+    device, plan = subject.config.device, subject.plan
+    if plan is not None and plan.device_memory is not None:
+        return plan.device_memory
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
 def _free(device: torch.device) -> tuple[int, str]:

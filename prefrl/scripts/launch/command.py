@@ -432,7 +432,7 @@ def plan_training(
     options = options if config is None else _completed(options, config)
     options.check_machines()
     server_gpus = options.server_gpus(visible)
-    shares_device = options.vllm is not None and run["vllm_mode"] == COLOCATE
+    shares_device = options.vllm is not None and run.get("vllm_mode") == COLOCATE
     gpus = server_gpus if shares_device else [gpu for gpu in visible if gpu not in server_gpus]
     machines = options.num_machines or 1
     here = (options.num_processes or len(gpus) or 1) // machines
