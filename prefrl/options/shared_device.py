@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefrl.options.fields import example, unset, when
 
 _OF_TRL = (0.3, 0.55)  # TRL's defaults of the share
+
+
+def _asks_for_nccl(o: Any) -> bool:
+    return bool(o.weight_sync == "nccl")
+
 
 # With use_vllm and vllm_mode="colocate".
 SHARED_DEVICE_RULES = (
@@ -29,7 +36,7 @@ SHARED_DEVICE_RULES = (
         example("grpo", use_vllm=True, vllm_mode="colocate", generation_mode="async"),
     ),
     when(
-        lambda o: o.weight_sync == "nccl",
+        _asks_for_nccl,
         "weight_sync='nccl' with vllm_mode='colocate': NCCL does not connect two processes on one GPU. Leave "
         "weight_sync out; weights then go through shared memory.",
         example("grpo", use_vllm=True, vllm_mode="colocate", weight_sync="nccl"),

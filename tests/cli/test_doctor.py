@@ -421,10 +421,10 @@ def test_training_and_a_server_that_do_not_fit_are_told_with_their_figures() -> 
     with pytest.raises(ConfigError) as caught:
         replace(SHARED, kept=16 * 2**30).share(None)
     assert str(caught.value) == (
-        "vllm_mode='colocate': training keeps 16.00 GiB between its steps, the server needs at least 4.50 GiB (3.00 "
-        "GiB for weights, 512.0 MiB for the cache of one completion, 1.00 GiB to compute), libraries 2.00 GiB, and 22.00 "
-        "GiB are free here. Train an adapter with use_peft=True, a smaller model, or partition the weights: see "
-        "docs/distributed.md; or leave vllm and use_vllm out, so that the training process samples."
+        "vllm_mode='colocate': training keeps 16.00 GiB between its steps, the server needs at least 4.50 GiB "
+        "(3.00 GiB for weights, 512.0 MiB for the cache of one completion, 1.00 GiB to compute), libraries 2.00 GiB, "
+        "and 22.00 GiB are free here. Train an adapter with use_peft=True, a smaller model, or partition the weights: "
+        "see docs/distributed.md; or leave vllm and use_vllm out, so that the training process samples."
     )
 
 
@@ -445,7 +445,7 @@ def test_the_share_of_the_server_is_shown_and_counts_all_that_training_keeps(
     printed = capsys.readouterr().out
     assert "the run starts it (vllm='auto')" in printed
     count = weights_of(resources.outline_of(model_folder)).count
-    kept = f"{3 * 4 * count / 2**20:.1f} MiB"  # weights and Adam's two numbers for each, in float32
+    kept = f"{4 * 4 * count / 2**20:.1f} MiB"  # weights, reference, and Adam's two numbers for each, in float32
     assert (
         f"the server gets 0.49 of the GPU's memory, 1.96 GiB, while it samples, and training keeps {kept}" in printed
     )

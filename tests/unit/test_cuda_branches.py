@@ -27,6 +27,7 @@ from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
 from prefrl.options.fields import apply
 from prefrl.options.run import LIGER_RULES, PROFILE_RULES, ProfileParams, check_device
+from prefrl.options.shared_device import SHARED_DEVICE_RULES
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
@@ -94,6 +95,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     torch.cuda.set_device(OWN)
     with found.mode:
         yield found
+
+
+ON_ONE_DEVICE = {"knows_sizes": False, "server_urls": ["a"], "servers_are_local": True, "generation_mode": "sync"}
 
 
 def options(**values: Any) -> Any:
@@ -512,15 +516,20 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 @reaches(
     "trainer.online.sampling:sync_method",
+    "options.shared_device:_asks_for_nccl",
     "generation.weights.sync:_transport",
     "options.generation_rules:_writes_no_files",
     "options.generation_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
-    asked: Any = options(weight_sync=None, shared_folder=None)
+    asked: Any = options(weight_sync=None, shared_folder=None, vllm_mode="server")
     assert sync_method(asked, has_adapter=False) == "nccl"
     asked.device = torch.device("cpu")
     assert sync_method(asked, has_adapter=False) == "gloo"
+    asked.vllm_mode = "colocate"
+    assert sync_method(asked, has_adapter=False) == "shm"
+    with pytest.raises(ConfigError, match="NCCL does not connect two processes on one GPU"):
+        apply(options(**ON_ONE_DEVICE, weight_sync="nccl"), SHARED_DEVICE_RULES)
     with pytest.raises(ConfigError, match="weight_sync='nccl' needs a GPU"):
         GRPOConfig(output_dir="x", report_to="none", use_cpu=True, use_vllm=True, weight_sync="nccl")
     assert [sync._transport(method, None)._backend for method in ("nccl", "gloo")] == ["nccl", "gloo"]  # type: ignore[attr-defined]
