@@ -171,7 +171,8 @@ def _run_here(options: argparse.Namespace, results: Results) -> int:
         print(json.dumps(found), flush=True)
         has_failed |= bool(found.get("problem") or found.get("problems"))
 
-    chosen = {"names": options.workloads} if options.stage == "steps" else {}
+    # A server that is cut off would stay: its stage ends it before.
+    chosen = {"steps": {"names": options.workloads}, "shared": {"minutes": options.minutes}}.get(options.stage, {})
     getattr(gpu_stages, options.stage)(record, rehearses=options.rehearse, **chosen)
     return int(has_failed)
 

@@ -217,7 +217,7 @@ _FREED = re.compile(
 _LOGGED = {"time/weight_sync_s": "sync_s", "time/generation_s": "generation_s", "step_time": "step_s"}
 
 
-def shared(record: Record, *, rehearses: bool) -> None:
+def shared(record: Record, *, rehearses: bool, minutes: float = 6.0) -> None:
     """Three steps of `prefrl grpo --vllm_mode colocate`: what sleeping frees, and what it costs. Needs vLLM."""
     from benchmarks.inputs import build_model
     from tests.assets import tiny_tokenizer
@@ -259,23 +259,34 @@ def shared(record: Record, *, rehearses: bool) -> None:
         ]
         words += ["--max_completion_length", "16" if rehearses else "512", "--vllm_args", "--max_model_len 1024"]
         words += ["--use_cpu"] if rehearses else ["--per_device_train_batch_size", "32"]
-        done = subprocess.run(
-            [sys.executable, "-m", "prefrl.scripts.main", "grpo", *words],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if done.returncode:
-            record({"problem": done.stderr[-2000:]})
+        code, said = _ended_in_time(words, folder, seconds=60 * (minutes - 1))
+        if code:
+            record({"problem": said[-2000:] or f"the run ended with {code}"})
             return
-        if found := re.search(r"gets ([\d.]+) of the memory", done.stderr):
-            record({"share": float(found[1])})
+        if share := re.search(r"gets ([\d.]+) of the memory", said):
+            record({"share": float(share[1])})
         log = (folder / "out/vllm-server.log").read_text(encoding="utf-8")
         lines = (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         for found in lives(log, [json.loads(line) for line in lines]):
             record(found)
+
+
+def _ended_in_time(words: Sequence[str], folder: Path, *, seconds: float) -> tuple[int, str]:
+    """The exit code of `prefrl grpo`, and what it says. After some time it is asked to end, with its server."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefrl.scripts.main", "grpo", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = process.communicate(timeout=seconds)[1]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        said = process.communicate()[1]
+    return process.returncode, said
 
 
 def lives(log: str, logged: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:

@@ -57,7 +57,7 @@ def test_bf16_that_is_written_is_said_to_need_a_gpu() -> None:
 def test_options_of_features_that_are_off_are_not_written() -> None:
     off = missing_defaults("GRPOConfig", {"log_completions": False}).keys()
     on = missing_defaults("GRPOConfig", {"log_completions": True, "use_vllm": True}).keys()
-    assert on - off == {"num_completions_to_print", "vllm_server_timeout"}
+    assert on - off == {"num_completions_to_print", "vllm_server_timeout", "vllm_mode"}
 
 
 @pytest.mark.parametrize(
