@@ -450,7 +450,8 @@ def test_the_share_of_the_server_is_shown_and_counts_all_that_training_keeps(
         f"the server gets 0.49 of the GPU's memory, 1.96 GiB, while it samples, and training keeps {kept}" in printed
     )
     assert main(["doctor", *words, "--device_memory", "3"]) == 2
-    assert "problem  vllm_mode='colocate': training keeps" in capsys.readouterr().out
+    problem = r"problem  run\.yaml:\d+: vllm_mode='colocate': training keeps"
+    assert re.search(problem, capsys.readouterr().out)
     assert main(["doctor", *words]) == 0
     assert "the server is on the CPU of training, where it keeps its memory while it sleeps" in capsys.readouterr().out
     shared_run(
