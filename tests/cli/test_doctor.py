@@ -460,7 +460,7 @@ def test_the_share_of_the_server_is_shown_and_counts_all_that_training_keeps(
     assert main(["doctor", *words, "--device_memory", "4"]) == 0
     printed = capsys.readouterr().out
     assert "the server gets 0.40 of" in printed
-    assert kept not in printed, "the reward model is there, too"
+    assert f"training keeps {kept}" not in printed, "the reward model is there, too"
 
 
 def test_the_check_of_a_run_tells_the_launch_the_share(
