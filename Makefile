@@ -153,8 +153,8 @@ gpu:
 		--no-cache-dir --disable-pip-version-check --target $(GPU_SITE) $(GPU_KIT)/*.whl; fi
 	$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUT),--output $(OUTPUT))
 
-gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench
-	$(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
+gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench $(VLLM_VENV)/.ready
+	PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN)/python) $(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) $(DRIFT_VENV) $(DRIFT_VENV)-vllm $(DRIFT_VENV)-kernels .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)

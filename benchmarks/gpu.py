@@ -49,6 +49,7 @@ STAGES = {
     "plans": Stage(3, "time, memory and error of each forward plan with each attention kernel"),
     "steps": Stage(12, "steps and generation beside TRL"),
     "doctor": Stage(4, "what the doctor says of memory and time, beside measurements"),
+    "shared": Stage(6, "steps with a vLLM server on the same GPU, which sleeps while the trainer works"),
 }
 
 
@@ -170,7 +171,8 @@ def _run_here(options: argparse.Namespace, results: Results) -> int:
         print(json.dumps(found), flush=True)
         has_failed |= bool(found.get("problem") or found.get("problems"))
 
-    chosen = {"names": options.workloads} if options.stage == "steps" else {}
+    # A server that is cut off would stay: its stage ends it before.
+    chosen = {"steps": {"names": options.workloads}, "shared": {"minutes": options.minutes}}.get(options.stage, {})
     getattr(gpu_stages, options.stage)(record, rehearses=options.rehearse, **chosen)
     return int(has_failed)
 

@@ -94,4 +94,31 @@ def _doctor(records: Records) -> str:
     return _table(heads, rows)
 
 
-TABLES: dict[str, Callable[[Records], str]] = {"tests": _tests, "plans": _plans, "steps": _steps, "doctor": _doctor}
+def _shared(records: Records) -> str:
+    """Seconds and memory of each step; the first has what is only done once."""
+    problems = [str(record[key]) for record in records for key in ("problem", "left_out") if key in record]
+    if problems:
+        return f"Not measured: {problems[0].strip().splitlines()[-1]}"
+    share = next(
+        (f"The server had {record['share']:.2f} of the memory.\n\n" for record in records if "share" in record), ""
+    )
+    columns = {
+        "step": "step",
+        "wake_weights_s": "waking for weights, s",
+        "sync_s": "whole sync, s",
+        "wake_cache_s": "waking for the cache, s",
+        "generation_s": "generation, s",
+        "sleep_s": "falling asleep, s",
+        "freed_gib": "freed, GiB",
+        "held_gib": "still in use, GiB",
+        "step_s": "step, s",
+    }
+    steps = [record for record in records if "step" in record]
+    return share + _table(
+        [*columns.values()], ([f"{one[name]:.3g}" if name in one else "" for name in columns] for one in steps)
+    )
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    **{"tests": _tests, "plans": _plans, "steps": _steps, "doctor": _doctor, "shared": _shared}
+}

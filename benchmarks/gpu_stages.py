@@ -6,12 +6,16 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import json
 import os
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +30,7 @@ from benchmarks.workloads import CUDA_WORKLOADS, MODEL_1_5B, ModelSizes, Workloa
 if TYPE_CHECKING:
     from prefrl.types import TokenBatch
 
-__all__ = ["doctor", "plans", "steps", "tests"]
+__all__ = ["doctor", "plans", "shared", "steps", "tests"]
 
 Record = Callable[[dict[str, Any]], None]
 ROOT = Path(__file__).parents[1]
@@ -202,3 +206,111 @@ def doctor(record: Record, *, rehearses: bool) -> None:
                 record(measured.beside_each_other(algorithm, "model", device=device, scale=1 if rehearses else 16))
             except Exception:
                 record({"algorithm": algorithm, "problem": traceback.format_exc(limit=-4)[-2000:]})
+
+
+# What vLLM's log says of a sleep, and what becomes of it here.
+_ASLEEP = re.compile(r"It took (?P<sleep_s>[\d.]+) seconds to fall asleep")
+_AWAKE = re.compile(r"It took (?P<seconds>[\d.]+) seconds to wake up tags \['(?P<tag>\w+)'\]")
+_FREED = re.compile(
+    r"Sleep mode freed (?P<freed_gib>[\d.]+) GiB memory, (?P<held_gib>[\d.]+) GiB memory is still in use"
+)
+_LOGGED = {"time/weight_sync_s": "sync_s", "time/generation_s": "generation_s", "step_time": "step_s"}
+
+
+def shared(record: Record, *, rehearses: bool, minutes: float = 6.0) -> None:
+    """Three steps of `prefrl grpo --vllm_mode colocate`: what sleeping frees, and what it costs. Needs vLLM."""
+    from benchmarks.inputs import build_model
+    from tests.assets import tiny_tokenizer
+
+    if "PREFRL_VLLM_PYTHON" not in os.environ:
+        record({"left_out": "vLLM: PREFRL_VLLM_PYTHON names the Python of an environment that has it"})
+        return
+    # On a CPU, vLLM's attention knows no head smaller than 32.
+    sizes = replace(TINY, hidden_size=128, ffn_size=256, dtype="float32") if rehearses else MODEL_1_5B
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = build_model(sizes, seed=0)
+        model.save_pretrained(folder / "model")
+        tiny_tokenizer().save_pretrained(folder / "model")
+        del model
+        rows = "".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(64))
+        (folder / "sums.jsonl").write_text(rows, encoding="utf-8")
+        words = ["--model_name_or_path", "model", "--dataset_name", "sums.jsonl", "--reward_funcs", "numeric_reward"]
+        words += [
+            "--use_vllm",
+            "--vllm_mode",
+            "colocate",
+            "--output_dir",
+            "out",
+            "--max_steps",
+            "3",
+            "--logging_steps",
+        ]
+        words += [
+            "1",
+            "--save_strategy",
+            "no",
+            "--report_to",
+            "none",
+            "--optim",
+            "adamw_torch",
+            "--dtype",
+            sizes.dtype,
+        ]
+        words += ["--max_completion_length", "16" if rehearses else "512", "--vllm_args", "--max_model_len 1024"]
+        words += ["--use_cpu"] if rehearses else ["--per_device_train_batch_size", "32"]
+        code, said = _ended_in_time(words, folder, seconds=60 * (minutes - 1))
+        if code:
+            record({"problem": said[-2000:] or f"the run ended with {code}"})
+            return
+        if share := re.search(r"gets ([\d.]+) of the memory", said):
+            record({"share": float(share[1])})
+        log = (folder / "out/vllm-server.log").read_text(encoding="utf-8")
+        lines = (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        for found in lives(log, [json.loads(line) for line in lines]):
+            record(found)
+
+
+def _ended_in_time(words: Sequence[str], folder: Path, *, seconds: float) -> tuple[int, str]:
+    """The exit code of `prefrl grpo`, and what it says. After some time it is asked to end, with its server."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefrl.scripts.main", "grpo", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = process.communicate(timeout=seconds)[1]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        said = process.communicate()[1]
+    return process.returncode, said
+
+
+def lives(log: str, logged: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """For each step, what the server's log and the run's metrics say of it.
+
+    The server falls asleep once before the first step, and after the completions of each step.
+    """
+    slept, freed = ([_figures(found) for found in pattern.finditer(log)] for pattern in (_ASLEEP, _FREED))
+    woke: dict[str, list[float]] = {"weights": [], "kv_cache": []}
+    for found in _AWAKE.finditer(log):
+        woke[found["tag"]].append(float(found["seconds"]))
+    steps = [entry for entry in logged if "time/weight_sync_s" in entry]
+    return [
+        {
+            "step": entry["step"],
+            **{ours: entry[name] for name, ours in _LOGGED.items()},
+            "wake_weights_s": woke["weights"][number],
+            "wake_cache_s": woke["kv_cache"][number],
+            **slept[number + 1],
+            **(freed[number + 1] if freed else {}),  # a build for CPUs frees nothing
+        }
+        for number, entry in enumerate(steps)
+    ]
+
+
+def _figures(found: re.Match[str]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.groupdict().items()}

@@ -18,6 +18,7 @@ CONFIGS = sorted(_STORED.keys() - {"TrainingArguments"})
 _SAME = {
     "remove_unused_columns": "the data layer chooses the columns",
     "vllm_server_host": "for a client, 0.0.0.0 is this machine",
+    "vllm_gpu_memory_utilization": "None: chosen from what training leaves",
     "vllm_importance_sampling_correction": "None: True where it is possible",
     "cpo_alpha": "None: 1 where the loss has an NLL term",
     "use_bias_correction_kl": "written if there is a KL term",

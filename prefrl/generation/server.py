@@ -28,7 +28,7 @@ from prefrl.errors import ConfigError, GenerationError
 
 INFO_PATH = "/prefrl/info"
 # Increased when a server and a trainer of different releases can no longer work together.
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class ServerInfo:
     logprobs_mode: str
     max_lora_rank: int | None  # None: the server takes no adapters
     num_workers: int  # processes that hold weights: tensor * pipeline * data parallel
+    memory_share: float | None  # of its device, while it is awake; None: it never sleeps
 
     @classmethod
     def from_json(cls, url: str, answer: Any) -> ServerInfo:
@@ -225,6 +226,10 @@ def _server_info(state: Any) -> ServerInfo:
         logprobs_mode=model.logprobs_mode,
         max_lora_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
         num_workers=config.parallel_config.world_size_across_dp,
+        # A CPU build refuses the flag, and takes the requests of a sleep, which then frees nothing.
+        memory_share=config.cache_config.gpu_memory_utilization
+        if model.enable_sleep_mode or config.device_config.device_type == "cpu"
+        else None,
     )
 
 

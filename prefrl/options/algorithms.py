@@ -230,7 +230,6 @@ class OnlineDPOOptions(ReferenceOptions, OnlineOptions):
     max_new_tokens: int | None = flat("max_completion_length")
     max_length: int | None = flat()
     reward_model_path: str | None = flat()
-    vllm_gpu_memory_utilization: float | None = flat(default=0.55)
 
     loss_type: Literal["sigmoid", "ipo"] = opt("sigmoid", "Use the loss of DPO ('sigmoid') or of IPO ('ipo').")
     beta: Annotated[float, Gt(0)] = opt(

@@ -338,20 +338,13 @@ def _of_server(name: str, value: Any, option: str) -> tuple[Rule, ...]:
 
 # Names of TRL.
 SAMPLER_RULES = (
-    when(
-        lambda o: o.use_vllm and o.vllm_mode == "colocate",
-        "vllm_mode='colocate': vLLM does not share the GPUs of training. Start `prefrl vllm-serve` on other GPUs and "
-        "leave vllm_mode out, or set use_vllm=False, which samples in the training process.",
-        example("grpo", use_vllm=True, vllm_mode="colocate"),
-    ),
     *_of_server("vllm_model_impl", "transformers", "model-impl"),
-    *_of_server("vllm_gpu_memory_utilization", 0.5, "gpu_memory_utilization"),
     *_of_server("vllm_tensor_parallel_size", 2, "tensor_parallel_size"),
     *_of_server("vllm_max_model_length", 512, "max_model_len"),
     *unset(
-        {"vllm_enable_sleep_mode": True, "vllm_group_port": 51217},
+        {"vllm_group_port": 51217},
         lambda o: True,
-        "the server has GPUs of its own and never sleeps, and the trainer chooses a free port. Leave it out.",
+        "the trainer chooses a free port. Leave it out.",
         example("grpo"),
         hint=True,
     ),

@@ -37,6 +37,7 @@ from prefrl.options.generation_rules import (
 )
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs
 from prefrl.options.rollout import AtKParams, EvalSamplingParams, RolloutOptions
+from prefrl.options.shared_device import OWN_DEVICE_RULES, SHARED_DEVICE_RULES
 from prefrl.options.types import (
     BatchSize,
     EnvironmentErrorMode,
@@ -436,6 +437,8 @@ class OnlineOptions(RolloutOptions):
         if self.knows_sizes:
             apply(self, GENERATION_SIZE_RULES)
         apply(self, SAMPLER_RULES, PROMPTS_RULES, NUMBERS_RULES, STOP_RULES, AT_K_RULES, LOCAL_RULES)
+        shares_device = self.use_vllm and self.vllm_mode == "colocate"
+        apply(self, SHARED_DEVICE_RULES if shares_device else OWN_DEVICE_RULES)
         apply(self, SERVER_RULES if self.use_vllm else NO_SERVER_RULES)
         if self.knows_sizes:
             apply(self, GENERATION_MODE_RULES)

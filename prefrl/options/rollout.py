@@ -262,9 +262,7 @@ class RolloutOptions(BaseOptions):
     vllm_importance_sampling_clip_max: float | None = flat("vllm_importance_sampling_kwargs", "clip_max", default=3.0)
     # Names of TRL for other ways to sample, and to log what was sampled.
     generation_kwargs: dict[str, Any] | str | None = flat()
-    vllm_mode: Literal["server", "colocate"] = flat(default="server")
     vllm_model_impl: str = flat(default="vllm")
-    vllm_gpu_memory_utilization: float | None = flat(default=0.3)
     vllm_tensor_parallel_size: int = flat(default=1)
     vllm_max_model_length: int | None = flat()
     vllm_enable_sleep_mode: bool = flat(default=False)
@@ -331,6 +329,20 @@ class RolloutOptions(BaseOptions):
     use_vllm: bool = opt(
         False, "Sample completions on a vLLM server instead of in the training process.", decides=False
     )
+    vllm_mode: Literal["server", "colocate"] = opt(
+        "server",
+        "'server' samples on servers that have devices of their own. 'colocate' has one device for both: the command "
+        "starts a server on the device of training, where it sleeps except while it samples.",
+        decides=False,
+        needs=["use_vllm"],
+    )
+    vllm_gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] | None = opt(
+        None,
+        "With vllm_mode='colocate': share of the GPU's memory for the server while it samples. By default, what "
+        "training leaves, which prefrl doctor prints.",
+        decides=False,
+        needs=["use_vllm"],
+    )
     vllm_server_base_url: list[str] | None = opt(
         None,
         "URLs of the servers, which share the requests. The default is http://vllm_server_host:vllm_server_port. "
@@ -388,8 +400,8 @@ class RolloutOptions(BaseOptions):
         None,
         "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
         "the LoRA weights, as files in a shared folder), delta (only what has changed, by the way that delta_over of "
-        "vllm_kwargs names). The default is adapter if only an adapter is trained and "
-        "there is a shared folder, and otherwise nccl on a GPU and gloo on a CPU.",
+        "vllm_kwargs names). The default is adapter if only an adapter is trained and there is a shared folder, and "
+        "otherwise shm with vllm_mode='colocate', nccl on a GPU and gloo on a CPU.",
         decides=False,
         needs=["use_vllm"],
     )

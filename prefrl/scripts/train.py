@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from prefrl.options.names import about_evaluations
@@ -41,8 +42,10 @@ def main(algorithm: Algorithm, given: Given) -> int:
             if script.has_episodes:
                 extra |= script.loaded()
         train_dataset, eval_dataset = datasets_of(script, config)
-        check_before(algorithm, script, config, train_dataset, eval_dataset, extra)
+        share = check_before(algorithm, script, config, train_dataset, eval_dataset, extra)
     if ONLY_CHECK in os.environ:
+        if share is not None:
+            Path(os.environ[ONLY_CHECK]).write_text(f"{share:.2f}", encoding="utf-8")
         return 0
     trainer = trainer_class(
         model=script.model_name_or_path,

@@ -151,6 +151,9 @@ class Part:
     def before_step(self, run: Run) -> None:
         """A step begins; its data is not there yet."""
 
+    def sampled(self, run: Run) -> None:
+        """All completions of a generation batch, or of an evaluation, are there. Passes of models follow."""
+
     def around_loss(self, run: Run, batch: TokenBatch, compute: Callable[[], LossOutput]) -> LossOutput:
         """The loss of a micro-batch, also of an evaluation, from that of `compute`. The last part is the outermost."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,10 @@ from prefrl.scripts import commands
 from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
 from prefrl.scripts.checkup import resources
 from prefrl.scripts.checkup.checkup import check_run
-from prefrl.scripts.checkup.dataset import warn_of_blank_prompts
+from prefrl.scripts.checkup.dataset import Batches, warn_of_blank_prompts
 from prefrl.scripts.checkup.findings import Checkup, Section, check_data
 from prefrl.scripts.checkup.parallel import footprint_of_process
-from prefrl.scripts.checkup.resources import MicroBatch, footprint_of, least_seconds
+from prefrl.scripts.checkup.resources import MicroBatch, SharedMemory, footprint_of, least_seconds
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
@@ -449,6 +450,97 @@ def test_processes_that_share_rows_have_to_divide_processes_and_heads(workspace:
     (workspace / "teams.yaml").write_text(f"{config}  parallelism_config_sp_size: 4\n", encoding="utf-8")
     found, _ = checked("sft", model_folder, *words, "--num_processes", "64")
     assert "problem" not in words_of(found, "Processes")
+
+
+SHARED = SharedMemory(total=24 * 2**30, free=22 * 2**30, place="here", kept=6 * 2**30, weights=3 * 2**30, row=2**29)
+
+
+def test_a_server_gets_what_training_leaves_of_the_device_that_they_share() -> None:
+    assert SHARED.least == 4.5 * 2**30  # with what it computes in
+    assert SHARED.share(None) == SHARED.most == 0.58  # (22 - 6 - 2 of libraries) / 24 = 0.583
+    assert SHARED.share(0.19) == 0.19  # 4.5 / 24 = 0.1875
+    assert replace(SHARED, free=24 * 2**30, kept=0).most == 0.9  # the largest there is
+    for given in (0.18, 0.59):
+        with pytest.raises(ConfigError, match=rf"vllm_gpu_memory_utilization={given}: must be from 0.19 to 0.58, bec"):
+            SHARED.share(given)
+
+
+def test_training_and_a_server_that_do_not_fit_are_told_with_their_figures() -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(SHARED, kept=16 * 2**30).share(None)
+    assert str(caught.value) == (
+        "vllm_mode='colocate': training keeps 16.00 GiB between its steps, the server needs at least 4.50 GiB "
+        "(3.00 GiB for weights, 512.0 MiB for the cache of one completion, 1.00 GiB to compute), libraries 2.00 GiB, "
+        "and 22.00 GiB are free here. Train an adapter with use_peft=True, a smaller model, or partition the weights: "
+        "see docs/distributed.md; or leave vllm and use_vllm out, so that the training process samples."
+    )
+
+
+def shared_run(folder: Path, model: Path, *lines: str) -> list[str]:
+    """The words of a run whose server shares the device."""
+    write_jsonl(folder / "prompts.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
+    text = f"# prefrl grpo run.yaml\nmodel_name_or_path: {model}\ndataset_name: prompts.jsonl\nuse_cpu: true\n"
+    text += "reward_funcs: [numeric_reward]\nuse_vllm: true\nvllm_mode: colocate\nmax_completion_length: 10\n"
+    (folder / "run.yaml").write_text("\n".join([text, *lines]), encoding="utf-8")
+    return ["run.yaml"]
+
+
+def test_the_share_of_the_server_is_shown_and_counts_all_that_training_keeps(
+    workspace: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shared_run(workspace, model_folder)
+    assert main(["doctor", *words, "--device_memory", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "the run starts it (vllm='auto')" in printed
+    count = weights_of(resources.outline_of(model_folder)).count
+    kept = f"{4 * 4 * count / 2**20:.1f} MiB"  # weights, reference, and Adam's two numbers for each, in float32
+    assert (
+        f"the server gets 0.49 of the GPU's memory, 1.96 GiB, while it samples, and training keeps {kept}" in printed
+    )
+    assert main(["doctor", *words, "--device_memory", "3"]) == 2
+    problem = r"problem  run\.yaml:\d+: vllm_mode='colocate': training keeps"
+    assert re.search(problem, capsys.readouterr().out)
+    assert main(["doctor", *words]) == 0
+    assert "the server is on the CPU of training, where it keeps its memory while it sleeps" in capsys.readouterr().out
+    shared_run(
+        workspace, model_folder, f"reward_model_name_or_path: {model_folder}", "vllm_gpu_memory_utilization: 0.4"
+    )
+    assert main(["doctor", *words, "--device_memory", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "the server gets 0.40 of" in printed
+    assert f"training keeps {kept}" not in printed, "the reward model is there, too"
+
+
+def test_the_check_of_a_run_tells_the_launch_the_share(
+    workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, file = shared_run(workspace, model_folder), workspace / "share"
+    monkeypatch.setenv("PREFRL_NUM_PROCESSES", "1")
+    monkeypatch.setenv("PREFRL_ONLY_CHECK", str(file))
+    assert main(["grpo", *words]) == 0
+    assert not file.exists(), "a CPU is not divided"
+    monkeypatch.setattr(resources, "_shared_memory", lambda *_: SHARED)
+    assert main(["grpo", *words]) == 0
+    assert file.read_text() == "0.58"
+    file.unlink()
+    assert main(["grpo", *words, "--vllm_gpu_memory_utilization", "0.3"]) == 0
+    assert not file.exists(), "the launch knows it"
+    assert main(["grpo", *words, "--vllm_gpu_memory_utilization", "0.7"]) == 2
+
+
+def test_memory_that_an_awake_server_has_is_not_missed(
+    workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training process begins beside it. Before the server was started, both were found to fit."""
+    words = shared_run(workspace, model_folder)
+    script, config = options_of(REGISTRY["grpo"], read(REGISTRY["grpo"], words))
+    subject = Subject(REGISTRY["grpo"], script, config)
+    rows = subject.tokenized(Dataset.from_list([{"prompt": "1+1=", "answer": "2"}]))
+    monkeypatch.setattr(resources, "_free", lambda device: (0, "here"))
+    with pytest.raises(ConfigError, match="are free here"):
+        resources.check_memory(subject, rows, Batches.of(subject, 1))
+    monkeypatch.setenv("PREFRL_NUM_PROCESSES", "1")
+    assert resources.check_memory(subject, rows, Batches.of(subject, 1)) is None
 
 
 def test_the_memory_of_other_devices_is_what_the_user_says(

@@ -57,7 +57,7 @@ def test_bf16_that_is_written_is_said_to_need_a_gpu() -> None:
 def test_options_of_features_that_are_off_are_not_written() -> None:
     off = missing_defaults("GRPOConfig", {"log_completions": False}).keys()
     on = missing_defaults("GRPOConfig", {"log_completions": True, "use_vllm": True}).keys()
-    assert on - off == {"num_completions_to_print", "vllm_server_timeout"}
+    assert on - off == {"num_completions_to_print", "vllm_server_timeout", "vllm_mode"}
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,11 @@ def test_an_option_that_most_runs_do_not_need_becomes_a_comment() -> None:
         ("SFTConfig(warmup_ratio=r)", "SFTConfig(warmup_steps=r, "),
         ("SFTConfig(adafactor=True)", 'SFTConfig(optim="adafactor", '),
         ("SFTConfig(remove_unused_columns=True)", "SFTConfig(gradient"),
-        ("GRPOConfig(use_vllm=True, vllm_mode='server')", "GRPOConfig(use_vllm=True, beta=0.0, "),
-        ("GRPOConfig(vllm_mode='colocate')", "GRPOConfig(beta=0.0, "),
+        (
+            "GRPOConfig(use_vllm=True, vllm_mode='server', vllm_enable_sleep_mode=True)",
+            "GRPOConfig(use_vllm=True, vllm_mode='server', beta=0.0, ",
+        ),
+        ("GRPOConfig(vllm_mode='colocate')", "GRPOConfig(vllm_mode='colocate', beta=0.0, "),
         (
             "GRPOConfig(loss_type='cispo', epsilon=0.2, epsilon_high=5.0)",
             "GRPOConfig(loss_type='cispo', epsilon=1.0, epsilon_high=4.0, ",
@@ -200,8 +203,12 @@ def test_keywords(call: str, start: str) -> None:
         ("SFTConfig(warmup_ratio=1.0)", "is warmup_steps here; 1.0 cannot be converted: only a fraction"),
         ("SFTConfig(adafactor=x)", "becomes here: optim='adafactor'"),
         ("SFTConfig(unheard=1)", "SFTConfig(unheard=...) is no option of SFTConfig"),
-        ("GRPOConfig(use_vllm=True)", "use_vllm=...) without vllm_mode is 'colocate' in TRL: completions come from a"),
-        ("GRPOConfig(use_vllm=True, vllm_mode='colocate')", "vllm_mode=...) belongs to prefrl vllm-serve here"),
+        (
+            "GRPOConfig(use_vllm=True)",
+            "use_vllm=...) with vllm_mode 'colocate', TRL's default: before the script, start",
+        ),
+        ("GRPOConfig(use_vllm=True, vllm_mode='colocate')", "start prefrl vllm-serve --enable_sleep_mode on the same"),
+        ("GRPOConfig(use_vllm=x)", "start prefrl vllm-serve --enable_sleep_mode on the same GPU"),
         ("GRPOTrainer(rollout_func=f)", "GRPOTrainer(rollout_func=...): give an agent"),
         ("SFTTrainer(max_seq_length=3)", "SFTTrainer(max_seq_length=...): an option of SFTConfig"),
     ],
@@ -262,7 +269,7 @@ def test_commands_of_shell_scripts(old: str, new: str | None) -> None:
         ("trl sft $ARGS", "options in variables were not looked at"),
         ("trl sft --config run.yaml --seed 1", "prefrl migrate run.yaml --algorithm sft writes TRL's defaults"),
         ("trl sft --unheard 1", "--unheard is no option of SFTConfig"),
-        ("trl grpo --use_vllm true", "without vllm_mode is 'colocate' in TRL"),
+        ("trl grpo --use_vllm $VLLM --seed 1", "--use_vllm without vllm_mode is 'colocate' in TRL: set vllm_mode"),
         ("accelerate launch x.py --padding_free", "--padding_free is not needed here"),
     ],
 )

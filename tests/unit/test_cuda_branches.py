@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.distributed import check_devices, processes
+from prefrl.generation.vllm.sleep import Sleep
 from prefrl.generation.weights import process_group, sync, wire
 from prefrl.models.adapters import _check_init
 from prefrl.models.attention import interface, segments, varlen
@@ -26,13 +27,14 @@ from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
 from prefrl.options.fields import apply
 from prefrl.options.run import LIGER_RULES, PROFILE_RULES, ProfileParams, check_device
+from prefrl.options.shared_device import SHARED_DEVICE_RULES
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
 from prefrl.scripts import commands, sampling
+from prefrl.scripts.arguments.launch import visible_gpus
 from prefrl.scripts.arguments.model_config import get_kbit_device_map
 from prefrl.scripts.checkup import resources
-from prefrl.scripts.launch.command import visible_gpus
 from prefrl.scripts.teacher import _Teacher
 from prefrl.trainer.base_config import BaseConfig, check_precision
 from prefrl.trainer.configs import OnlineConfig
@@ -93,6 +95,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     torch.cuda.set_device(OWN)
     with found.mode:
         yield found
+
+
+ON_ONE_DEVICE = {"knows_sizes": False, "server_urls": ["a"], "servers_are_local": True, "generation_mode": "sync"}
 
 
 def options(**values: Any) -> Any:
@@ -205,6 +210,7 @@ def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have
     "trainer.memory:_peak",
     "scripts.checkup.resources:_free",
     "scripts.checkup.resources:_available",
+    "scripts.checkup.resources:_device_memory",
 )
 def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     own = gpus[3]
@@ -223,8 +229,16 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     subject: Any = SimpleNamespace(plan=None, config=options(world_size=COUNT))
     assert resources._available(subject) == (76 * GIB, place)
     subject.config.world_size += 1
+    assert resources._device_memory(subject) == own.total
     others = " of this machine; the devices of other machines are taken to have as much"
     assert resources._available(subject) == (76 * GIB, place + others)
+
+
+@reaches("generation.vllm.sleep:Sleep.wake")
+def test_what_the_allocator_keeps_is_free_when_a_server_takes_its_share(gpus: Gpus) -> None:
+    http: Any = SimpleNamespace(request=lambda *_, **__: gpus.note("asked") or {"status": "awake"})
+    Sleep(http, level=2, timeout=1.0).wake("http://a:1", "weights")
+    assert gpus.calls == [("empty_cache", 3), ("asked",)]
 
 
 @reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:_wait")
@@ -502,15 +516,20 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 @reaches(
     "trainer.online.sampling:sync_method",
+    "options.shared_device:_asks_for_nccl",
     "generation.weights.sync:_transport",
     "options.generation_rules:_writes_no_files",
     "options.generation_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
-    asked: Any = options(weight_sync=None, shared_folder=None)
+    asked: Any = options(weight_sync=None, shared_folder=None, vllm_mode="server")
     assert sync_method(asked, has_adapter=False) == "nccl"
     asked.device = torch.device("cpu")
     assert sync_method(asked, has_adapter=False) == "gloo"
+    asked.vllm_mode = "colocate"
+    assert sync_method(asked, has_adapter=False) == "shm"
+    with pytest.raises(ConfigError, match="NCCL does not connect two processes on one GPU"):
+        apply(options(**ON_ONE_DEVICE, weight_sync="nccl"), SHARED_DEVICE_RULES)
     with pytest.raises(ConfigError, match="weight_sync='nccl' needs a GPU"):
         GRPOConfig(output_dir="x", report_to="none", use_cpu=True, use_vllm=True, weight_sync="nccl")
     assert [sync._transport(method, None)._backend for method in ("nccl", "gloo")] == ["nccl", "gloo"]  # type: ignore[attr-defined]
@@ -542,7 +561,7 @@ def test_loftq_quantizes_on_a_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -
 @reaches(
     "scripts.commands:_devices",
     "scripts.arguments.model_config:get_kbit_device_map",
-    "scripts.launch.command:visible_gpus",
+    "scripts.arguments.launch:visible_gpus",
 )
 def test_commands_name_and_choose_gpus(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

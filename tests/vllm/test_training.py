@@ -17,6 +17,7 @@ from prefrl.data.collate import flat_batch
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.vllm.client import VLLMGenerator
+from prefrl.http import Http
 from prefrl.rollout.journal import read_entry
 from prefrl.scripts.main import main
 from prefrl.trainer.online.trainer import OnlineTrainer
@@ -245,6 +246,46 @@ def test_an_untied_head_on_two_replicas(tmp_path: Path, untied_model: Path, star
             trainer.train()
             assert len(firsts) == 3
             trainer.generator.close()
+
+
+@pytest.mark.parametrize("method", ["shm", "adapter"])
+def test_a_server_on_the_device_of_training_sleeps_except_while_it_samples(
+    tmp_path: Path, server: Server, http: Http, method: str
+) -> None:
+    """Its sleep is that of a CPU build: the engine samples nothing meanwhile, and frees nothing."""
+    options: dict[str, Any] = {"learning_rate": 1.0, "max_steps": 2}
+    options |= {"peft_config": lora()} if method == "adapter" else {}
+    questions = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": dataset_of("grpo", 4)}
+    trainer = online(tmp_path / "shared", server, vllm_mode="colocate", **options, **questions)
+    assert isinstance(trainer.generator, VLLMGenerator)
+    trainer.generator.sync(trainer.weights, version=0)  # as an evaluation before training
+    seen: list[str] = []
+
+    def note(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            is_asleep = http.request("GET", f"{server.url}/is_sleeping", timeout=60)["is_sleeping"]
+            version = http.request("GET", f"{server.url}/weight_info", timeout=60)["weight_version"]
+            seen.append(f"{name}: {'asleep' if is_asleep else 'awake'} {'without weights' * (version == 'asleep')}")
+            return call(*args, **kwargs)
+
+        return noting
+
+    trainer.loss = note("loss", trainer.loss)  # type: ignore[method-assign]
+    trainer.generator.start = note("completions", trainer.generator.start)  # type: ignore[method-assign]
+    firsts = check_after_each_sync(trainer)
+    seen.clear()
+    trainer.train()
+    lacks = "without weights" * (method == "shm")
+    assert set(seen) == {f"loss: asleep {lacks}", "completions: awake "}
+    assert len(firsts) == 3
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+    trainer.generator.close()
+    # It was left asleep, and another trainer wakes it.
+    other = online(tmp_path / "own", server, weight_sync=method, **options)
+    other.train()
+    for one, expected in zip(trainer.policy.parameters(), other.policy.parameters(), strict=True):
+        assert torch.equal(one, expected)
+    other.generator.close()
 
 
 def test_two_servers_share_the_prompts(tmp_path: Path, server: Server, second_server: Server) -> None:

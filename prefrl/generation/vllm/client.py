@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from prefrl.generation.base import SamplingParams, WeightSource
     from prefrl.generation.vllm.elastic import Members
     from prefrl.generation.vllm.handshake import Requirements
+    from prefrl.generation.vllm.sleep import Sleep
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
     from prefrl.types import Images
@@ -166,6 +167,7 @@ class VLLMGenerator:
         max_concurrency: The most requests that this process has running at each server.
         never: Tokens that must not be sampled: placeholders of images.
         members: Where servers that come and go are found; None: the servers are `urls`.
+        sleep: Of a server that shares the trainer's device; None: servers have devices of their own.
 
     Raises:
         ConfigError: A value is outside its range, there is no server, or `urls` contains an invalid or a repeated URL.
@@ -185,6 +187,7 @@ class VLLMGenerator:
         max_concurrency: int = 64,
         never: Sequence[int] = (),
         members: Members | None = None,
+        sleep: Sleep | None = None,
     ) -> None:
         positive = {
             "server_timeout": server_timeout,
@@ -205,7 +208,7 @@ class VLLMGenerator:
         shared: dict[str, Any] = {"http": http, "weight_sync": weight_sync, "requirements": requirements}
         shared["server_timeout"] = server_timeout
         if members is None:
-            self.fleet = Fleet(bases, **shared)
+            self.fleet = Fleet(bases, sleep=sleep, **shared)
         else:
             self.fleet = ElasticFleet(members, router=bases[0] if bases else None, **shared)
         self._asker = ServerAsker(
@@ -300,6 +303,10 @@ class VLLMGenerator:
         Collective.
         """
         self.fleet.invalidate()
+
+    def rest(self) -> None:
+        """Free the device that the server shares with the trainer, until the next `sync`; see `Fleet.rest`."""
+        self.fleet.rest()
 
     def stats(self) -> VLLMStats:
         """Counts since the last call, on this process."""

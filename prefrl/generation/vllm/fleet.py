@@ -16,9 +16,12 @@ from prefrl.generation.vllm.requests import version_name
 from prefrl.http import HttpError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prefrl.generation.base import WeightSource
     from prefrl.generation.server import ServerInfo
     from prefrl.generation.vllm.handshake import Requirements
+    from prefrl.generation.vllm.sleep import Sleep
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
 
@@ -51,6 +54,7 @@ class Fleet:
         weight_sync: Sends weights to servers.
         requirements: What the servers must serve.
         server_timeout: How long to wait for a server that does not answer, in seconds.
+        sleep: Of servers that share the trainer's device; None: they have devices of their own.
     """
 
     def __init__(
@@ -61,8 +65,10 @@ class Fleet:
         weight_sync: WeightSync,
         requirements: Requirements,
         server_timeout: float,
+        sleep: Sleep | None = None,
     ) -> None:
         self._urls = urls
+        self._sleep = sleep
         self._http = http
         self._weight_sync = weight_sync
         self._requirements = requirements
@@ -113,6 +119,32 @@ class Fleet:
             raise GenerationError("the servers cannot be recovered before they have weights: call sync first")
         self._align(self._weights, reconnect=True)
 
+    def rest(self) -> None:
+        """Put the servers, which share the trainer's device, to sleep until the next `sync`. For a single process.
+
+        Raises:
+            GenerationError: A server does not answer in time, or does not sleep.
+        """
+        if not self.infos:
+            self._connect()
+        self._at_each(lambda sleep, url: sleep.begin(url))
+
+    def _at_each(self, act: Callable[[Sleep, str], None]) -> None:
+        """Let each server sleep or wake; one that is gone is waited for. With a device of its own, it does neither."""
+        if (sleep := self._sleep) is None:
+            return
+        for url in self._urls:
+            try:
+                act(sleep, url)
+            except HttpError:
+                self._connect()
+                try:
+                    act(sleep, url)
+                except HttpError as error:
+                    raise GenerationError(
+                        f"the vLLM server at {url} is running, but does not answer: {error}"
+                    ) from error
+
     def invalidate(self) -> None:
         """Make the next `sync` send the weights to all servers."""
         # With a new run name, no server has a current version any more.
@@ -128,8 +160,13 @@ class Fleet:
         """
         raise_shared(error_of(self._connect) if reconnect or not self.infos else None)
         errors: list[Exception | None] = []
-        weights.lead(lambda: errors.append(error_of(lambda: self._send(weights))))
+        weights.lead(lambda: errors.append(error_of(lambda: self._send_awake(weights))))
         raise_shared(errors[0] if errors else None)
+
+    def _send_awake(self, weights: WeightSource) -> None:
+        self._at_each(lambda sleep, url: sleep.wake(url, "weights"))
+        self._send(weights)
+        self._at_each(lambda sleep, url: sleep.wake(url, "kv_cache"))
 
     def _connect(self) -> None:
         """Wait for all servers at the same time, and check each of them."""

@@ -70,9 +70,17 @@ class Requirements:
     num_hidden_layers: int
     tokenizer: str  # `vocabulary_fingerprint`
     has_adapters: bool  # adapters are sent instead of all weights
+    shares_device: bool = False  # it sleeps while the trainer works
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, has_adapters: bool) -> Requirements:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        has_adapters: bool,
+        shares_device: bool = False,
+    ) -> Requirements:
         """The requirements of a model, given without peft's wrapper, and its tokenizer."""
         config = model.config.get_text_config()
         return cls(
@@ -83,6 +91,7 @@ class Requirements:
             num_hidden_layers=config.num_hidden_layers,
             tokenizer=vocabulary_fingerprint(tokenizer.get_vocab()),
             has_adapters=has_adapters,
+            shares_device=shares_device,
         )
 
     def start_command(self, url: str) -> str:
@@ -93,8 +102,9 @@ class Requirements:
 
     def command(self, where: str) -> str:
         """The command that starts a right server with these options of its place."""
-        lora = " --max_lora_rank <rank>" if self.has_adapters else ""
-        return f"prefrl vllm-serve --model {self.model or '<model>'} {where}{lora}"
+        more = " --max_lora_rank <rank>" if self.has_adapters else ""
+        more += " --enable_sleep_mode --gpu_memory_utilization <share>" if self.shares_device else ""
+        return f"prefrl vllm-serve --model {self.model or '<model>'} {where}{more}"
 
     def check(self, url: str, info: ServerInfo) -> None:
         """Refuse a server that does not meet the requirements.
@@ -113,6 +123,8 @@ class Requirements:
             raise self.error(url, reason)
         if self.has_adapters and info.max_lora_rank is None:
             raise self.error(url, "takes no adapters, but weight_sync='adapter' sends only adapters")
+        if self.shares_device and info.memory_share is None:
+            raise self.error(url, "never sleeps, but vllm_mode='colocate' needs its memory while the trainer works")
 
     def error(self, url: str, reason: str) -> GenerationError:
         """An error that says what is wrong with the server at `url`, and how to start the right one."""
@@ -149,6 +161,8 @@ async def handshake(http: Http, url: str, requirements: Requirements, *, timeout
         requirements.check(url, info)
         if http.has_key:
             await _check_refuses_strangers(http, url, timeout=seconds)
+        if info.memory_share is not None and not requirements.shares_device:
+            await _wake(http, url, timeout=seconds)
         return info
 
     try:
@@ -204,6 +218,13 @@ async def _check_refuses_strangers(http: Http, url: str, *, timeout: float) -> N
         f"The vLLM server at {url} answers without the key: anyone who can reach it can replace the "
         "weights that it serves. Start it with `prefrl vllm-serve`."
     )
+
+
+async def _wake(http: Http, url: str, *, timeout: float) -> None:
+    """Wake a server that a trainer on its device has left asleep."""
+    answer = await http.send("GET", f"{url}/is_sleeping", timeout=timeout)
+    if not isinstance(answer, dict) or answer.get("is_sleeping") is not False:
+        await http.send("POST", f"{url}/wake_up", timeout=timeout)
 
 
 async def is_healthy(http: Http, url: str) -> bool:

@@ -42,13 +42,22 @@ class WeightSync:
         timeout: Time limit of one `send`, in seconds; also how long a server waits for the trainer. A server that
             failed gets a few seconds more to send its error message.
         over: How changes are sent. Only for "delta".
+        shares_device: Whether servers share the trainer's device. They go on when they are woken and not after a sync,
+            when they have no memory for a cache yet.
 
     Raises:
         ConfigError: `folder` or `over` is missing, or has no effect.
     """
 
     def __init__(
-        self, http: Http, *, method: SyncMethod, folder: Path | None, timeout: float, over: Carrier | None = None
+        self,
+        http: Http,
+        *,
+        method: SyncMethod,
+        folder: Path | None,
+        timeout: float,
+        over: Carrier | None = None,
+        shares_device: bool = False,
     ) -> None:
         if (method == "delta") != (over is not None):
             wanted = "'nccl', 'gloo' or 'shm'" if method == "delta" else "None"
@@ -61,6 +70,7 @@ class WeightSync:
         self._http = http
         self._method = method
         self._timeout = timeout
+        self._shares_device = shares_device
         self._folder = None if folder is None else PrivateFolder(folder)
         self._transport = _transport(method, over, self._folder)
         self._servers: dict[str, Receiver] = {}
@@ -129,7 +139,7 @@ class WeightSync:
 
     def _resume(self, servers: list[Receiver]) -> None:
         """Let servers go on generating, and forget those that failed."""
-        paused = [server for server in servers if server.is_paused]
+        paused = [server for server in servers if server.is_paused and not self._shares_device]
         # With its own time limit: a server must not stay paused because the transfer used up the time.
         resuming = [
             self._http.submit(self._http.send("POST", server.url + "/resume", timeout=self._timeout))

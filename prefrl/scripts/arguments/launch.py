@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
@@ -21,9 +21,11 @@ from prefrl.scripts.arguments.command import Given
 # Folder of the accelerate configs that can be selected by name; examples/accelerate_configs links to it.
 CONFIGS = Path(__file__).parents[1] / "launch" / "accelerate_configs"
 AUTO, CPU = "auto", "cpu"  # values of `vllm` besides GPUs
+COLOCATE = "colocate"  # the value of `vllm_mode` with which a server is on the device of training
 # Environment variable of training processes that a launch starts: how many they are, on all machines together.
 LAUNCHED = "PREFRL_NUM_PROCESSES"
-# Environment variable of those that end before the model is loaded, when all has been checked.
+# Environment variable of those that end before the model is loaded, when all has been checked. It names the file for
+# the share of the device that a server can have.
 ONLY_CHECK = "PREFRL_ONLY_CHECK"
 _GPU = r"(?:\d+|(?:GPU|MIG)-[\w-]+)"
 _GPUS = re.compile(rf"{_GPU}(?:\s*,\s*{_GPU})*")
@@ -63,7 +65,8 @@ class LaunchArguments(ProcessArguments):
     vllm: str | None = opt(
         None,
         "Start a vLLM server for this run and sample on it. 'auto' uses the last GPU (or the CPU with use_cpu), '6,7' "
-        "names GPUs, and 'cpu' needs a build of vLLM for CPUs. Training uses the other GPUs.",
+        "names GPUs, and 'cpu' needs a build of vLLM for CPUs. Training uses the other GPUs. If there is only one, "
+        "'auto' lets both share it, as vllm_mode='colocate' does.",
         needs=["use_vllm"],
     )
     vllm_python: str | None = opt(
@@ -126,6 +129,36 @@ class LaunchArguments(ProcessArguments):
                 "`prefrl vllm-serve` on a separate machine and set vllm_server_host, as examples/grpo_vllm.slurm does."
             )
 
+    def placed(self, run: Mapping[str, Any], visible: Sequence[str]) -> LaunchArguments:
+        """The options, with a place for the server instead of "auto".
+
+        Args:
+            run: The options of the run.
+            visible: GPUs of this machine.
+
+        Raises:
+            ConfigError: There is a single GPU, and an option says that it is not shared; or one that is shared is not
+                that of a single process.
+        """
+        if self.vllm != AUTO:
+            return self
+        if run["use_cpu"] or not visible:
+            return dataclasses.replace(self, vllm=CPU)
+        shares_device = run["vllm_mode"] == COLOCATE
+        if shares_device and self.num_processes != 1 and (len(visible) > 1 or self.num_processes is not None):
+            raise ConfigError(
+                f"vllm_mode='colocate' with num_processes={self.num_processes} and {len(visible)} visible GPUs: one "
+                "process and one server share a GPU. Set num_processes=1, or leave vllm_mode out; vllm='auto' then "
+                "gives the server the last GPU."
+            )
+        if not shares_device and len(visible) == 1:
+            raise ConfigError(
+                f"vllm='auto' with vllm_mode={run['vllm_mode']!r}: one GPU is visible, but the server and training "
+                "need one each. Leave vllm_mode out, so that they share it, or start `prefrl vllm-serve` on another "
+                "machine and set vllm_server_host."
+            )
+        return dataclasses.replace(self, vllm=visible[0] if shares_device else visible[-1])
+
     def server_python(self, environment: Mapping[str, str]) -> str:
         """The Python that runs the server; ConfigError if it is no program."""
         python = self.vllm_python or environment.get("PREFRL_VLLM_PYTHON") or sys.executable
@@ -156,6 +189,28 @@ class LaunchArguments(ProcessArguments):
         return gpus
 
 
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """For each GPU that this process sees, the value that selects it in CUDA_VISIBLE_DEVICES."""
+    import torch  # not needed for --help
+
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return listed.split(",")[:count] if listed else [str(i) for i in range(count)]
+
+
+def with_mode(given: Given, options: LaunchArguments, visible: Sequence[str]) -> Given:
+    """The options of a run; if it starts a server and there is a single GPU, both share it unless an option says no.
+
+    Args:
+        given: The options.
+        options: How it is started.
+        visible: GPUs of this machine.
+    """
+    if options.vllm != AUTO or given.values.get("use_cpu") or len(visible) != 1 or "vllm_mode" in given.values:
+        return given
+    return dataclasses.replace(given, values={**given.values, "vllm_mode": COLOCATE})
+
+
 def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArguments | None:
     """How the run is to be started; None: this process trains.
 
@@ -168,6 +223,9 @@ def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArgume
     """
     names = [field.name for field in dataclasses.fields(LaunchArguments)]
     asked = {name: given.values[name] for name in names if given.values.get(name) is not None}
+    shares_device = given.values.get("use_vllm") and given.values.get("vllm_mode") == COLOCATE
+    if shares_device and "LOCAL_RANK" not in environment:
+        asked.setdefault("vllm", AUTO)
     if not asked or LAUNCHED in environment:
         return None
     if "LOCAL_RANK" in environment:
@@ -179,6 +237,11 @@ def launch_options(given: Given, environment: Mapping[str, str]) -> LaunchArgume
     with given.locating():
         options = LaunchArguments(**asked)
         if options.vllm is not None:
+            if shares_device and options.vllm != AUTO:
+                raise ConfigError(
+                    f"vllm={options.vllm!r} with vllm_mode='colocate': the server shares the device of training. "
+                    "Remove one of them."
+                )
             _check_address(options.vllm, given)
             options.server_python(environment)
     return options

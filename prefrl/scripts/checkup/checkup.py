@@ -24,7 +24,7 @@ from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
 from prefrl.rewards.runner import RewardRunner
 from prefrl.scripts.arguments.command import CommandArguments, Given, RewardArguments
-from prefrl.scripts.arguments.launch import LaunchArguments
+from prefrl.scripts.arguments.launch import LaunchArguments, visible_gpus, with_mode
 from prefrl.scripts.checkup.dataset import (
     UNLIMITED,
     Batches,
@@ -35,7 +35,7 @@ from prefrl.scripts.checkup.dataset import (
 from prefrl.scripts.checkup.findings import Checkup, Section, logged_into, rows_in_memory
 from prefrl.scripts.checkup.forecast import Costs, show_forecast
 from prefrl.scripts.checkup.parallel import check_parallelism
-from prefrl.scripts.checkup.resources import check_memory, check_resources
+from prefrl.scripts.checkup.resources import check_memory, check_resources, show_share
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import lora_of, options_of
 from prefrl.trainer.online.prompts import prompts_per_generation
@@ -52,7 +52,9 @@ def check_servers(section: Section, subject: Subject) -> None:
     key = server_key(config)
     http = Http(key=key)
     adapters = config.weight_sync == "adapter"
-    requirements = Requirements.of(subject.model, subject.tokenizer, has_adapters=adapters)
+    requirements = Requirements.of(
+        subject.model, subject.tokenizer, has_adapters=adapters, shares_device=subject.shares_device
+    )
     place = config.engine_urls[0]
     found = source_of(config.engine_urls, key=key or "").find()
     for reason in found.left_out:
@@ -96,7 +98,7 @@ def check_before(
     dataset: Any,
     eval_dataset: Any,
     given: Mapping[str, Any],
-) -> None:
+) -> float | None:
     """Find mistakes in tokenizer, columns, first rows, memory and servers before the model is loaded.
 
     Args:
@@ -107,6 +109,9 @@ def check_before(
         eval_dataset: To evaluate on; of several, the first is read.
         given: What else the trainer is given: rewards, of which models are not loaded, tools and environments.
 
+    Returns:
+        See `check_memory`.
+
     Raises:
         ConfigError: An option does not fit the model or the data, or the memory cannot suffice.
         DataError: The columns are not those that the trainer reads, or none of the first rows can be used and other
@@ -114,14 +119,14 @@ def check_before(
         GenerationError: A server that answers serves another model.
     """
     if Path(script.model_name_or_path, "adapter_config.json").is_file():
-        return  # the trainer says what to do with an adapter
+        return None  # the trainer says what to do with an adapter
     subject = Subject(algorithm, script, config, partitions_weights(config, os.environ))
     if "tools" in given:
         with closing(subject.play(given["tools"], given["environment_factory"])) as episodes:
             episodes.readers(subject.processing_class)
             dataset = episodes.training_prompts(dataset, num_rows=_FEW_ROWS)
             eval_dataset = episodes.with_prompts(eval_dataset)
-    of_training = given.get("reward_funcs", ())
+    share, of_training = None, given.get("reward_funcs", ())
     for rewards, part in ((of_training, dataset), (given.get("eval_reward_funcs", of_training), eval_dataset)):
         functions, rows = [reward for reward in rewards if callable(reward)], rows_in_memory(part, 1)
         if functions and rows is not None:
@@ -142,9 +147,10 @@ def check_before(
             except DataError as error:
                 tokenized = _all_tokenized(subject, part, trained, error)
         if number == 0 and len(tokenized):
-            check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
+            share = check_memory(subject, tokenized, Batches.of(subject, _num_rows(dataset)))
     if subject.is_online and config.use_vllm:
         check_servers(Section("Server"), subject)
+    return share
 
 
 def _all_tokenized(subject: Subject, dataset: Any, trained: Any, error: DataError) -> datasets.Dataset:
@@ -182,6 +188,8 @@ def check_run(
     Raises:
         ConfigError: Options exclude each other.
     """
+    if launch is not None and launch.vllm is not None:
+        given = with_mode(given, launch, visible_gpus(os.environ))
     with given.locating():
         script, config = options_of(algorithm, given, num_processes=None if launch is None else launch.num_processes)
         plan = plan_of(config, launch, device_memory=device_memory)
@@ -259,6 +267,8 @@ def _check_sizes(
     if rows is not None:
         with checkup.section("Memory and time") as section:
             check_resources(section, subject, rows, batches)
+            if subject.shares_device:
+                show_share(section, subject, rows, batches)
     return batches
 
 

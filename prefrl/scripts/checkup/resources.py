@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +19,17 @@ from transformers import PreTrainedModel
 from prefrl.errors import ConfigError
 from prefrl.models.footprint import (
     Footprint,
+    Weights,
     activations_of,
     cache_bytes,
     head_bytes,
     optimizer_bytes,
+    outline_of,
     weights_of,
 )
 from prefrl.options.distillation import TeacherOptions
 from prefrl.options.preference import ReferenceOptions
+from prefrl.scripts.arguments.launch import LAUNCHED, ONLY_CHECK
 from prefrl.scripts.checkup.dataset import Batches, row_lengths
 from prefrl.scripts.checkup.findings import Section
 from prefrl.scripts.checkup.parallel import footprint_of_process
@@ -39,6 +44,10 @@ _IMPOSSIBLE = 1.5  # times the free memory: estimates are not exact, and other p
 _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "cache")
 # Parts that only a run on several processes has, and what they are called.
 _OF_BACKEND = {"copies": "copies of the backend", "gathered": "whole parts of a layer"}
+# Of a server on the device of training: what both need beside its share and the trainer's parts, such as contexts of
+# CUDA and gaps between blocks; what it computes in; the largest share; and bytes of a weight, which vLLM loads in half
+# precision unless it is told otherwise.
+_CONTEXTS, _WORKSPACE, _MOST_SHARE, _SERVER_BYTES = 2 * _GIB, _GIB, 0.9, 2
 _KNOWN_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # whose whole state is known to be on the device
 # The largest part of the memory -> how to need less of it.
 _REMEDIES = {
@@ -91,18 +100,26 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
     _show_time(section, subject, batch, batches)
 
 
-def check_memory(subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
+def check_memory(subject: Subject, rows: datasets.Dataset, batches: Batches) -> float | None:
     """Refuse a run that needs far more memory than is free.
+
+    Returns:
+        The share of the device for a server that is to be started on it; None: there is none, or it is given.
 
     Raises:
         ConfigError: Says how much is needed and free, and what to do.
     """
+    shares_device = subject.is_online and subject.config.use_vllm and subject.shares_device
+    if shares_device and LAUNCHED in os.environ and ONLY_CHECK not in os.environ:
+        return None  # the server is awake and has its share; before it was started, all of this was checked
     try:
         footprint = footprint_of(subject, large_micro_batch(subject, rows, batches))
     except Exception:  # a model's own code that needs data: the doctor says that nothing was estimated
-        return
-    if (problem := _shortage(subject, footprint)) is not None:
-        raise ConfigError(problem)
+        pass
+    else:
+        if (problem := _shortage(subject, footprint)) is not None:
+            raise ConfigError(problem)
+    return _share_of_server(subject, rows, batches) if shares_device else None
 
 
 def _shortage(subject: Subject, footprint: Footprint) -> str | None:
@@ -158,19 +175,120 @@ def footprint_of(subject: Subject, batch: MicroBatch) -> Footprint:
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
     kept = activations_of(model, batch.num_fed, peft_config=adapter, autocast=autocast)
     head = head_bytes(model, batch.num_scored, device=config.device)
-    keeps_copy = (
-        _has_reference(config) or (_teaches_itself(config) and config.teacher_weights != "live")
-    ) and adapter is None
-    keeps_copy = keeps_copy and not getattr(config, "precompute_ref_log_probs", False)
     is_cut = config.gradient_accumulation_steps > 1 or config.max_tokens_per_micro_batch is not None
     return Footprint(
-        weights=_stored(subject, weights.total),
+        **_kept_between_steps(subject, weights),
         gradients=weights.trained,
-        optimizer=optimizer_bytes(weights, str(getattr(config.optim, "value", config.optim))),
-        reference=keeps_copy * weights.total + sum(weights_of(teacher).total for teacher in subject.teachers),
         activations=kept.peak(head, checkpointed=bool(config.activation_checkpointing)),
         cache=_cache(subject, batch),
         first_gradients=weights.trained if is_cut else weights.head,
+    )
+
+
+def _kept_between_steps(subject: Subject, weights: Weights) -> dict[str, int]:
+    """Bytes that stay from step to step: of the weights, the optimizer and the models that are compared with."""
+    config = subject.config
+    keeps_copy = (
+        _has_reference(config) or (_teaches_itself(config) and config.teacher_weights != "live")
+    ) and not subject.has_adapter
+    keeps_copy = keeps_copy and not getattr(config, "precompute_ref_log_probs", False)
+    return {
+        "weights": _stored(subject, weights.total),
+        "optimizer": optimizer_bytes(weights, str(getattr(config.optim, "value", config.optim))),
+        "reference": keeps_copy * weights.total + sum(weights_of(teacher).total for teacher in subject.teachers),
+    }
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Bytes of a device that training shares with a server."""
+
+    total: int
+    free: int  # before either of them is there
+    place: str
+    kept: int  # by training while completions are sampled
+    weights: int  # of the server
+    row: int  # keys and values of the longest completion and its prompt
+
+    @property
+    def least(self) -> int:
+        """What the server needs to sample one completion at a time."""
+        return self.weights + self.row + _WORKSPACE
+
+    @property
+    def most(self) -> float:
+        """The largest share of the device that the server can have."""
+        left = (self.free - self.kept - _CONTEXTS) / self.total
+        return min(math.floor(100 * left) / 100, _MOST_SHARE)
+
+    def share(self, given: float | None) -> float:
+        """The share of the device for the server.
+
+        Args:
+            given: By the user; None: what training leaves.
+
+        Raises:
+            ConfigError: Both do not fit.
+        """
+        fewest = math.ceil(100 * self.least / self.total) / 100
+        figures = (
+            f"training keeps {_size(self.kept)} between its steps, the server needs at least {_size(self.least)} "
+            f"({_size(self.weights)} for weights, {_size(self.row)} for the cache of one completion, "
+            f"{_size(_WORKSPACE)} to compute), libraries {_size(_CONTEXTS)}, and {_size(self.free)} are free "
+            f"{self.place}"
+        )
+        if self.most < fewest:
+            raise ConfigError(
+                f"vllm_mode='colocate': {figures}. {_REMEDY}; or leave vllm and use_vllm out, so that the training "
+                "process samples."
+            )
+        if given is not None and not fewest <= given <= self.most:
+            raise ConfigError(
+                f"vllm_gpu_memory_utilization={given}: must be from {fewest} to {self.most}, because {figures}. Leave "
+                f"it out for {self.most}."
+            )
+        return self.most if given is None else given
+
+
+def _share_of_server(subject: Subject, rows: datasets.Dataset, batches: Batches) -> float | None:
+    memory, given = _shared_memory(subject, rows, batches), subject.config.vllm_gpu_memory_utilization
+    share = None if memory is None else memory.share(given)
+    return share if given is None else None
+
+
+def show_share(section: Section, subject: Subject, rows: datasets.Dataset, batches: Batches) -> None:
+    """Show who has how much of a device that training shares with a server."""
+    memory = _shared_memory(subject, rows, batches)
+    if memory is None:
+        section.note("the server is on the CPU of training, where it keeps its memory while it sleeps")
+        return
+    share = memory.share(subject.config.vllm_gpu_memory_utilization)
+    section.ok(
+        f"the server gets {share:.2f} of the GPU's memory, {_size(share * memory.total)}, while it samples, and "
+        f"training keeps {_size(memory.kept)} then; the server sleeps otherwise"
+    )
+
+
+def _shared_memory(subject: Subject, rows: datasets.Dataset, batches: Batches) -> SharedMemory | None:
+    """What a training and a server on its device need; None: the device is a CPU, whose memory no sleep frees."""
+    config, model, total = subject.config, subject.model, _device_memory(subject)
+    if total is None:
+        return None
+    kept = _kept_between_steps(subject, weights_of(subject.trained))
+    if subject.algorithm.name == "ppo":
+        kept["critic"] = kept["weights"] + kept["optimizer"]
+    if (reward := getattr(subject.script, "reward_model_name_or_path", None)) is not None:
+        kept["reward"] = weights_of(outline_of(reward, is_classifier=True)).total
+    length = large_micro_batch(subject, rows, batches).prompt + config.longest_completion
+    row = cache_bytes(model, num_rows=1, num_tokens=length) // model.dtype.itemsize
+    free, place = _available(subject)
+    return SharedMemory(
+        total=total,
+        free=free,
+        place=place,
+        kept=sum(kept.values()),
+        weights=_SERVER_BYTES * weights_of(model).count,
+        row=_SERVER_BYTES * row,
     )
 
 
@@ -256,6 +374,14 @@ def _available(subject: Subject) -> tuple[int, str]:
     if subject.config.device.type == "cuda" and int(subject.config.world_size) > torch.cuda.device_count():
         place += " of this machine; the devices of other machines are taken to have as much"
     return free, place
+
+
+def _device_memory(subject: Subject) -> int | None:
+    """Bytes of the device, whether they are free or not; None: it is a CPU."""
+    device, plan = subject.config.device, subject.plan
+    if plan is not None and plan.device_memory is not None:
+        return plan.device_memory
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
 def _free(device: torch.device) -> tuple[int, str]:

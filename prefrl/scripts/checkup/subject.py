@@ -27,7 +27,7 @@ from prefrl.models.plans import position_limit
 from prefrl.models.reference import check_vocabulary
 from prefrl.registry import Algorithm
 from prefrl.scripts.arguments.command import CommandArguments
-from prefrl.scripts.arguments.launch import LaunchArguments, config_file
+from prefrl.scripts.arguments.launch import COLOCATE, LaunchArguments, config_file
 from prefrl.scripts.inputs import lora_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.trainer.configs import BCOConfig, DistillationConfig, KTOConfig, OnlineConfig, RewardConfig, SFTConfig
@@ -134,6 +134,11 @@ class Subject:
     def is_online(self) -> bool:
         """Whether it samples completions and scores them."""
         return isinstance(self.config, OnlineConfig)
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether completions are sampled by a server on the device of training."""
+        return self.is_online and bool(self.config.use_vllm) and self.config.vllm_mode == COLOCATE
 
     @cached_property
     def model(self) -> PreTrainedModel:

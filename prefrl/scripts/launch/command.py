@@ -1,27 +1,23 @@
 """`prefrl launch`: run an algorithm on several GPUs and nodes, optionally with a vLLM server beside it.
 
-Training and the server run as a unit: when one part ends, the other is ended too. What the server runs, and what is
-refused before it starts, stands here, too.
+Training and the server run as a unit: when one part ends, the other is ended too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import secrets
-import shlex
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 import typing
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +28,31 @@ from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.arguments.launch import (
-    AUTO,
+    COLOCATE,
     CONFIGS,
-    CPU,
     LAUNCHED,
     ONLY_CHECK,
     LaunchArguments,
     config_file,
     launch_options,
+    visible_gpus,
+    with_mode,
 )
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.launch.cluster import ClusterArguments, Job, start_commands, write
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
-from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
+from prefrl.scripts.launch.server import ServerProgram, check_start, plan_server, server_words
+from prefrl.scripts.launch.vllm_serve import PORT, ServeArguments, choose_port, serve_command
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema import options_of
 
 __all__ = [
-    "ServerProgram",
     "run_together",
-    "check_start",
-    "choose_port",
-    "plan_server",
     "CONFIGS",
     "plan_training",
     "start",
-    "visible_gpus",
-    "with_gpus",
     "main",
 ]
 
@@ -75,15 +67,9 @@ _ERROR = re.compile(r"prefrl vllm-serve: \w+Error: ")
 _MARK = "PREFRL_LAUNCH"
 
 
-@dataclass(frozen=True)
-class ServerProgram(Program):
-    """A vLLM server on this machine."""
-
-    port: int
-    start_timeout: float  # seconds within which it must answer, which it watches itself
-
-
-def run_together(training: Program, server: ServerProgram | None, *, checks: Program | None, log: Path) -> int:
+def run_together(
+    training: Program, server: ServerProgram | None, *, checks: Program | None, log: Path, share: Path | None = None
+) -> int:
     """Check, start the server, wait for it, train, and end whatever is left. Failures are reported on stderr.
 
     Args:
@@ -92,6 +78,7 @@ def run_together(training: Program, server: ServerProgram | None, *, checks: Pro
         checks: Runs before all others, which are started if it ends well, and reports its own failures; None: nothing
             is checked.
         log: File for the server's output.
+        share: Where the checks write the share of the device's memory that the server has, if they find one.
 
     Returns:
         0 if training ended well, else the exit code of the part that failed, or 128 + the signal.
@@ -102,6 +89,7 @@ def run_together(training: Program, server: ServerProgram | None, *, checks: Pro
             if checks is not None:
                 launch.run("the check of the run", checks)
             if server is not None and launch.goes_on:
+                server = server if share is None or not share.exists() else server.with_share(share.read_text())
                 print(f"prefrl launch: starting the vLLM server; its log is {log}", file=sys.stderr, flush=True)
                 launch.start("the vLLM server", server, log)
                 launch.watch(until=_Answers(server))
@@ -218,108 +206,6 @@ def _last_words(log: Path) -> list[str]:
     return text[own[-1] :].splitlines() if own else text.splitlines()[-_TAIL_LINES:]
 
 
-# Defaults of the run's own options.
-_HOST = "127.0.0.1"
-_PORT = "vllm_server_port"
-# The values that vLLM accepts for its maximum LoRA rank.
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_MISSING = "import importlib.util as u; print(*(name for name in ('vllm', 'prefrl') if u.find_spec(name) is None))"
-
-
-def plan_server(
-    options: LaunchArguments, run: Mapping[str, Any], visible: Sequence[str], environment: Mapping[str, str]
-) -> ServerProgram:
-    """The program that starts the vLLM server.
-
-    Raises:
-        ConfigError: The options of the server cannot work.
-    """
-    gpus = options.server_gpus(visible)
-    words = ["--model", run["model_name_or_path"], "--port", str(run[_PORT])]
-    words += _server_words(run, len(gpus), options.vllm_args)
-    serve = _check_server(words, gpus, run)
-    python = options.server_python(environment)
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    command = [python, "-P", "-m", "prefrl.scripts.main", "vllm-serve", *words]
-    return ServerProgram(command, devices, port=serve.port, start_timeout=serve.start_timeout)
-
-
-def _server_words(run: Mapping[str, Any], num_gpus: int, vllm_args: str | None) -> list[str]:
-    """Options of `prefrl vllm-serve` for the model of a run, but its name, and the user's."""
-    words = []
-    if run["model_revision"] != "main":  # the default of both
-        words += ["--revision", run["model_revision"]]
-    if num_gpus > 1:
-        words += ["--tensor_parallel_size", str(num_gpus)]
-    if run["use_peft"] and run["weight_sync"] in (None, "adapter"):
-        words += ["--max_lora_rank", str(_lora_rank(run))]
-    return [*words, *_split(vllm_args or "")]
-
-
-def check_start(server: ServerProgram) -> None:
-    """Refuse a server that could not start here.
-
-    Raises:
-        ConfigError: Its Python lacks vLLM or prefrl.
-    """
-    python = server.command[0]
-    done = subprocess.run([python, "-P", "-c", _MISSING], capture_output=True, text=True)
-    missing = done.stdout.split() if done.returncode == 0 else ["Python"]
-    if missing:
-        raise ConfigError(
-            f"vllm_python={python!r}: {' and '.join(missing)} not found there. Set vllm_python, or the variable "
-            "PREFRL_VLLM_PYTHON, to the Python of an environment with vLLM and prefrl: see docs/vllm.md."
-        )
-
-
-def choose_port(port: int, *, is_given: bool) -> int:
-    """`vllm_server_port`, or a free one if that is a default in use; ConfigError if it is given and in use."""
-    try:
-        check_port(_HOST, port)
-    except ConfigError as error:
-        if is_given:
-            raise ConfigError(
-                f"{_PORT}={port}: another program uses this port. Set another, or leave it out for a free one."
-            ) from error
-        with socket.socket() as probe:
-            probe.bind((_HOST, 0))
-            return int(probe.getsockname()[1])
-    return port
-
-
-def _lora_rank(run: Mapping[str, Any]) -> int:
-    """The smallest maximum rank that vLLM accepts and that fits the adapters of the run."""
-    pattern = run["lora_rank_pattern"] or {}
-    largest = max([run["lora_r"], *(json.loads(pattern) if isinstance(pattern, str) else pattern).values()])
-    return next((rank for rank in _LORA_RANKS if rank >= largest), largest)
-
-
-def _split(vllm_args: str) -> list[str]:
-    try:
-        return shlex.split(vllm_args)
-    except ValueError as error:
-        raise ConfigError(f"vllm_args={vllm_args!r}: {error}. Write it as in a shell.") from error
-
-
-def _check_server(words: Sequence[str], gpus: Sequence[str], run: Mapping[str, Any]) -> ServeArguments:
-    """Before anything is started, refuse options that the server would refuse or that do not match the run."""
-    parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(words)
-    serve: ServeArguments = parsed[0]
-    serve_command(serve, forwarded)
-    if (serve.host, serve.port) != (_HOST, run[_PORT]):
-        raise ConfigError(
-            f"vllm_args: host={serve.host!r} and port={serve.port} differ from the address that the run connects to, "
-            f"{_HOST} and {run[_PORT]}. Remove them; vllm_server_port of the run sets the port of both."
-        )
-    size = (serve.tensor_parallel_size or 1) * (serve.data_parallel_size or 1)
-    if gpus and size != len(gpus):
-        raise ConfigError(
-            f"vllm_args: tensor_parallel_size={serve.tensor_parallel_size} times "
-            f"data_parallel_size={serve.data_parallel_size} is {size}, but vllm names {len(gpus)} GPUs"
-        )
-    return serve
-
-
 _NAMES = frozenset(field.name for field in dataclasses.fields(LaunchArguments))
 # Options that the user's accelerate config may also set.
 _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -399,7 +285,7 @@ def write_files(argv: Sequence[str], given: Given, cluster: ClusterArguments) ->
         serve = None
         if cluster.server_nodes:
             num_gpus = 1 if run["use_cpu"] else cluster.gpus_per_node
-            serve = ["--model", run["model_name_or_path"], *_server_words(run, num_gpus, run["vllm_args"])]
+            serve = ["--model", run["model_name_or_path"], *server_words(run, num_gpus, run["vllm_args"])]
         folder = Path(run["output_dir"] or _OUTPUT_DIR).resolve()
         job = Job(argv[0], cluster, given.values, serve, folder, not run["use_cpu"], argv)
         if serve is not None:
@@ -424,29 +310,35 @@ def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_r
     defaults = {option["name"]: option.get("default") for option in options_of(words[0])}
     run = {**defaults, **given.values}
     with given.locating():
-        if options.vllm is not None and not dry_run:
-            port = choose_port(run[_PORT], is_given=_PORT in given.values)
-            if port != run[_PORT]:
-                words, run = [*words, f"--{_PORT}", str(port)], {**run, _PORT: port}
-        training, server = _plan(words, run, options, is_real=not dry_run)
+        config_file(options.accelerate_config)  # before torch is imported
+        visible = visible_gpus(os.environ)
+        if options.vllm is not None:
+            chosen = {"vllm_mode": with_mode(given, options, visible).values.get("vllm_mode", run["vllm_mode"])}
+            if not dry_run:
+                chosen[PORT] = choose_port(run[PORT], is_given=PORT in given.values)
+            changed = {name: value for name, value in chosen.items() if value != run[name]}
+            words = [*words, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
+            run |= changed
+        training, server = _plan(words, run, options, visible, is_real=not dry_run)
     if dry_run:
         print(*filter(None, (server, training)), sep="\n")
         return 0
-    # A server takes minutes to start: what is wrong is told before.
-    checks = None if server is None else Program(training.command, {**training.environment, ONLY_CHECK: "1"})
     log = Path(run["output_dir"] or _OUTPUT_DIR) / "vllm-server.log"
-    return run_together(training, server, checks=checks, log=log)
+    with tempfile.TemporaryDirectory() as folder:
+        share = Path(folder) / "share"
+        # A server takes minutes to start: what is wrong is told before.
+        checked = {**training.environment, ONLY_CHECK: str(share)}
+        checks = None if server is None else Program(training.command, checked)
+        return run_together(training, server, checks=checks, log=log, share=share)
 
 
 def _plan(
-    words: Sequence[str], run: Mapping[str, Any], options: LaunchArguments, *, is_real: bool
+    words: Sequence[str], run: Mapping[str, Any], options: LaunchArguments, visible: Sequence[str], *, is_real: bool
 ) -> tuple[Program, ServerProgram | None]:
     """Training and its server; if it is real, also checks that the server can start on this machine."""
-    config_file(options.accelerate_config)  # before torch is imported
     if options.vllm is None:
-        return plan_training(options, words, run, visible_gpus(os.environ)), None
-    visible = visible_gpus(os.environ)
-    options = with_gpus(options, run, visible)
+        return plan_training(options, words, run, visible), None
+    options = options.placed(run, visible)
     training = plan_training(options, words, run, visible)
     server = plan_server(options, run, visible, os.environ)
     if is_real:
@@ -456,33 +348,6 @@ def _plan(
     server.environment.update(key)
     training.environment.update(key)
     return training, server
-
-
-def with_gpus(options: LaunchArguments, run: Mapping[str, Any], visible: Sequence[str]) -> LaunchArguments:
-    """The options, with a place for the server instead of "auto".
-
-    Raises:
-        ConfigError: There is a single GPU, which cannot train and serve.
-    """
-    if options.vllm != AUTO:
-        return options
-    if run["use_cpu"] or not visible:
-        return dataclasses.replace(options, vllm=CPU)
-    if len(visible) == 1:
-        raise ConfigError(
-            "vllm='auto': one GPU is visible, but the server and training need one each. Leave vllm out, so that the "
-            "training process samples, or start `prefrl vllm-serve` on another machine and set vllm_server_host."
-        )
-    return dataclasses.replace(options, vllm=visible[-1])
-
-
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """For each GPU that this process sees, the value that selects it in CUDA_VISIBLE_DEVICES."""
-    import torch  # not needed for --help
-
-    listed = environment.get("CUDA_VISIBLE_DEVICES")
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    return listed.split(",")[:count] if listed else [str(i) for i in range(count)]
 
 
 def plan_training(
@@ -497,7 +362,8 @@ def plan_training(
     options = options if config is None else _completed(options, config)
     options.check_machines()
     server_gpus = options.server_gpus(visible)
-    gpus = [gpu for gpu in visible if gpu not in server_gpus]
+    shares_device = options.vllm is not None and run.get("vllm_mode") == COLOCATE
+    gpus = server_gpus if shares_device else [gpu for gpu in visible if gpu not in server_gpus]
     machines = options.num_machines or 1
     here = (options.num_processes or len(gpus) or 1) // machines
     environment = {}

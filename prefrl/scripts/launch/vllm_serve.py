@@ -25,6 +25,8 @@ from prefrl.options.names import unpinned_code
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.launch.processes import Supervisor
 
+HOST = "127.0.0.1"  # of a server that a run starts
+PORT = "vllm_server_port"  # the run's option
 _OLDEST_VLLM = (0, 32)
 _PLUGIN = "prefrl"
 
@@ -96,6 +98,9 @@ class ServeArguments:
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = opt(
         None, "Fraction of the GPU's memory for weights, activations and the key/value cache."
     )
+    enable_sleep_mode: bool = opt(
+        False, "Let a trainer on the same GPU put the server to sleep, which frees the memory: vllm_mode='colocate'."
+    )
     dtype: str | None = opt(None, "Data type of the weights, such as bfloat16.")
     max_model_len: Annotated[int, Ge(1)] | None = opt(
         None, "Maximum number of tokens of prompt and completion together."
@@ -141,7 +146,10 @@ def main(argv: Sequence[str]) -> int:
         "stored in a file that only you can read.",
     )
     (options,), forwarded = parser.parse_known(argv)
-    command = serve_command(options, [*_flags_of_build(), *forwarded])
+    flags = _flags_of_build()
+    if flags:  # a build for CPUs refuses to sleep, and yet answers requests to do so
+        options = dataclasses.replace(options, enable_sleep_mode=False)
+    command = serve_command(options, [*flags, *forwarded])
     added = serve_environment(options, os.environ)
     if options.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *command]))
@@ -312,3 +320,18 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(
             f"host={host!r}, port={port}: cannot listen there: {error.strerror}. Set another."
         ) from error
+
+
+def choose_port(port: int, *, is_given: bool) -> int:
+    """`vllm_server_port`, or a free one if that is a default in use; ConfigError if it is given and in use."""
+    try:
+        check_port(HOST, port)
+    except ConfigError as error:
+        if is_given:
+            raise ConfigError(
+                f"{PORT}={port}: another program uses this port. Set another, or leave it out for a free one."
+            ) from error
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            return int(probe.getsockname()[1])
+    return port

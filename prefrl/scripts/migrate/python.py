@@ -284,7 +284,7 @@ class _Script:
         if node.args:
             values["output_dir"] = _literal(node.args[0])
         removed: list[ast.expr | ast.keyword] = []
-        for step in trl.steps_of(name, accepted(name), values):
+        for step in trl.steps_of(name, accepted(name), values, starts_server=False):
             keyword = keywords[step.name]
             said = f"{name}({step.name}=...) {step.says}"
             if step.kind == "rename":

@@ -196,12 +196,6 @@ def _one(value: Any) -> Mapping[str, Any]:
     return {}
 
 
-def _server_mode(mode: Any) -> Mapping[str, Any]:
-    if mode != "server":
-        raise ValueError("that server shares the GPUs of training")
-    return {}
-
-
 # Options of configs and of the command line.
 TRL: dict[str, Counterpart] = {
     "padding_free": not_needed(_NO_PADDING),
@@ -218,16 +212,10 @@ TRL: dict[str, Counterpart] = {
     "use_transformers_continuous_batching": not_needed(_LOCAL),
     "transformers_continuous_batching_config": not_needed(_LOCAL),
     "use_transformers_paged": not_needed(_LOCAL),
-    "vllm_mode": Counterpart(
-        "server",
-        "completions come from a server on GPUs of its own, for 'colocate' too; without one, set use_vllm=False",
-        convert=_server_mode,
-    ),
     "vllm_model_impl": server(_SERVER.format("model-impl")),
-    "vllm_gpu_memory_utilization": server(_SERVER.format("gpu_memory_utilization")),
     "vllm_tensor_parallel_size": server(_SERVER.format("tensor_parallel_size")),
     "vllm_max_model_length": server(_SERVER.format("max_model_len")),
-    "vllm_enable_sleep_mode": server("a server has its own GPUs and never sleeps"),
+    "vllm_enable_sleep_mode": not_needed("with vllm_mode='colocate', the server sleeps while the trainer works"),
     "vllm_group_port": not_needed("the trainer chooses a free port"),
     "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_clip_max"),
     "log_completions_hub_repo": instead(
@@ -323,7 +311,7 @@ VALUES: dict[tuple[str, str, str], str] = {
 # Values that say what is so here anyway, and may not be given.
 SAME_VALUES: dict[str, Any] = {"remove_unused_columns": True}
 _EVERY = {"gradient_checkpointing": True, "bf16": True, "logging_nan_inf_filter": True}
-_SAMPLED = {"max_prompt_length": None, "vllm_server_timeout": 240.0}
+_SAMPLED = {"max_prompt_length": None, "vllm_server_timeout": 240.0, "vllm_mode": "colocate"}
 _ONLINE = {"max_completion_length": 512, "temperature": 1.0, "num_completions_to_print": None, **_SAMPLED, **_EVERY}
 # What an option is in TRL if it is not given, where that differs here: those of TRL 1.16, and of 1.12 for the configs
 # that later versions do not have.

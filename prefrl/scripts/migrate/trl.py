@@ -57,18 +57,26 @@ def config_name_of(command: str) -> str:
     return REGISTRY[command].config.partition(":")[2]
 
 
-def steps_of(config: str | None, known: Collection[str], values: Mapping[str, Any]) -> list[OptionChange]:
+def steps_of(
+    config: str | None, known: Collection[str], values: Mapping[str, Any], *, starts_server: bool = True
+) -> list[OptionChange]:
     """What becomes of the options that prefrl does not take as they are.
 
     Args:
         config: The name of the config; None: other options than those of prefrl are no mistake.
         known: The options that there are.
         values: Those that are given.
+        starts_server: Whether they are those of a command, which starts a server that shares the GPU.
     """
     steps: list[OptionChange] = []
     given = {name for name in values if name in known}
     for name, value in values.items():
-        step = _known(config, name, values) if name in known else _unknown(config, name, value, values, known)
+        if name == "use_vllm":
+            step = _of_server(name, values, starts_server=starts_server)
+        elif name in known:
+            step = _known(config, name, values)
+        else:
+            step = _unknown(config, name, value, values, known)
         if step is not None and step.kind in ("rename", "replace"):
             taken = step.options.keys() & given - {name}
             given |= step.options.keys()
@@ -116,8 +124,6 @@ def _known(config: str | None, name: str, values: Mapping[str, Any]) -> OptionCh
         return OptionChange(name, "replace", f"{value!r} is {ours!r} here", {name: ours})
     if name in SAME_VALUES and SAME_VALUES[name] == value:
         return OptionChange(name, "replace", f"{value!r} is not needed here", {})
-    if name == "use_vllm" and value is not False and "vllm_mode" not in values:
-        return OptionChange(name, "keep", f"without vllm_mode is 'colocate' in TRL: {TRL['vllm_mode'].text}", {})
     is_cispo = config == "GRPOConfig" and values.get("loss_type") == "cispo" and values.get("epsilon") != 1.0
     if is_cispo and name == "epsilon":
         return OptionChange(name, "replace", "is 1.0 for TRL's cispo, which has no lower bound", {"epsilon": 1.0})
@@ -125,6 +131,22 @@ def _known(config: str | None, name: str, values: Mapping[str, Any]) -> OptionCh
         return _bound_of_cispo(value, has_lower="epsilon" in values)
     if is_cispo and name == "loss_type" and "epsilon_high" not in values:
         return OptionChange(name, "keep", "'cispo': set epsilon=1.0, and epsilon_high to the bound of TRL minus 1", {})
+    return None
+
+
+def _of_server(name: str, values: Mapping[str, Any], *, starts_server: bool) -> OptionChange | None:
+    """The switch of a server. Without a mode, TRL's is that of a shared GPU, which is written out with the switch."""
+    value, mode = values[name], values.get("vllm_mode")
+    if value is False or mode == "server":
+        return None
+    if not starts_server:
+        says = (
+            "with vllm_mode 'colocate', TRL's default: before the script, start prefrl vllm-serve --enable_sleep_mode "
+            "on the same GPU, which the command prefrl grpo does by itself"
+        )
+        return OptionChange(name, "keep", says, {})
+    if value is UNKNOWN and mode is None:
+        return OptionChange(name, "keep", "without vllm_mode is 'colocate' in TRL: set vllm_mode", {})
     return None
 
 
@@ -148,8 +170,7 @@ def _unknown(
         return None if config is None else OptionChange(name, "keep", f"is no option of {config}", {})
     if row.kind == "aside":
         return OptionChange(name, "comment", row.says, {})
-    is_unused = name == "vllm_mode" and not values.get("use_vllm")
-    if row.may_go and (is_unused or row.convert is None):
+    if row.may_go and row.convert is None:
         return OptionChange(name, "replace", row.says, {})
     if row.kind == "renamed" and row.options[0] in known and (value is UNKNOWN or row.convert is None):
         return OptionChange(name, "rename", row.says, {row.options[0]: value})

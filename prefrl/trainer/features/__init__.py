@@ -23,11 +23,21 @@ from prefrl.trainer.features.moving_reference import MovingReference
 from prefrl.trainer.features.plateau import plateau_watch
 from prefrl.trainer.features.profile import profiler
 from prefrl.trainer.features.router import RouterLoss, router_loss
+from prefrl.trainer.features.shared_device import SharedDevice
 from prefrl.trainer.features.sizes import EvaluationSize, automatic_sizes
 from prefrl.trainer.features.uploads import uploaded_checkpoints
 from prefrl.trainer.parts import Part, Run
 
-__all__ = ["EvaluationSize", "Hub", "MovingReference", "RouterLoss", "count_flops", "parts_of", "parts_of_models"]
+__all__ = [
+    "EvaluationSize",
+    "Hub",
+    "MovingReference",
+    "RouterLoss",
+    "SharedDevice",
+    "count_flops",
+    "parts_of",
+    "parts_of_models",
+]
 
 
 def parts_of_models(args: BaseConfig, policy: PreTrainedModel) -> list[Part]:

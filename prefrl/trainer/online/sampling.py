@@ -26,6 +26,7 @@ from prefrl.generation.vllm.elastic import ElasticFleet, Members
 from prefrl.generation.vllm.handshake import Requirements
 from prefrl.generation.vllm.members import source_of
 from prefrl.generation.vllm.requests import Guided
+from prefrl.generation.vllm.sleep import Sleep
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
 from prefrl.metrics import Max, Metric, Sum
@@ -402,17 +403,24 @@ def make_generator(
     over = args.vllm_params.delta_over or _group_kind(args) if method == "delta" else None
     needs_folder = (over or method) in ("shm", "adapter")
     folder = Path(args.shared_folder) if needs_folder and args.shared_folder is not None else None
+    timeout, shares_device = args.vllm_params.sync_timeout, args.vllm_mode == "colocate"
+    # Weights that no sync replaces have to outlast the sleep.
+    level: Literal[1, 2] = 1 if method in ("adapter", "delta") else 2
+    sleep = Sleep(http, level=level, timeout=timeout) if shares_device else None
     return VLLMGenerator(
         args.server_urls if members is None or args.vllm_params.admin_urls is not None else [],
         http=http,
-        weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout, over=over),
-        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
+        weight_sync=WeightSync(
+            http, method=method, folder=folder, timeout=timeout, over=over, shares_device=shares_device
+        ),
+        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter", shares_device=shares_device),
         stop_ids=end_token_ids(base, tokenizer),
         never=placeholder_ids(base),
         server_timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
         members=members,
+        sleep=sleep,
     )
 
 
@@ -450,6 +458,8 @@ def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = F
         return args.weight_sync
     if has_adapter and not reads_images and args.shared_folder is not None:
         return "adapter"
+    if args.vllm_mode == "colocate":
+        return "shm"
     return _group_kind(args)
 
 

@@ -31,6 +31,7 @@ from prefrl.trainer.arguments import (
 )
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
+from prefrl.trainer.features import SharedDevice
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
@@ -177,8 +178,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.generator: Generator = make_generator(
             args, self.policy, self.tokenizer, weights=self.weights, max_rows=max_rows, autocast=autocast
         )
-        sampler = self._sampler()
-        collects = partial(collector_of, args, sampler, lambda: self.state, lambda: self.account.clock())
+        if args.use_vllm and args.vllm_mode == "colocate":
+            self.parts.add(SharedDevice(cast("Any", self.generator).rest))
+        collects = partial(collector_of, args, self._sampler(), lambda: self.state, lambda: self.account.clock())
         self._collector = collects(self.rewards)
         has_loss = self.eval_rewards is self.rewards
         collector = self._collector if has_loss else collects(self.eval_rewards)
@@ -294,6 +296,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
                 request = self.prompts.request(number, last=self.plan.last_unit)
                 collected = self.prompts.collect(request, number)
                 self.account.move("reward", collected.reward_s)
+            self.parts.tell("sampled", self)
         return collected
 
     def _seal(self, number: int, parts: list[Collected]) -> None:
@@ -421,6 +424,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def end_evaluation(self, model: nn.Module, name: str) -> dict[str, Metric]:
         """The loss, as in a step that learns from all completions of the evaluation at once, and its metrics."""
         collected = self._evaluation.take()
+        self.parts.tell("sampled", self)
         if self.predicted is not None:
             add_rollouts(self.predicted, collected.rollouts)
         if not self._evaluation.has_loss:  # it belongs to the rewards of training
@@ -428,8 +432,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         learned = self._learned(collected.rollouts, num_parts=1)
         (minibatch,) = self._minibatches.of(learned)
         metrics = {"loss": Mean(0.0, minibatch.num_items, empty=0.0), **learned.metrics}
-        told = self._evaluation.report(collected, name=name, step=self.state.global_step)
-        merge(metrics, told | minibatch.metrics)
+        merge(metrics, self._evaluation.report(collected, name=name, step=self.state.global_step) | minibatch.metrics)
         num_missing = distributed.missing_passes(model, len(minibatch.micro_batches), self.args.device)
         for output in self._evaluated(model, minibatch.micro_batches, num_missing=num_missing):
             merge(metrics, {"loss": Mean(output.total, 0.0), **output.metrics})
@@ -444,16 +447,13 @@ class OnlineTrainer(BaseTrainer[Ready]):
     @cached_property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
-        scores_old = self.args.updates_per_generation > 1 or self.learner.needs
-        old_policy = ["old_policy"] if scores_old else []
-        weight_sync = ["weight_sync"] if self.args.use_vllm else []
-        return [*weight_sync, "generation", "reward", *old_policy, *super().phases]
+        old_policy = ["old_policy"] if self.args.updates_per_generation > 1 or self.learner.needs else []
+        return [*(["weight_sync"] if self.args.use_vllm else []), "generation", "reward", *old_policy, *super().phases]
 
     def _report(self, collected: Collected) -> None:
         """Record the metrics of a generation batch, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
-        step = self.state.global_step
-        has_rewards = bool(self.rewards.names)
+        step, has_rewards = self.state.global_step, bool(self.rewards.names)
         metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
         metrics |= self.health.check(collected.rollouts)
         if self.args.use_vllm:
@@ -491,10 +491,10 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote; with another number of processes, redistribute the rollouts."""
-        rank, world_size = distributed.rank(), distributed.world_size()
+        rank, size = distributed.rank(), distributed.world_size()
         num_files = distributed.writer_of(folder).num_processes
         paths = [folder / distributed.rollouts_file(number, num_files) for number in range(num_files)]
-        self.buffer.load_share(paths, cut=self._minibatches.cut, rank=rank, world_size=world_size)
+        self.buffer.load_share(paths, cut=self._minibatches.cut, rank=rank, world_size=size)
         self.prompts.load(folder)
         restore(self.learner, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
         super()._load_update_state(folder)

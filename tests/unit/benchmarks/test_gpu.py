@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_report
 from benchmarks.gpu import Stage, main
-from benchmarks.gpu_stages import _tiny_workloads, plans
+from benchmarks.gpu_stages import _tiny_workloads, lives, plans, shared
 from benchmarks.workloads import CUDA_WORKLOADS
 from prefrl.models.attention.interface import KERNELS
 
@@ -105,3 +105,35 @@ def test_a_stage_that_works_in_another_folder_finds_the_file(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     assert gpu._parse(["--output", "a.json"]).output == tmp_path / "a.json"
     assert gpu._parse(["--rehearse"]).output == tmp_path / "runs/gpu-rehearsal.json"
+
+
+LOG = """\
+INFO [gpu_worker.py:326] Sleep mode freed 1.00 GiB memory, 9.00 GiB memory is still in use.
+INFO [abstract.py:390] It took 0.100000 seconds to fall asleep.
+INFO [abstract.py:408] It took 0.200000 seconds to wake up tags ['weights'].
+INFO [abstract.py:408] It took 0.300000 seconds to wake up tags ['kv_cache'].
+INFO [gpu_worker.py:326] Sleep mode freed 12.50 GiB memory, 7.25 GiB memory is still in use.
+INFO [abstract.py:390] It took 0.400000 seconds to fall asleep.
+"""
+METRICS = {"time/weight_sync_s": 0.7, "time/generation_s": 2.0, "step_time": 5.0}
+
+
+def test_a_step_has_the_sleep_after_its_completions() -> None:
+    expected = {"step": 1, "sync_s": 0.7, "generation_s": 2.0, "step_s": 5.0, "wake_weights_s": 0.2}
+    expected |= {"wake_cache_s": 0.3, "sleep_s": 0.4, "freed_gib": 12.5, "held_gib": 7.25}
+    logged = [{"step": 1, **METRICS}, {"step": 1, "train_loss": 0.0}]
+    assert lives(LOG, logged) == [expected]
+    of_cpu = "".join(line for line in LOG.splitlines(keepends=True) if "freed" not in line)
+    (found,) = lives(of_cpu, logged)
+    assert expected.items() - found.items() == {("freed_gib", 12.5), ("held_gib", 7.25)}
+    table = gpu_report._shared([{"share": 0.4}, expected])
+    assert table.startswith("The server had 0.40 of the memory.\n\n| step | waking for weights, s |")
+    assert table.endswith("| 1 | 0.2 | 0.7 | 0.3 | 2 | 0.4 | 12.5 | 7.25 | 5 |")
+
+
+def test_a_machine_without_vllm_leaves_the_stage_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFRL_VLLM_PYTHON", raising=False)
+    records: list[dict[str, Any]] = []
+    shared(records.append, rehearses=True)
+    assert [*records[0]] == ["left_out"]
+    assert gpu_report._shared(records).startswith("Not measured: vLLM")

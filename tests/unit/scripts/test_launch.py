@@ -14,19 +14,13 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from prefrl.errors import ConfigError
 from prefrl.registry import REGISTRY
-from prefrl.scripts.arguments.launch import LaunchArguments, launch_options
+from prefrl.scripts.arguments.command import Given
+from prefrl.scripts.arguments.launch import LaunchArguments, launch_options, visible_gpus, with_mode
 from prefrl.scripts.inputs import read
-from prefrl.scripts.launch.command import (
-    CONFIGS,
-    ServerProgram,
-    check_start,
-    choose_port,
-    plan_server,
-    plan_training,
-    visible_gpus,
-    with_gpus,
-)
+from prefrl.scripts.launch.command import CONFIGS, plan_training
 from prefrl.scripts.launch.processes import Program
+from prefrl.scripts.launch.server import ServerProgram, check_start, plan_server
+from prefrl.scripts.launch.vllm_serve import choose_port
 from prefrl.scripts.schema import SchemaParser
 
 EIGHT = [str(i) for i in range(8)]
@@ -248,16 +242,93 @@ def test_a_server_that_does_not_fit_the_run_is_refused(
         server(*words, **options)
 
 
+def placed(gpus: list[str], *, use_cpu: bool = False, mode: str = "server", **options: Any) -> str | None:
+    """Where `vllm="auto"` puts the server."""
+    run = {"use_cpu": use_cpu, "vllm_mode": mode}
+    return LaunchArguments(**{"vllm": "auto"} | options).placed(run, gpus).vllm
+
+
 @pytest.mark.parametrize(
     ("use_cpu", "gpus", "place"), [(False, EIGHT, "7"), (False, [], "cpu"), (True, EIGHT, "cpu"), (True, ["0"], "cpu")]
 )
 def test_auto_is_the_last_gpu_or_the_cpu(use_cpu: bool, gpus: list[str], place: str) -> None:
-    assert with_gpus(LaunchArguments(vllm="auto"), {"use_cpu": use_cpu}, gpus).vllm == place
+    assert placed(gpus, use_cpu=use_cpu) == place
+    assert placed(gpus, use_cpu=use_cpu, num_processes=1, mode="colocate") == (place if place == "cpu" else "0")
 
 
-def test_one_gpu_is_not_enough_for_training_and_a_server() -> None:
-    with pytest.raises(ConfigError, match="vllm='auto': one GPU is visible, but the server and training need one"):
-        with_gpus(LaunchArguments(vllm="auto"), {"use_cpu": False}, ["0"])
+@pytest.mark.parametrize(
+    ("gpus", "values", "vllm", "mode"),
+    [
+        pytest.param(["3"], {}, "auto", "colocate", id="the only one"),
+        pytest.param(["3"], {"vllm_mode": "server"}, "auto", "server", id="unless told otherwise"),
+        pytest.param(["3"], {"use_cpu": True}, "auto", None, id="the CPU needs no sharing"),
+        pytest.param(["3"], {}, "cpu", None, id="a place for the server"),
+        pytest.param(["3", "4"], {}, "auto", None, id="two"),
+        pytest.param([], {}, "auto", None, id="none"),
+    ],
+)
+def test_auto_shares_the_only_gpu(gpus: list[str], values: dict[str, Any], vllm: str, mode: str | None) -> None:
+    found = with_mode(Given(values, {}), LaunchArguments(vllm=vllm), gpus)
+    assert found.values.get("vllm_mode") == mode
+    assert found.values.items() >= values.items()
+
+
+def test_training_and_the_server_are_on_the_gpu_that_they_share() -> None:
+    words = ["--vllm_mode", "colocate", "--use_vllm", "--num_processes", "1"]
+    run = SchemaParser("grpo").read([*GRPO, *words])[0]
+    options = LaunchArguments(vllm="auto", num_processes=1).placed(run, EIGHT)
+    program = plan_training(options, ["grpo", *words], run, EIGHT)
+    serve = plan_server(options, run, EIGHT, {})
+    assert program.environment["CUDA_VISIBLE_DEVICES"] == serve.environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert serve.command[-3:] == ["--port", "8000", "--enable_sleep_mode"]
+    assert serve.with_share("0.41").command[-2:] == ["--gpu_memory_utilization", "0.41"]
+    given = plan_server(options, run | {"vllm_gpu_memory_utilization": 0.5}, EIGHT, {})
+    assert given.command[-3:] == ["--enable_sleep_mode", "--gpu_memory_utilization", "0.5"]
+
+
+def test_a_mode_that_shares_the_gpu_starts_the_server() -> None:
+    options = asked("--use_vllm", "--vllm_mode", "colocate")
+    assert options is not None
+    assert options.vllm == "auto"
+    assert asked("--vllm_mode", "colocate") is None, "without use_vllm, it says nothing"
+    assert asked("--use_vllm", "--vllm_mode", "colocate", LOCAL_RANK="0") is None, "nothing is started by a worker"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "message"),
+    [
+        (["0"], {}, "vllm='auto' with vllm_mode='server': one GPU is visible, but the server and training need one"),
+        (EIGHT, {"mode": "colocate"}, "num_processes=None and 8 visible GPUs: one process and one server share a GPU"),
+        (["0"], {"mode": "colocate", "num_processes": 2}, "num_processes=2 and 1 visible GPUs: one process"),
+    ],
+)
+def test_what_cannot_share_a_gpu_is_refused(gpus: list[str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(gpus, **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vllm", "6,7"], "vllm='6,7' with vllm_mode='colocate': the server shares the device of training"),
+        (["--vllm_server_host", "node5"], "would start a server, but vllm_server_host='node5' names another one"),
+    ],
+)
+def test_servers_elsewhere_share_nothing(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked("--use_vllm", "--vllm_mode", "colocate", *words)
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "message"),
+    [
+        ("--gpu_memory_utilization 0.9", "gpu_memory_utilization=0.9 with .*set vllm_gpu_memory_utilization of the"),
+        ('--speculative_config \'{"model": "m"}\'', "speculative_config=.*the server forgets all weights"),
+    ],
+)
+def test_a_server_that_could_not_sleep_and_go_on_is_refused(vllm_args: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        server("--use_vllm", "--vllm_mode", "colocate", vllm="0", vllm_args=vllm_args)
 
 
 def test_a_server_that_could_not_start_is_refused_before(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from prefrl.generation.vllm import handshake
-from prefrl.scripts.launch.command import ServerProgram, run_together
+from prefrl.scripts.launch.command import run_together
 from prefrl.scripts.launch.processes import Program
+from prefrl.scripts.launch.server import ServerProgram
 from tests.patience import is_running
 
 # Starts a process in a session of its own, as torchrun does, which ignores SIGTERM; then does what it is told.
@@ -138,6 +139,22 @@ def test_a_server_that_does_not_start_is_told_with_its_reason_and_nothing_is_tra
         "  prefrl vllm-serve: GenerationError: the reason",
         "    more of it",
     ]
+
+
+def test_the_server_gets_the_share_that_the_check_has_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = f"open({str(tmp_path / 'share')!r}, 'w').write('0.41')"
+    server = "import sys; sys.exit(f'prefrl vllm-serve: GenerationError: {sys.argv[1:]}')"
+    result = run_together(
+        Program(["/no/such/program"], {}),
+        ServerProgram([sys.executable, "-c", server], {}, port=1, start_timeout=90.0),
+        checks=Program([sys.executable, "-c", code], {}),
+        log=tmp_path / "server.log",
+        share=tmp_path / "share",
+    )
+    assert result == 1
+    said = capfd.readouterr().err
+    assert "the vLLM server gets 0.41 of the memory of the GPU" in said
+    assert "GenerationError: ['--gpu_memory_utilization', '0.41']" in said
 
 
 def test_a_check_that_fails_is_the_end_before_the_server_is_started(
