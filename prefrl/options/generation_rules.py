@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import lcm
 from typing import Any
-from urllib.parse import urlsplit
 
 from prefrl.options.fields import Example, Rule, example, mapping_of, unset, when
+from prefrl.options.names import wrong_server, wrong_url
 
-# How `vllm_server_base_url` and `admin_urls` begin if they say where servers are found, instead of listing them.
-FOLDER, DNS = "dir:", "dns:"
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
 
@@ -283,22 +280,6 @@ def unscored(o: Any) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in (cuts | _guides(o)).items())
 
 
-def wrong_url(urls: Sequence[str]) -> str | None:
-    """A URL without http or https, or without a host."""
-    parts = {url: urlsplit(url) for url in urls}
-    wrong = (url for url, part in parts.items() if part.scheme not in ("http", "https") or not part.hostname)
-    return next(wrong, None)
-
-
-def _wrong_server(urls: Sequence[str]) -> str | None:
-    """What is neither a URL nor, alone in its list, a place where servers are found."""
-    if len(urls) > 1 or not urls[0].startswith((FOLDER, DNS)):
-        return wrong_url(urls)
-    name, _, port = urls[0].removeprefix(DNS).rpartition(":")
-    is_right = urls[0] != FOLDER if urls[0].startswith(FOLDER) else name and port.isdecimal() and 0 < int(port) < 2**16
-    return None if is_right else urls[0]
-
-
 def _writes_no_files(o: Any) -> bool:
     return o.weight_sync in ("nccl", "gloo")
 
@@ -415,12 +396,12 @@ SERVER_RULES = (
         example("grpo", use_vllm=True, vllm_server_host=""),
     ),
     when(
-        lambda o: _wrong_server(o.server_urls),
+        lambda o: wrong_server(o.server_urls),
         f"vllm_server_base_url={{found!r}}: {_PLACES}.",
         example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
     ),
     when(
-        lambda o: _wrong_server(o.engine_urls),
+        lambda o: wrong_server(o.engine_urls),
         f"vllm_kwargs: admin_urls={{found!r}}: {_PLACES}.",
         example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["dns:engines"]}),
     ),

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import secrets
-import shlex
 import signal
 import socket
 import subprocess
@@ -43,9 +41,9 @@ from prefrl.scripts.arguments.launch import (
 )
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import check_files, read
-from prefrl.scripts.launch.cluster import ClusterArguments, Job, start_commands, write
+from prefrl.scripts.launch.cluster import OUTPUT_DIR, ClusterArguments, server_switch, write_files
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
-from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command
+from prefrl.scripts.launch.vllm_serve import ServeArguments, check_port, serve_command, server_words
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema import options_of
@@ -221,8 +219,6 @@ def _last_words(log: Path) -> list[str]:
 # Defaults of the run's own options.
 _HOST = "127.0.0.1"
 _PORT = "vllm_server_port"
-# The values that vLLM accepts for its maximum LoRA rank.
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _MISSING = "import importlib.util as u; print(*(name for name in ('vllm', 'prefrl') if u.find_spec(name) is None))"
 
 
@@ -236,24 +232,12 @@ def plan_server(
     """
     gpus = options.server_gpus(visible)
     words = ["--model", run["model_name_or_path"], "--port", str(run[_PORT])]
-    words += _server_words(run, len(gpus), options.vllm_args)
+    words += server_words(run, len(gpus), options.vllm_args)
     serve = _check_server(words, gpus, run)
     python = options.server_python(environment)
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     command = [python, "-P", "-m", "prefrl.scripts.main", "vllm-serve", *words]
     return ServerProgram(command, devices, port=serve.port, start_timeout=serve.start_timeout)
-
-
-def _server_words(run: Mapping[str, Any], num_gpus: int, vllm_args: str | None) -> list[str]:
-    """Options of `prefrl vllm-serve` for the model of a run, but its name, and the user's."""
-    words = []
-    if run["model_revision"] != "main":  # the default of both
-        words += ["--revision", run["model_revision"]]
-    if num_gpus > 1:
-        words += ["--tensor_parallel_size", str(num_gpus)]
-    if run["use_peft"] and run["weight_sync"] in (None, "adapter"):
-        words += ["--max_lora_rank", str(_lora_rank(run))]
-    return [*words, *_split(vllm_args or "")]
 
 
 def check_start(server: ServerProgram) -> None:
@@ -287,20 +271,6 @@ def choose_port(port: int, *, is_given: bool) -> int:
     return port
 
 
-def _lora_rank(run: Mapping[str, Any]) -> int:
-    """The smallest maximum rank that vLLM accepts and that fits the adapters of the run."""
-    pattern = run["lora_rank_pattern"] or {}
-    largest = max([run["lora_r"], *(json.loads(pattern) if isinstance(pattern, str) else pattern).values()])
-    return next((rank for rank in _LORA_RANKS if rank >= largest), largest)
-
-
-def _split(vllm_args: str) -> list[str]:
-    try:
-        return shlex.split(vllm_args)
-    except ValueError as error:
-        raise ConfigError(f"vllm_args={vllm_args!r}: {error}. Write it as in a shell.") from error
-
-
 def _check_server(words: Sequence[str], gpus: Sequence[str], run: Mapping[str, Any]) -> ServeArguments:
     """Before anything is started, refuse options that the server would refuse or that do not match the run."""
     parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(words)
@@ -323,7 +293,6 @@ def _check_server(words: Sequence[str], gpus: Sequence[str], run: Mapping[str, A
 _NAMES = frozenset(field.name for field in dataclasses.fields(LaunchArguments))
 # Options that the user's accelerate config may also set.
 _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
-_OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an output_dir
 
 
 class _Parser(OptionParser):
@@ -364,7 +333,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
     cluster = ClusterArguments(**{field.name: own[field.name] for field in dataclasses.fields(ClusterArguments)})
     if cluster.server_nodes:
-        words = [*words, *_server_switch(argv[0], cluster.server_nodes)]
+        words = [*words, *server_switch(argv[0], cluster.server_nodes)]
     given = read(REGISTRY[argv[0]], words, is_launched=True)
     if not own["dry_run"]:
         check_files(given)
@@ -372,44 +341,6 @@ def main(argv: Sequence[str]) -> int:
         return write_files(argv, given, cluster)
     options = launch_options(given, os.environ) or LaunchArguments()
     return start([argv[0], *words], given, options, dry_run=own["dry_run"])
-
-
-def _server_switch(algorithm: str, server_nodes: int) -> list[str]:
-    """What lets a run sample on servers."""
-    if "use_vllm" not in {option["name"] for option in options_of(algorithm)}:
-        raise ConfigError(f"server_nodes={server_nodes}: {algorithm} samples no completions. Leave it out.")
-    return ["--use_vllm", "true"]
-
-
-def write_files(argv: Sequence[str], given: Given, cluster: ClusterArguments) -> int:
-    """Write what starts a run on a cluster; returns the exit code.
-
-    Args:
-        argv: The words after `prefrl launch`.
-        given: The options of the run.
-        cluster: Its nodes.
-
-    Raises:
-        ConfigError: The options ask for something that cannot work.
-    """
-    defaults = {option["name"]: option.get("default") for option in options_of(argv[0])}
-    run = {**defaults, **given.values}
-    with given.locating():
-        config_file(run["accelerate_config"])
-        serve = None
-        if cluster.server_nodes:
-            num_gpus = 1 if run["use_cpu"] else cluster.gpus_per_node
-            serve = ["--model", run["model_name_or_path"], *_server_words(run, num_gpus, run["vllm_args"])]
-        folder = Path(run["output_dir"] or _OUTPUT_DIR).resolve()
-        job = Job(argv[0], cluster, given.values, serve, folder, not run["use_cpu"], argv)
-        if serve is not None:
-            parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(job.server_words)
-            serve_command(parsed[0], forwarded)
-        start, config = write(job)
-    read(REGISTRY[argv[0]], ["--config", str(config)], is_launched=True)
-    print(f"Wrote {start} and {config}. Start it with:")
-    print(*(f"  {line}" for line in start_commands(job, start)), sep="\n")
-    return 0
 
 
 def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_run: bool = False) -> int:
@@ -434,7 +365,7 @@ def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_r
         return 0
     # A server takes minutes to start: what is wrong is told before.
     checks = None if server is None else Program(training.command, {**training.environment, ONLY_CHECK: "1"})
-    log = Path(run["output_dir"] or _OUTPUT_DIR) / "vllm-server.log"
+    log = Path(run["output_dir"] or OUTPUT_DIR) / "vllm-server.log"
     return run_together(training, server, checks=checks, log=log)
 
 

@@ -312,3 +312,33 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(
             f"host={host!r}, port={port}: cannot listen there: {error.strerror}. Set another."
         ) from error
+
+
+# The values that vLLM accepts for its maximum LoRA rank.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def server_words(run: Mapping[str, Any], num_gpus: int, vllm_args: str | None) -> list[str]:
+    """Options of `prefrl vllm-serve` for the model of a run, but its name, and the user's."""
+    words = []
+    if run["model_revision"] != "main":  # the default of both
+        words += ["--revision", run["model_revision"]]
+    if num_gpus > 1:
+        words += ["--tensor_parallel_size", str(num_gpus)]
+    if run["use_peft"] and run["weight_sync"] in (None, "adapter"):
+        words += ["--max_lora_rank", str(_lora_rank(run))]
+    return [*words, *_split(vllm_args or "")]
+
+
+def _lora_rank(run: Mapping[str, Any]) -> int:
+    """The smallest maximum rank that vLLM accepts and that fits the adapters of the run."""
+    pattern = run["lora_rank_pattern"] or {}
+    largest = max([run["lora_r"], *(json.loads(pattern) if isinstance(pattern, str) else pattern).values()])
+    return next((rank for rank in _LORA_RANKS if rank >= largest), largest)
+
+
+def _split(vllm_args: str) -> list[str]:
+    try:
+        return shlex.split(vllm_args)
+    except ValueError as error:
+        raise ConfigError(f"vllm_args={vllm_args!r}: {error}. Write it as in a shell.") from error
