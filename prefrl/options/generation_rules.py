@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, mapping_of, unset, when
-from prefrl.options.names import wrong_server, wrong_url
+from prefrl.options.names import PLACES, wrong_server, wrong_url
 
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
@@ -376,10 +376,6 @@ NO_SERVER_RULES = (
         same={"vllm_server_host": "0.0.0.0", "vllm_server_timeout": 240.0},
     ),
 )
-_PLACES = (
-    "must be like http://host:8000; or, alone in its list, a folder like dir:/shared/fleet or a DNS name like "
-    "dns:name:8000"
-)
 # With use_vllm.
 SERVER_RULES = (
     *unset(
@@ -397,12 +393,12 @@ SERVER_RULES = (
     ),
     when(
         lambda o: wrong_server(o.server_urls),
-        f"vllm_server_base_url={{found!r}}: {_PLACES}.",
+        f"vllm_server_base_url={{found!r}}: {PLACES}.",
         example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
     ),
     when(
         lambda o: wrong_server(o.engine_urls),
-        f"vllm_kwargs: admin_urls={{found!r}}: {_PLACES}.",
+        f"vllm_kwargs: admin_urls={{found!r}}: {PLACES}.",
         example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["dns:engines"]}),
     ),
     when(

@@ -358,6 +358,10 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 # How `vllm_server_base_url` and `admin_urls` begin if they say where servers are found, instead of listing them.
 FOLDER, DNS = "dir:", "dns:"
+PLACES = (
+    "must be like http://host:8000; or, alone in its list, a folder like dir:/shared/fleet or a DNS name like "
+    "dns:name:8000"
+)
 
 
 def wrong_url(urls: Sequence[str]) -> str | None:
