@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import lcm
 from typing import Any
-from urllib.parse import urlsplit
 
 from prefrl.options.fields import Example, Rule, example, mapping_of, unset, when
+from prefrl.options.names import PLACES, wrong_server, wrong_url
 
-# How `vllm_server_base_url` and `admin_urls` begin if they say where servers are found, instead of listing them.
-FOLDER, DNS = "dir:", "dns:"
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
 
@@ -296,25 +293,9 @@ def unscored(o: Any) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in (cuts | _guides(o)).items())
 
 
-def wrong_url(urls: Sequence[str]) -> str | None:
-    """A URL without http or https, or without a host."""
-    parts = {url: urlsplit(url) for url in urls}
-    wrong = (url for url, part in parts.items() if part.scheme not in ("http", "https") or not part.hostname)
-    return next(wrong, None)
-
-
 def _carrier(o: Any) -> Any:
     """What sends the weights, or what has changed of them; None: the default."""
     return o.vllm_params.delta_over if o.weight_sync == "delta" else o.weight_sync
-
-
-def _wrong_server(urls: Sequence[str]) -> str | None:
-    """What is neither a URL nor, alone in its list, a place where servers are found."""
-    if len(urls) > 1 or not urls[0].startswith((FOLDER, DNS)):
-        return wrong_url(urls)
-    name, _, port = urls[0].removeprefix(DNS).rpartition(":")
-    is_right = urls[0] != FOLDER if urls[0].startswith(FOLDER) else name and port.isdecimal() and 0 < int(port) < 2**16
-    return None if is_right else urls[0]
 
 
 def _writes_no_files(o: Any) -> bool:
@@ -406,10 +387,6 @@ NO_SERVER_RULES = (
         same={"vllm_server_host": "0.0.0.0", "vllm_server_timeout": 240.0},
     ),
 )
-_PLACES = (
-    "must be like http://host:8000; or, alone in its list, a folder like dir:/shared/fleet or a DNS name like "
-    "dns:name:8000"
-)
 # With use_vllm.
 SERVER_RULES = (
     *unset(
@@ -426,13 +403,13 @@ SERVER_RULES = (
         example("grpo", use_vllm=True, vllm_server_host=""),
     ),
     when(
-        lambda o: _wrong_server(o.server_urls),
-        f"vllm_server_base_url={{found!r}}: {_PLACES}.",
+        lambda o: wrong_server(o.server_urls),
+        f"vllm_server_base_url={{found!r}}: {PLACES}.",
         example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
     ),
     when(
-        lambda o: _wrong_server(o.engine_urls),
-        f"vllm_kwargs: admin_urls={{found!r}}: {_PLACES}.",
+        lambda o: wrong_server(o.engine_urls),
+        f"vllm_kwargs: admin_urls={{found!r}}: {PLACES}.",
         example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["dns:engines"]}),
     ),
     when(

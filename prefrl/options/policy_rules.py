@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, unset, when
-from prefrl.options.generation_rules import cuts_of, unscored, wrong_url
+from prefrl.options.generation_rules import cuts_of, unscored
+from prefrl.options.names import wrong_url
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.policy import IN_REWARD
 from prefrl.options.schedule import takes_warmup

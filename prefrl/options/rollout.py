@@ -12,7 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import Rule, ascending, example, flat, opt, when
-from prefrl.options.generation_rules import DNS, FOLDER, unscored
+from prefrl.options.generation_rules import unscored
+from prefrl.options.names import DNS, FOLDER
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
 from prefrl.options.types import Seconds
 

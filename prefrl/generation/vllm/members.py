@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prefrl.errors import ConfigError
-from prefrl.options.generation_rules import DNS, FOLDER, wrong_url
+from prefrl.options.names import DNS, FOLDER, wrong_url
 from prefrl.options.rollout import are_local
 
 RENEWED_SECONDS = 5.0  # between two signs of life

@@ -18,7 +18,15 @@ from annotated_types import Ge
 from prefrl.errors import ConfigError, masked
 from prefrl.generation.server import KEY_VARIABLE
 from prefrl.options.fields import check_fields, check_no_effect, opt
-from prefrl.options.generation_rules import FOLDER
+from prefrl.options.names import FOLDER
+from prefrl.registry import REGISTRY
+from prefrl.scripts.arguments.command import Given
+from prefrl.scripts.arguments.launch import config_file
+from prefrl.scripts.declaration import CommandParser
+from prefrl.scripts.inputs import read
+from prefrl.scripts.launch.server import server_words
+from prefrl.scripts.launch.vllm_serve import ServeArguments, serve_command
+from prefrl.scripts.schema import options_of
 
 # What `nodes` and `gpus_per_node` decide.
 _DECIDED = ("num_processes", "num_machines", "machine_rank", "main_process_ip")
@@ -26,6 +34,7 @@ _SERVERS = ("vllm", "vllm_server_base_url", "vllm_server_host", "vllm_server_por
 _OF_SERVERS = ("vllm_args", "vllm_python")  # they are in the file that starts the servers, not in the config
 _START_SECONDS = 1800.0  # for servers that load a large model
 _PORT = 8000
+OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an output_dir
 _NEW_KEY = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 _LAUNCHER = "prefrl.scripts.main"
 
@@ -270,3 +279,41 @@ def _replicated(
     }
     spec = {"parallelism": number, "completions": number, "completionMode": "Indexed", "backoffLimit": restarts}
     return {"name": name, "replicas": 1, "template": {"spec": spec | {"template": {"spec": pod}}}}
+
+
+def server_switch(algorithm: str, server_nodes: int) -> list[str]:
+    """What lets a run sample on servers."""
+    if "use_vllm" not in {option["name"] for option in options_of(algorithm)}:
+        raise ConfigError(f"server_nodes={server_nodes}: {algorithm} samples no completions. Leave it out.")
+    return ["--use_vllm", "true"]
+
+
+def write_files(argv: Sequence[str], given: Given, cluster: ClusterArguments) -> int:
+    """Write what starts a run on a cluster; returns the exit code.
+
+    Args:
+        argv: The words after `prefrl launch`.
+        given: The options of the run.
+        cluster: Its nodes.
+
+    Raises:
+        ConfigError: The options ask for something that cannot work.
+    """
+    defaults = {option["name"]: option.get("default") for option in options_of(argv[0])}
+    run = {**defaults, **given.values}
+    with given.locating():
+        config_file(run["accelerate_config"])
+        serve = None
+        if cluster.server_nodes:
+            num_gpus = 1 if run["use_cpu"] else cluster.gpus_per_node
+            serve = ["--model", run["model_name_or_path"], *server_words(run, num_gpus, run["vllm_args"])]
+        folder = Path(run["output_dir"] or OUTPUT_DIR).resolve()
+        job = Job(argv[0], cluster, given.values, serve, folder, not run["use_cpu"], argv)
+        if serve is not None:
+            parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(job.server_words)
+            serve_command(parsed[0], forwarded)
+        start, config = write(job)
+    read(REGISTRY[argv[0]], ["--config", str(config)], is_launched=True)
+    print(f"Wrote {start} and {config}. Start it with:")
+    print(*(f"  {line}" for line in start_commands(job, start)), sep="\n")
+    return 0

@@ -38,12 +38,11 @@ from prefrl.scripts.arguments.launch import (
     visible_gpus,
     with_mode,
 )
-from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import check_files, read
-from prefrl.scripts.launch.cluster import ClusterArguments, Job, start_commands, write
+from prefrl.scripts.launch.cluster import OUTPUT_DIR, ClusterArguments, server_switch, write_files
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
-from prefrl.scripts.launch.server import ServerProgram, check_start, plan_server, server_words
-from prefrl.scripts.launch.vllm_serve import PORT, ServeArguments, choose_port, serve_command
+from prefrl.scripts.launch.server import ServerProgram, check_start, plan_server
+from prefrl.scripts.launch.vllm_serve import PORT, choose_port
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema import options_of
@@ -209,7 +208,6 @@ def _last_words(log: Path) -> list[str]:
 _NAMES = frozenset(field.name for field in dataclasses.fields(LaunchArguments))
 # Options that the user's accelerate config may also set.
 _IN_CONFIG = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
-_OUTPUT_DIR = "trainer_output"  # the folder that transformers uses without an output_dir
 
 
 class _Parser(OptionParser):
@@ -250,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{argv[0]!r} cannot be launched. {nearest(argv[0], REGISTRY)}")
     cluster = ClusterArguments(**{field.name: own[field.name] for field in dataclasses.fields(ClusterArguments)})
     if cluster.server_nodes:
-        words = [*words, *_server_switch(argv[0], cluster.server_nodes)]
+        words = [*words, *server_switch(argv[0], cluster.server_nodes)]
     given = read(REGISTRY[argv[0]], words, is_launched=True)
     if not own["dry_run"]:
         check_files(given)
@@ -258,44 +256,6 @@ def main(argv: Sequence[str]) -> int:
         return write_files(argv, given, cluster)
     options = launch_options(given, os.environ) or LaunchArguments()
     return start([argv[0], *words], given, options, dry_run=own["dry_run"])
-
-
-def _server_switch(algorithm: str, server_nodes: int) -> list[str]:
-    """What lets a run sample on servers."""
-    if "use_vllm" not in {option["name"] for option in options_of(algorithm)}:
-        raise ConfigError(f"server_nodes={server_nodes}: {algorithm} samples no completions. Leave it out.")
-    return ["--use_vllm", "true"]
-
-
-def write_files(argv: Sequence[str], given: Given, cluster: ClusterArguments) -> int:
-    """Write what starts a run on a cluster; returns the exit code.
-
-    Args:
-        argv: The words after `prefrl launch`.
-        given: The options of the run.
-        cluster: Its nodes.
-
-    Raises:
-        ConfigError: The options ask for something that cannot work.
-    """
-    defaults = {option["name"]: option.get("default") for option in options_of(argv[0])}
-    run = {**defaults, **given.values}
-    with given.locating():
-        config_file(run["accelerate_config"])
-        serve = None
-        if cluster.server_nodes:
-            num_gpus = 1 if run["use_cpu"] else cluster.gpus_per_node
-            serve = ["--model", run["model_name_or_path"], *server_words(run, num_gpus, run["vllm_args"])]
-        folder = Path(run["output_dir"] or _OUTPUT_DIR).resolve()
-        job = Job(argv[0], cluster, given.values, serve, folder, not run["use_cpu"], argv)
-        if serve is not None:
-            parsed, forwarded = CommandParser("vllm-serve", (ServeArguments,), "").parse_known(job.server_words)
-            serve_command(parsed[0], forwarded)
-        start, config = write(job)
-    read(REGISTRY[argv[0]], ["--config", str(config)], is_launched=True)
-    print(f"Wrote {start} and {config}. Start it with:")
-    print(*(f"  {line}" for line in start_commands(job, start)), sep="\n")
-    return 0
 
 
 def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_run: bool = False) -> int:
@@ -323,7 +283,7 @@ def start(words: Sequence[str], given: Given, options: LaunchArguments, *, dry_r
     if dry_run:
         print(*filter(None, (server, training)), sep="\n")
         return 0
-    log = Path(run["output_dir"] or _OUTPUT_DIR) / "vllm-server.log"
+    log = Path(run["output_dir"] or OUTPUT_DIR) / "vllm-server.log"
     with tempfile.TemporaryDirectory() as folder:
         share = Path(folder) / "share"
         # A server takes minutes to start: what is wrong is told before.
