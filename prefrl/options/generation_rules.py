@@ -6,7 +6,6 @@ from math import lcm
 from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, mapping_of, unset, when
-from prefrl.options.names import PLACES, wrong_server, wrong_url
 
 LEAST_TEMPERATURE = 0.001  # below it, sampling is greedy but for rounding
 
@@ -277,7 +276,7 @@ AT_K_RULES = (
 )
 
 
-def _guides(o: Any) -> dict[str, Any]:
+def guides_of(o: Any) -> dict[str, Any]:
     """What constrains completions, by the name of its option."""
     guides = {
         "vllm_guided_decoding_regex": o.vllm_guided_decoding_regex,
@@ -290,26 +289,7 @@ def _guides(o: Any) -> dict[str, Any]:
 def unscored(o: Any) -> str:
     """The options that make the sampler's distribution differ from the one that the trainer scores, as text."""
     cuts = cuts_of(o) if not o.scores_truncated else {}
-    return ", ".join(f"{name}={value!r}" for name, value in (cuts | _guides(o)).items())
-
-
-def _carrier(o: Any) -> Any:
-    """What sends the weights, or what has changed of them; None: the default."""
-    return o.vllm_params.delta_over if o.weight_sync == "delta" else o.weight_sync
-
-
-def _writes_no_files(o: Any) -> bool:
-    return _carrier(o) in ("nccl", "gloo") or (o.weight_sync, _carrier(o)) == ("delta", None)
-
-
-def _lacks_nccl(o: Any) -> bool:
-    return _carrier(o) == "nccl" and str(o.device.type) == "cpu"
-
-
-def _masks_nothing(o: Any) -> bool:
-    if not o.corrects_sampling or not o.vllm_importance_sampling_mode.endswith("_mask"):
-        return False
-    return (o.correction_params.clip_min, o.correction_params.clip_max) == (None, None)
+    return ", ".join(f"{name}={value!r}" for name, value in (cuts | guides_of(o)).items())
 
 
 def _of_server(name: str, value: Any, option: str) -> tuple[Rule, ...]:
@@ -356,172 +336,6 @@ SAMPLER_RULES = (
         hint=True,
     ),
 )
-_REMEDY = "remove what guides decoding, and truncated_logprobs='softmax'"
-# Without use_vllm.
-NO_SERVER_RULES = (
-    when(
-        lambda o: [name for name in ("guided_json", "guided_grammar") if name in mapping_of(o, "vllm_kwargs")],
-        "vllm_kwargs: {found[0]} has no effect because use_vllm=False. Set use_vllm=True.",
-        example("grpo", vllm_kwargs={"guided_grammar": "a"}),
-    ),
-    *unset(
-        {"vllm_guided_decoding_regex": "a", "generation_mode": "overlap"},
-        lambda o: True,
-        "use_vllm=False. Set use_vllm=True.",
-        example("grpo"),
-    ),
-    *unset(
-        {
-            "vllm_server_base_url": ["http://a:1"],
-            "vllm_server_host": "a",
-            "vllm_server_port": 1,
-            "vllm_server_timeout": 1.0,
-            "vllm_importance_sampling_mode": "token_mask",
-            "weight_sync": "gloo",
-            "max_staleness": 2,
-        },
-        lambda o: True,
-        "use_vllm=False. Set use_vllm=True.",
-        example("grpo"),
-        hint=True,
-        same={"vllm_server_host": "0.0.0.0", "vllm_server_timeout": 240.0},
-    ),
-)
-# With use_vllm.
-SERVER_RULES = (
-    *unset(
-        {"vllm_server_host": "a", "vllm_server_port": 1},
-        lambda o: o.vllm_server_base_url is not None,
-        "vllm_server_base_url is set. Remove one of them.",
-        example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1"]),
-        hint=True,
-    ),
-    when(
-        lambda o: o.vllm_server_base_url is None and not o.vllm_server_host,
-        "vllm_server_host='': must be a host name or an address. Leave it out for this machine, or set "
-        "vllm_server_base_url.",
-        example("grpo", use_vllm=True, vllm_server_host=""),
-    ),
-    when(
-        lambda o: wrong_server(o.server_urls),
-        f"vllm_server_base_url={{found!r}}: {PLACES}.",
-        example("grpo", use_vllm=True, vllm_server_base_url=["ftp://host"]),
-    ),
-    when(
-        lambda o: wrong_server(o.engine_urls),
-        f"vllm_kwargs: admin_urls={{found!r}}: {PLACES}.",
-        example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["dns:engines"]}),
-    ),
-    when(
-        lambda o: o.vllm_params.admin_urls and (len(o.server_urls) > 1 or wrong_url(o.server_urls)),
-        "vllm_server_base_url={server_urls} with admin_urls in vllm_kwargs: must be the URL of the router that gets "
-        "the requests. Without a router, remove admin_urls.",
-        example("grpo", use_vllm=True, vllm_server_base_url=["dir:/a"], vllm_kwargs={"admin_urls": ["http://b:1"]}),
-    ),
-    when(
-        lambda o: wrong_url(o.engine_urls) is None and (o.min_servers or 0) > len(o.engine_urls),
-        "vllm_kwargs: min_servers={vllm_params.min_servers}: must be at most {number}, the number of servers "
-        "({hosts}). For servers that come and go, set vllm_server_base_url to dir:/shared/fleet or dns:name:8000.",
-        example("grpo", use_vllm=True, vllm_kwargs={"min_servers": 2}),
-        number=lambda o: len(o.engine_urls),
-        hosts=lambda o: ", ".join(o.engine_urls),
-    ),
-    when(
-        lambda o: len(set(o.server_urls)) < len(o.server_urls),
-        "vllm_server_base_url={server_urls}: contains a server twice. Remove one.",
-        example("grpo", use_vllm=True, vllm_server_base_url=["http://a:1", "http://a:1/"]),
-    ),
-    when(
-        lambda o: o.engine_urls if len(set(o.engine_urls)) < len(o.engine_urls) else None,
-        "vllm_kwargs: admin_urls={found}: contains a server twice. Remove one.",
-        example("grpo", use_vllm=True, vllm_kwargs={"admin_urls": ["http://a:1", "http://a:1/"]}),
-    ),
-    when(
-        lambda o: _writes_no_files(o) and o.vllm_params.sync_folder is not None,
-        "vllm_kwargs: sync_folder={vllm_params.sync_folder!r} has no effect because weight_sync={weight_sync!r} "
-        "writes no files. Remove it, or set weight_sync='shm' or 'adapter', or with 'delta' delta_over='shm'.",
-        example("grpo", use_vllm=True, weight_sync="gloo", vllm_kwargs={"sync_folder": "/x"}),
-        hint=True,
-    ),
-    when(
-        lambda o: o.weight_sync in ("shm", "adapter") and o.shared_folder is None,
-        "weight_sync={weight_sync!r} with servers on other hosts ({hosts}): set sync_folder of vllm_kwargs to a "
-        "folder that they can also access, or use weight_sync='nccl'.",
-        example("grpo", use_vllm=True, weight_sync="shm", vllm_server_host="node5"),
-        hosts=lambda o: ", ".join(o.engine_urls),
-    ),
-    when(
-        lambda o: o.weight_sync == "delta" and _carrier(o) == "shm" and o.shared_folder is None,
-        "vllm_kwargs: delta_over='shm' with servers on other hosts ({hosts}): set sync_folder of vllm_kwargs to a "
-        "folder that they can also access, or delta_over='gloo'.",
-        example(
-            "grpo",
-            use_vllm=True,
-            weight_sync="delta",
-            vllm_server_host="node5",
-            vllm_kwargs={"delta_over": "shm"},
-        ),
-        hosts=lambda o: ", ".join(o.engine_urls),
-    ),
-    when(
-        lambda o: o.weight_sync != "delta" and o.vllm_params.delta_over is not None,
-        "vllm_kwargs: delta_over={vllm_params.delta_over!r} has no effect because weight_sync is {weight_sync!r}. "
-        "Remove it, or set weight_sync='delta'.",
-        example("grpo", use_vllm=True, weight_sync="gloo", vllm_kwargs={"delta_over": "gloo"}),
-        hint=True,
-    ),
-    when(
-        _lacks_nccl,
-        "weight_sync or delta_over is 'nccl', which needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.",
-        example("grpo", use_vllm=True, weight_sync="nccl"),
-    ),
-    when(
-        lambda o: unscored(o) if o.vllm_importance_sampling_correction else None,
-        "vllm_importance_sampling_correction=True with {found}: they change the sampler's distribution but not the "
-        f"one that the trainer scores, so the ratio would be biased. Leave the correction None, or {_REMEDY}.",
-        example(
-            "grpo",
-            use_vllm=True,
-            vllm_importance_sampling_correction=True,
-            truncated_logprobs="softmax",
-            top_k=50,
-        ),
-    ),
-    when(
-        lambda o: o.generation_mode == "async" and not (o.corrects_sampling or o.takes_old_samples),
-        "generation_mode='async' with {reason}: samples of older weights need the correction. Leave "
-        f"vllm_importance_sampling_correction None and {_REMEDY}, or use generation_mode='overlap'.",
-        example("grpo", use_vllm=True, generation_mode="async", vllm_importance_sampling_correction=False),
-        reason=lambda o: unscored(o) or "vllm_importance_sampling_correction=False",
-    ),
-    *unset(
-        {"vllm_importance_sampling_mode": "token_mask"},
-        lambda o: not o.corrects_sampling,
-        f"sampling is not corrected. Leave vllm_importance_sampling_correction None, and {_REMEDY}.",
-        example("grpo", use_vllm=True, vllm_importance_sampling_correction=False),
-        hint=True,
-    ),
-    when(
-        _masks_nothing,
-        "vllm_importance_sampling_mode={vllm_importance_sampling_mode!r} without clip_min and clip_max in "
-        "vllm_importance_sampling_kwargs: nothing would be masked. Set one of them.",
-        example("grpo", use_vllm=True, vllm_importance_sampling_kwargs={"clip_max": None}),
-    ),
-    when(
-        lambda o: " and ".join(_guides(o)) if len(_guides(o)) > 1 else None,
-        "{found} are set: completions can follow only one of them. Remove the others.",
-        example("grpo", use_vllm=True, vllm_guided_decoding_regex="a", vllm_kwargs={"guided_grammar": "b"}),
-    ),
-    *unset(
-        {"max_staleness": 2},
-        lambda o: o.generation_mode != "async",
-        "generation_mode={generation_mode!r}. Set generation_mode='async'.",
-        example("grpo", use_vllm=True),
-        hint=True,
-    ),
-)
-
-
 _NEUTRAL = {"top_p": (1.0,), "top_k": (None, 0), "min_p": (None, 0), "repetition_penalty": (1.0,)}
 
 

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import urlsplit
 
 from prefrl.errors import ConfigError, reason_of
 
@@ -354,27 +353,3 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield from (
             one.id for part in targets if part is not None for one in ast.walk(part) if isinstance(one, ast.Name)
         )
-
-
-# How `vllm_server_base_url` and `admin_urls` begin if they say where servers are found, instead of listing them.
-FOLDER, DNS = "dir:", "dns:"
-PLACES = (
-    "must be like http://host:8000; or, alone in its list, a folder like dir:/shared/fleet or a DNS name like "
-    "dns:name:8000"
-)
-
-
-def wrong_url(urls: Sequence[str]) -> str | None:
-    """A URL without http or https, or without a host."""
-    parts = {url: urlsplit(url) for url in urls}
-    wrong = (url for url, part in parts.items() if part.scheme not in ("http", "https") or not part.hostname)
-    return next(wrong, None)
-
-
-def wrong_server(urls: Sequence[str]) -> str | None:
-    """What is neither a URL nor, alone in its list, a place where servers are found."""
-    if len(urls) > 1 or not urls[0].startswith((FOLDER, DNS)):
-        return wrong_url(urls)
-    name, _, port = urls[0].removeprefix(DNS).rpartition(":")
-    is_right = urls[0] != FOLDER if urls[0].startswith(FOLDER) else name and port.isdecimal() and 0 < int(port) < 2**16
-    return None if is_right else urls[0]

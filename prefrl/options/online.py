@@ -28,16 +28,14 @@ from prefrl.options.generation_rules import (
     GENERATION_MODE_RULES,
     GENERATION_SIZE_RULES,
     LEAST_TEMPERATURE,
-    NO_SERVER_RULES,
     NUMBERS_RULES,
     PROMPTS_RULES,
     SAMPLER_RULES,
-    SERVER_RULES,
     STOP_RULES,
 )
 from prefrl.options.params import KwargsValue, ParamsOf, kwargs
 from prefrl.options.rollout import AtKParams, EvalSamplingParams, RolloutOptions
-from prefrl.options.shared_device import OWN_DEVICE_RULES, SHARED_DEVICE_RULES
+from prefrl.options.server_rules import NO_SERVER_RULES, OWN_DEVICE_RULES, SERVER_RULES, SHARED_DEVICE_RULES
 from prefrl.options.types import (
     BatchSize,
     EnvironmentErrorMode,

@@ -9,10 +9,10 @@ from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, unset, when
 from prefrl.options.generation_rules import cuts_of, unscored
-from prefrl.options.names import wrong_url
 from prefrl.options.optimizers import decay_rule, optimizer_of
 from prefrl.options.policy import IN_REWARD
 from prefrl.options.schedule import takes_warmup
+from prefrl.options.server_rules import wrong_url
 
 
 def scales_by_batch(o: Any) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.options.base import BaseOptions
 from prefrl.options.fields import Rule, ascending, example, flat, opt, when
 from prefrl.options.generation_rules import unscored
-from prefrl.options.names import DNS, FOLDER
 from prefrl.options.params import KwargsValue, Params, ParamsOf, hyperparameters, kwargs
+from prefrl.options.server_rules import DNS, FOLDER, are_local
 from prefrl.options.types import Seconds
 
 CurriculumWeighting = Literal["variance", "band"]
@@ -485,18 +483,4 @@ class RolloutOptions(BaseOptions):
     @property
     def takes_old_samples(self) -> bool:
         """Whether the loss holds for completions of older weights without a correction."""
-        return False
-
-
-def are_local(urls: Sequence[str]) -> bool:
-    """Whether all of them are reached through the loopback interface."""
-    return all(_is_loopback(urlsplit(url).hostname or "") for url in urls)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
         return False

@@ -27,7 +27,7 @@ from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import of_products, seeded
 from prefrl.options.fields import apply
 from prefrl.options.run import LIGER_RULES, PROFILE_RULES, ProfileParams, check_device
-from prefrl.options.shared_device import SHARED_DEVICE_RULES
+from prefrl.options.server_rules import SHARED_DEVICE_RULES
 from prefrl.rewards import call
 from prefrl.rewards.confinement import own_randomness
 from prefrl.rollout.episodes.threads import Worker
@@ -516,10 +516,10 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 @reaches(
     "trainer.online.sampling:sync_method",
-    "options.shared_device:_asks_for_nccl",
+    "options.server_rules:_asks_for_nccl",
     "generation.weights.sync:_transport",
-    "options.generation_rules:_writes_no_files",
-    "options.generation_rules:_lacks_nccl",
+    "options.server_rules:_writes_no_files",
+    "options.server_rules:_lacks_nccl",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None, vllm_mode="server")

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prefrl.errors import ConfigError
-from prefrl.options.names import DNS, FOLDER, wrong_url
-from prefrl.options.rollout import are_local
+from prefrl.options.server_rules import DNS, FOLDER, are_local, wrong_url
 
 RENEWED_SECONDS = 5.0  # between two signs of life
 ALIVE_SECONDS = 30.0  # after the last sign of life; also how far clocks of machines may differ

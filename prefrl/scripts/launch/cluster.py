@@ -18,7 +18,7 @@ from annotated_types import Ge
 from prefrl.errors import ConfigError, masked
 from prefrl.generation.server import KEY_VARIABLE
 from prefrl.options.fields import check_fields, check_no_effect, opt
-from prefrl.options.names import FOLDER
+from prefrl.options.server_rules import FOLDER
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.arguments.launch import config_file

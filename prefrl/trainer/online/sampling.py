@@ -34,7 +34,8 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.models.load import arguments_for_reward
 from prefrl.options.fields import warn_of_hint
-from prefrl.options.names import FOLDER, about_evaluations, nearest
+from prefrl.options.names import about_evaluations, nearest
+from prefrl.options.server_rules import FOLDER
 from prefrl.options.types import TRUNCATION_SIDES
 from prefrl.rewards.named import named_rewards
 from prefrl.rewards.runner import RewardRunner, reward_fingerprint

@@ -25,7 +25,7 @@ from prefrl.models.flops import model_cost, num_weights
 from prefrl.models.plans import position_limit
 from prefrl.models.teachers import AssignedBatch, Teachers
 from prefrl.options.preference import ReferenceOptions
-from prefrl.options.rollout import are_local
+from prefrl.options.server_rules import are_local
 from prefrl.rollout.journal import TEACHER_COLUMNS
 from prefrl.trainer.arguments import GivenTeacher, TeacherModel, ids_of_prompts, kept_reference, loaded_teacher
 from prefrl.trainer.configs import DistillationConfig
