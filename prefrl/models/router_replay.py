@@ -9,14 +9,14 @@ No architecture is named. While a router's forward runs, a mode of torch watches
 experts, and records or replaces its indices. Which modules do that is found by watching one pass, and a model is
 accepted only if a trial shows that the replay of its own record changes no bit, and that of another record does.
 
-The routes of a pass are a keyword argument of the model's forward, down to its layers. Gradient checkpointing passes
-it again when it recomputes a layer, where a global variable would be stale.
+The routes of a pass are a keyword argument of the model's forward, down to the attention of its layers, where they are
+taken for the router that follows. Gradient checkpointing passes it again when it recomputes a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,28 +28,22 @@ from transformers import PreTrainedModel
 from prefrl.errors import ConfigError
 from prefrl.models.modes import eval_mode
 
-# Keyword argument of the forward of a model and of its layers: the `Routes` of the pass.
+# Keyword argument of the forward of a model, its layers and their attention: the `Routes` of the pass.
 ROUTES_KWARG = "prefrl_routes"
-# Attribute of a layer: the names of its routers. Attributes of a router: its `_Router`, the routes of the pass that it
-# is in, and the mode while its forward runs.
-_ROUTERS, _ROUTER, _ROUTES, _MODE = "_prefrl_routers", "_prefrl_router", "_prefrl_routes", "_prefrl_mode"
+# Attributes of a router: its `_Router`, and the mode while its forward runs.
+_ROUTER, _MODE = "_prefrl_router", "_prefrl_mode"
 _TOPK: tuple[Any, ...] = (torch.topk, torch.Tensor.topk)
 _NUM_TRIAL_TOKENS = 24
 
 
 def routes_dtype(num_experts: int) -> torch.dtype:
-    """The smallest dtype with a number for each expert and one for `unknown`."""
+    """The smallest dtype with a number for each expert and one for those that are `unknown`."""
     return torch.uint8 if num_experts < 2**8 else torch.int16
 
 
 def unknown(dtype: torch.dtype) -> int:
-    """In routes of this dtype, it stands for the experts that the router of the pass chooses itself."""
+    """What stands for unknown experts in routes of this dtype; see `types.unknown_routes`."""
     return torch.iinfo(dtype).max
-
-
-def unknown_routes(routes: Tensor, count: int) -> Tensor:
-    """[count, L, k] like `routes`, all unknown."""
-    return routes.new_full((count, *routes.shape[1:]), unknown(routes.dtype))
 
 
 @dataclass(eq=False)
@@ -57,9 +51,11 @@ class Routes:
     """The experts of all tokens of one pass, for L routers with k experts for each token.
 
     Args:
+        owner: What prepared the routers. Those of a copy of the model do not hear of these routes.
         given: [T, L, k] experts to use; None: the routers choose, and their choices are recorded.
     """
 
+    owner: RouterReplay
     given: Tensor | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)  # by router: [T, k] that it chose itself
     # By router: how many tokens have given experts, and for how many of these the router has chosen others.
@@ -86,9 +82,10 @@ class Routes:
         """[2] of `changed`, summed over routers."""
         return torch.stack(list(self.changed.values())).sum(0)
 
-    def recorded(self, num_experts: int) -> Tensor:
+    def recorded(self) -> Tensor:
         """[T, L, k] what the routers chose."""
-        return torch.stack([self.chosen[number] for number in sorted(self.chosen)], 1).to(routes_dtype(num_experts))
+        chosen = [self.chosen[number] for number in sorted(self.chosen)]
+        return torch.stack(chosen, 1).to(routes_dtype(self.owner.num_experts))
 
 
 def given_experts(given: Tensor, own: Tensor) -> Tensor:
@@ -107,6 +104,7 @@ def _count_changed(given: Tensor, own: Tensor) -> Tensor:
 class _Router:
     """A module whose forward chooses experts with `torch.topk`."""
 
+    owner: RouterReplay
     number: int  # in the order in which they run
     call: int  # which of its calls of `torch.topk` chooses, counted from 1
 
@@ -127,26 +125,33 @@ class _TopK(TorchFunctionMode):
         return result
 
 
+class _Running(threading.local):
+    """Of the layer that runs in a thread."""
+
+    routes: Routes | None = None
+
+
+_running = _Running()
+
+
 # Hooks are functions of the module that they get: in a copy of the model, they act on the copy.
 
 
-def _enter_layer(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    routes = kwargs.pop(ROUTES_KWARG, None)
-    if routes is not None:
-        for name in getattr(layer, _ROUTERS):
-            setattr(layer.get_submodule(name), _ROUTES, routes)
+def _enter_layer(layer: nn.Module, args: Any) -> None:
+    _running.routes = None
+
+
+def _enter_part(part: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Of a layer; also if the layer is recomputed, which calls no hook of its own."""
+    if ROUTES_KWARG in kwargs:
+        _running.routes = kwargs.pop(ROUTES_KWARG)
     return args, kwargs
 
 
-def _leave_layer(layer: nn.Module, args: Any, output: Any) -> None:
-    for name in getattr(layer, _ROUTERS):
-        vars(layer.get_submodule(name)).pop(_ROUTES, None)
-
-
 def _enter_router(router: nn.Module, args: Any) -> None:
-    routes = vars(router).get(_ROUTES)
-    if routes is not None:
-        mode = _TopK(getattr(router, _ROUTER), routes)
+    routes, own = _running.routes, vars(router)[_ROUTER]
+    if routes is not None and routes.owner is own.owner:
+        mode = _TopK(own, routes)
         mode.__enter__()
         setattr(router, _MODE, mode)
 
@@ -186,16 +191,18 @@ class RouterReplay:
             return
         with eval_mode(model), torch.no_grad():
             ids = _trial_ids(model)
-            routers = _found_routers(model, ids)
+            routers = _found_routers(model, ids, self)
+            some = next(iter(routers.values()))
+            self.num_experts, self.top_k = some.num_experts, some.top_k
             added = _add_hooks(model, routers)
-            reason = _failure(model, ids, routers)
+            reason = _failure(model, ids, list(routers), self)
         if reason is not None:
             for hook in added:
                 hook.remove()
+            for name in routers:
+                delattr(model.get_submodule(name), _ROUTER)
             raise _unsupported(model, reason)
-        some = next(iter(routers.values()))
         self.layers = tuple(_layer_of(model, name)[0] for name in routers)
-        self.num_experts, self.top_k = some.num_experts, some.top_k
 
     def keep(self, routes: Routes) -> None:
         """Note how many routes a pass has changed, if that is asked for."""
@@ -223,7 +230,7 @@ class _Found(_Router):
     top_k: int
 
 
-def _found_routers(model: PreTrainedModel, ids: Tensor) -> dict[str, _Found]:
+def _found_routers(model: PreTrainedModel, ids: Tensor, owner: RouterReplay) -> dict[str, _Found]:
     """The modules that choose experts, by name, in the order in which they run.
 
     Raises:
@@ -236,7 +243,7 @@ def _found_routers(model: PreTrainedModel, ids: Tensor) -> dict[str, _Found]:
         chooses = [i for i, (shape, top_k) in enumerate(of_module) if shape[:-1].numel() == ids.numel() and top_k > 0]
         if chooses:
             shape, top_k = of_module[chooses[-1]]
-            found[name] = _Found(len(found), chooses[-1] + 1, shape[-1], top_k)
+            found[name] = _Found(owner, len(found), chooses[-1] + 1, shape[-1], top_k)
     if not found:
         raise _unsupported(model, "no module of it chooses experts for each token with torch.topk")
     sizes = {(router.num_experts, router.top_k) for router in found.values()}
@@ -262,27 +269,22 @@ def _calls_of_topk(model: PreTrainedModel, ids: Tensor) -> dict[str, list[tuple[
                 calls.setdefault(names[running[-1]], []).append((args[0].shape, result.indices.size(-1)))
             return result
 
-    with _hooked(model, lambda module, args: running.append(module), lambda module, args, output: _drop(running)):
-        with Watch():
-            model(input_ids=ids, use_cache=False)
-    return calls
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(module)
 
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
 
-def _drop(running: list[nn.Module]) -> None:
-    running.pop()
-
-
-@contextmanager
-def _hooked(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
-    """Hooks around the forward of each module."""
     hooks = []
     for module in model.modules():
-        hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
     try:
-        yield
+        with Watch():
+            model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
+    return calls
 
 
 def _layer_of(model: nn.Module, name: str) -> tuple[int, str]:
@@ -295,51 +297,46 @@ def _layer_of(model: nn.Module, name: str) -> tuple[int, str]:
 
 
 def _add_hooks(model: nn.Module, routers: Mapping[str, _Found]) -> list[Any]:
+    """Prepare routers and their layers, unless they are those of a copy of a model that was prepared."""
     hooks = []
-    in_layers: dict[str, list[str]] = {}
+    layers = {_layer_of(model, name)[1] for name in routers}
     for name, router in routers.items():
-        module, (_, layer) = model.get_submodule(name), _layer_of(model, name)
-        in_layers.setdefault(layer, []).append(name.removeprefix(layer).lstrip("."))
-        setattr(module, _ROUTER, _Router(router.number, router.call))
-        hooks += [
-            module.register_forward_pre_hook(_enter_router),
-            module.register_forward_hook(_leave_router, always_call=True),
-        ]
-    for name, own in in_layers.items():
-        layer_module = model.get_submodule(name)
-        setattr(layer_module, _ROUTERS, own)
-        hooks += [
-            layer_module.register_forward_pre_hook(_enter_layer, with_kwargs=True),
-            layer_module.register_forward_hook(_leave_layer, always_call=True),
-        ]
+        module = model.get_submodule(name)
+        if _ROUTER in vars(module):
+            layers.discard(_layer_of(model, name)[1])
+        else:
+            hooks += [
+                module.register_forward_pre_hook(_enter_router),
+                module.register_forward_hook(_leave_router, always_call=True),
+            ]
+        setattr(module, _ROUTER, _Router(router.owner, router.number, router.call))
+    for layer in map(model.get_submodule, sorted(layers)):
+        hooks.append(layer.register_forward_pre_hook(_enter_layer))
+        hooks += [part.register_forward_pre_hook(_enter_part, with_kwargs=True) for part in layer.children()]
     return hooks
 
 
-def _failure(model: PreTrainedModel, ids: Tensor, routers: Mapping[str, _Found]) -> str | None:
+def _failure(model: PreTrainedModel, ids: Tensor, routers: Sequence[str], owner: RouterReplay) -> str | None:
     """Why the replay of a model cannot be trusted; None if it can."""
 
     def logits(routes: Routes) -> Tensor:
         found: Tensor = model(input_ids=ids, use_cache=False, **{ROUTES_KWARG: routes}).logits
         return found
 
-    record = Routes()
+    record = Routes(owner)
     try:
         plain = logits(record)
     except TypeError as error:
         return f"its forward does not take the routes as a keyword argument: {error}"
-    some = next(iter(routers.values()))
-    names = list(routers)
-    missing = [names[router.number] for router in routers.values() if router.number not in record.chosen]
-    if missing:
-        return f"its forward does not pass keyword arguments to the layer of {missing[0]}"
+    if missing := [name for number, name in enumerate(routers) if number not in record.chosen]:
+        return f"no module of the layer with {missing[0]} is passed the keyword arguments of its forward"
     if any(chosen.size(0) != ids.numel() for chosen in record.chosen.values()):
         return "its routers see other tokens than its input has, as with PEFT prompt learning"
-    own = record.recorded(some.num_experts)
-    if not torch.equal(logits(Routes(own)), plain):
+    own = record.recorded()
+    if not torch.equal(logits(Routes(owner, own)), plain):
         return "with the experts that its routers have chosen, its logits are others than without a record"
-    others = (own.long() + 1) % some.num_experts
-    changed = logits(Routes(others.to(own.dtype)))
+    changed = logits(Routes(owner, ((own.long() + 1) % owner.num_experts).to(own.dtype)))
     if not changed.isfinite().all() or torch.equal(changed, plain):
-        kind = type(model.get_submodule(names[0])).__name__
+        kind = type(model.get_submodule(routers[0])).__name__
         return f"other experts in the record of its routers ({kind}) do not change its logits, or make them infinite"
     return None

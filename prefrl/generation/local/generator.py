@@ -35,6 +35,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
 from prefrl.models.modes import eval_mode
 from prefrl.models.plans import position_limit
+from prefrl.models.router_replay import ROUTES_KWARG, Routes
 from prefrl.types import Completion
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from prefrl.generation.base import Pending, SamplingParams, WeightSource
     from prefrl.generation.local.decoding import Draw
+    from prefrl.models.router_replay import RouterReplay
     from prefrl.types import FinishReason, Images
 
 
@@ -107,6 +109,7 @@ class _Prefill:
     padding: Tensor  # [P] int64, number of padding tokens on the left
     has_padding: bool
     places: Sequence[RowPositions | None]  # [P] positions of prompts whose images have positions in space
+    routes: Tensor | None = None  # [P, W, L, k] of all tokens; None: they are not recorded
 
 
 class LocalGenerator:
@@ -122,6 +125,7 @@ class LocalGenerator:
         autocast: Context of each forward pass: the mixed precision of training, which accelerate adds to the model
             only when training starts.
         memory: Context of a generation, for which memory may not suffice; it is given words that describe it.
+        replay: Of the model's routers, whose choices completions get; None: they are not recorded.
 
     Raises:
         ConfigError: `max_rows` is not positive.
@@ -138,6 +142,7 @@ class LocalGenerator:
         offloads_cache: bool = False,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         memory: Callable[[Callable[[], str]], AbstractContextManager[object]] = nullcontext,
+        replay: RouterReplay | None = None,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"max_rows={max_rows}: must be at least 1")
@@ -149,6 +154,8 @@ class LocalGenerator:
         self._offloads_cache = offloads_cache
         self._autocast = autocast
         self._memory = memory
+        self._replay = replay
+        self._routes: list[Tensor] = []  # [tokens, L, k] of the last forward pass
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
         # The second name is that of transformers before 5.24, and of models that come with their own code.
@@ -210,6 +217,8 @@ class LocalGenerator:
             eval_mode(self._model),
             packed_linears(self._base) if packs else nullcontext(),
         ):
+            if self._replay is not None:
+                self._replay.prove(self._model)
             for batch in batches_of(prompts, images, sampling.num_samples, self._max_rows):
                 prefill = self._prefill(list(batch))
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
@@ -282,6 +291,7 @@ class LocalGenerator:
             tokens = draw.tokens if len(kept) == len(drawn) else draw.tokens[sent(kept, draw.tokens.device)]
             mask = None if wave.mask is None else wave.mask[:, : place + 1]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions[..., place, None], mask)
+            wave.routes += self._routes
 
     def _prefill(self, prompts: list[DistinctPrompt]) -> _Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
@@ -308,7 +318,8 @@ class LocalGenerator:
             logits = self._forward(input_ids, cache, positions, mask, images)
         except ValueError as error:  # some architectures accept only their own kind of cache
             raise _no_cache_error(self._base, str(error)) from error
-        return _Prefill(cache, logits, input_ids, padding, has_padding, places)
+        routes = None if self._replay is None else self._routes[0].unflatten(0, input_ids.shape)
+        return _Prefill(cache, logits, input_ids, padding, has_padding, places, routes)
 
     def _forward(
         self,
@@ -336,8 +347,12 @@ class LocalGenerator:
         if "output_router_logits" in self._arguments:
             # transformers would compute the routers' loss, for which the mask has to be as long as the input.
             arguments["output_router_logits"] = False
+        if self._replay is not None:
+            arguments[ROUTES_KWARG] = record = Routes(self._replay)
         with self._autocast():
             output = self._model(**arguments)
+        if self._replay is not None:
+            self._routes = [record.recorded()]
         if output.get(self._cache_name) is not cache:
             raise _no_cache_error(self._base, "its forward pass does not fill the cache that is passed to it")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped
@@ -415,6 +430,8 @@ class _Wave:
         self.mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
         self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
         self.first_logits = prefill.logits[prompts]
+        self._prefill, self._prompts = prefill, prompts
+        self.routes: list[Tensor] = []  # of the tokens of each step that were run; empty if they are not recorded
 
     @property
     def live_rows(self) -> list[SampleRow]:
@@ -465,6 +482,7 @@ class _Wave:
         for row, token, logprob in drawn:
             tokens[row].append(token)
             logprobs[row].append(logprob)
+        routes = self._routes_of_rows([len(of_row) for of_row in tokens])
         return {
             row: Completion(
                 token_ids=tokens[number],
@@ -472,9 +490,24 @@ class _Wave:
                 logprobs=logprobs[number],
                 trainable=[True] * len(tokens[number]),
                 policy_versions=[version] * len(tokens[number]),
+                routes=routes[number],
             )
             for number, row in enumerate(self._rows)
         }
+
+    def _routes_of_rows(self, lengths: Sequence[int]) -> Sequence[Tensor | None]:
+        """[prompt and length - 1, L, k] of each row, on the host; None if they are not recorded."""
+        of_prompts = self._prefill.routes
+        if of_prompts is None:
+            return [None] * len(lengths)
+        # A row's last token is drawn but not run.
+        owners = torch.tensor([row for of_step in self._drawn_for[1:] for row in of_step], dtype=torch.long)
+        ran = torch.cat([of_prompts.new_empty(0, *of_prompts.shape[2:]), *self.routes])
+        by_row = ran[owners.argsort(stable=True).to(ran.device, non_blocking=True)]
+        parts = by_row.cpu().split([length - 1 for length in lengths])
+        whole, padding = of_prompts.cpu(), self._prefill.padding.tolist()
+        prompts = self._prompts.tolist()
+        return [torch.cat([whole[p, padding[p] :], part]) for p, part in zip(prompts, parts, strict=True)]
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

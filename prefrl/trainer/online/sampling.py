@@ -30,6 +30,7 @@ from prefrl.metrics import Max, Metric, Sum
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import adapts_images, placeholder_ids
 from prefrl.models.load import arguments_for_reward
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.options.fields import warn_of_hint
 from prefrl.options.names import about_evaluations, nearest
 from prefrl.options.types import TRUNCATION_SIDES
@@ -381,6 +382,7 @@ def make_generator(
             offloads_cache=args.cache_implementation == "offloaded",
             autocast=autocast,
             memory=partial(explained, args=args, options=GENERATION),
+            replay=prepare_for_scoring(model).replay,
         )
     has_adapter = weights.has_adapter
     method = sync_method(args, has_adapter=has_adapter, reads_images=has_adapter and adapts_images(model))
