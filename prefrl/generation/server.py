@@ -51,6 +51,7 @@ class ServerInfo:
     logprobs_mode: str
     max_lora_rank: int | None  # None: the server takes no adapters
     num_workers: int  # processes that hold weights: tensor * pipeline * data parallel
+    returns_routes: bool  # answers have the experts of a mixture
 
     @classmethod
     def from_json(cls, url: str, answer: Any) -> ServerInfo:
@@ -225,6 +226,7 @@ def _server_info(state: Any) -> ServerInfo:
         logprobs_mode=model.logprobs_mode,
         max_lora_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
         num_workers=config.parallel_config.world_size_across_dp,
+        returns_routes=config.aux_output_config.enable_return_routed_experts,
     )
 
 

@@ -152,7 +152,7 @@ def _enter_router(router: nn.Module, args: Any) -> None:
     routes, own = _running.routes, vars(router)[_ROUTER]
     if routes is not None and routes.owner is own.owner:
         mode = _TopK(own, routes)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         setattr(router, _MODE, mode)
 
 
@@ -204,6 +204,22 @@ class RouterReplay:
             raise _unsupported(model, reason)
         self.layers = tuple(_layer_of(model, name)[0] for name in routers)
 
+    def of_layers(self, found: Tensor) -> Tensor:
+        """[T, L, k] routes from the experts of all layers of the model, [T, layers, k], as vLLM counts them.
+
+        Raises:
+            ValueError: They are not those of this model.
+        """
+        if found.dim() != 3 or found.size(1) <= self.layers[-1] or found.size(2) != self.top_k:
+            raise ValueError(
+                f"experts have the shape {list(found.shape)}: must be {self.top_k} experts of each token in more than "
+                f"{self.layers[-1]} layers"
+            )
+        routes = found[:, list(self.layers)]
+        if routes.numel() and not 0 <= int(routes.min()) <= int(routes.max()) < self.num_experts:
+            raise ValueError(f"experts are outside 0..{self.num_experts - 1}")
+        return routes.to(routes_dtype(self.num_experts))
+
     def keep(self, routes: Routes) -> None:
         """Note how many routes a pass has changed, if that is asked for."""
         if self.counts is not None and routes.changed:
@@ -214,7 +230,7 @@ def _unsupported(model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(f"router_replay=True does not work for {_name(model)}: {reason}. Set router_replay=False.")
 
 
-def _name(model: nn.Module) -> str:
+def _name(model: Any) -> str:
     return type(model.get_base_model() if hasattr(type(model), "get_base_model") else model).__name__
 
 
@@ -224,19 +240,38 @@ def _trial_ids(model: PreTrainedModel) -> Tensor:
     return torch.randint(vocab_size, (1, _NUM_TRIAL_TOKENS), generator=generator).to(model.device)
 
 
+def found_routers(model: PreTrainedModel) -> str:
+    """Which routers an outline of a model has, whose weights are not there, so that nothing can be tried.
+
+    Raises:
+        ConfigError: It has none, or they cannot be replayed.
+    """
+    ids = _trial_ids(model)
+    # Without a mask of its own, a model would look for the ends of sequences, in numbers that an outline has not.
+    mask = torch.ones(1, 1, ids.size(1), ids.size(1), dtype=torch.bool, device=ids.device)
+    with torch.no_grad():
+        found = _found_routers(model, ids, RouterReplay(), attention_mask=mask)
+    some = next(iter(found.values()))
+    kind = type(model.get_submodule(next(iter(found)))).__name__
+    return (
+        f"router_replay: {len(found)} routers ({kind}) choose {some.top_k} of {some.num_experts} experts; whether "
+        "they replay is tried when training starts"
+    )
+
+
 @dataclass(frozen=True)
 class _Found(_Router):
     num_experts: int
     top_k: int
 
 
-def _found_routers(model: PreTrainedModel, ids: Tensor, owner: RouterReplay) -> dict[str, _Found]:
+def _found_routers(model: PreTrainedModel, ids: Tensor, owner: RouterReplay, **more: Tensor) -> dict[str, _Found]:
     """The modules that choose experts, by name, in the order in which they run.
 
     Raises:
         ConfigError: There is none, or one cannot be replayed.
     """
-    calls = _calls_of_topk(model, ids)
+    calls = _calls_of_topk(model, input_ids=ids, **more)
     found: dict[str, _Found] = {}
     for name, of_module in calls.items():
         # The choice comes last, after that of groups of experts.
@@ -256,7 +291,7 @@ def _found_routers(model: PreTrainedModel, ids: Tensor, owner: RouterReplay) -> 
     return found
 
 
-def _calls_of_topk(model: PreTrainedModel, ids: Tensor) -> dict[str, list[tuple[torch.Size, int]]]:
+def _calls_of_topk(model: PreTrainedModel, **inputs: Tensor) -> dict[str, list[tuple[torch.Size, int]]]:
     """The shape of the scores and the number that is chosen in each call of `torch.topk`, by the module that calls."""
     calls: dict[str, list[tuple[torch.Size, int]]] = {}
     names = {module: name for name, module in model.named_modules()}
@@ -280,7 +315,7 @@ def _calls_of_topk(model: PreTrainedModel, ids: Tensor) -> dict[str, list[tuple[
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
     try:
         with Watch():
-            model(input_ids=ids, use_cache=False)
+            model(**inputs, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

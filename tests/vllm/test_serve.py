@@ -222,6 +222,7 @@ def test_it_says_what_it_is(launched: Launched, tied_model: Path) -> None:
         logprobs_mode="processed_logprobs",
         max_lora_rank=MAX_LORA_RANK,
         num_workers=1,
+        returns_routes=False,
     )
 
 

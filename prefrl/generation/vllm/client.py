@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from prefrl.generation.vllm.handshake import Requirements
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
+    from prefrl.models.router_replay import RouterReplay
     from prefrl.types import Images
 
 
@@ -48,12 +49,13 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
         request_timeout: Time limit of one request, in seconds; a prompt is given up after about twice that.
         guided: Constraint on every completion; None: no constraint.
         never: Tokens that must not be sampled: placeholders of images.
+        replay: Of routers whose choices completions get; None: they are not asked for.
     """
 
     item, wanted, server = "prompt", "completions", "the vLLM server"
     timeout_option = "request_timeout in vllm_kwargs"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what every request needs
         self,
         fleet: Fleet,
         balance: Balance,
@@ -64,6 +66,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
         request_timeout: float,
         guided: Guided | None,
         never: Sequence[int] = (),
+        replay: RouterReplay | None = None,
     ) -> None:
         super().__init__(balance, http=http, request_timeout=request_timeout)
         self._fleet = fleet
@@ -71,6 +74,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
         self._stop_ids = frozenset(stop_ids)
         self._never = tuple(never)
         self._guided = guided
+        self._replay = replay
 
     def recover(self) -> None:
         """Wait for all servers, send the weights to those that lost them, and use all servers again."""
@@ -113,6 +117,8 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
             raise self.error(server, request, f"refuses: {error}") from error
 
     async def _completions(self, server: Server, prompt: PromptRequest, timeout: float) -> list[Completion]:
+        replay = self._replay if self._replay is not None and self._replay.is_proven else None
+        num_experts = 0 if replay is None else self._fleet.infos[server.url].num_hidden_layers * replay.top_k
         own_ids = frozenset() if prompt.sampling.ignores_eos else self._stop_ids
         expected = Expected(
             request_id=secrets.token_hex(8),
@@ -121,6 +127,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
             stop_ids=own_ids.union(prompt.sampling.stop_token_ids),
             is_guided=self._guided is not None,
             never=self._never,
+            replay=replay,
         )
         body = request_body(
             prompt,
@@ -129,8 +136,8 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
             salt=self._fleet.version,
             guided=self._guided,
         )
-        url = f"{server.url}/inference/v1/generate"
-        answer = await self._http.send("POST", url, timeout=timeout, json=body, max_bytes=answer_limit(prompt))
+        url, limit = f"{server.url}/inference/v1/generate", answer_limit(prompt, num_experts=num_experts)
+        answer = await self._http.send("POST", url, timeout=timeout, json=body, max_bytes=limit)
         try:
             return completions_of(answer, prompt, expected, newest_step=self._fleet.step)
         except BadAnswer as error:
@@ -156,6 +163,7 @@ class VLLMGenerator:
         guided: Constraint on every completion; None: no constraint.
         max_concurrency: The most requests that this process has running at each server.
         never: Tokens that must not be sampled: placeholders of images.
+        replay: Of the policy's routers, whose choices the servers return; None: they are not asked for.
 
     Raises:
         ConfigError: A value is outside its range, or `urls` is empty, or contains an invalid or a repeated URL.
@@ -174,6 +182,7 @@ class VLLMGenerator:
         guided: Guided | None = None,
         max_concurrency: int = 64,
         never: Sequence[int] = (),
+        replay: RouterReplay | None = None,
     ) -> None:
         positive = {
             "server_timeout": server_timeout,
@@ -203,6 +212,7 @@ class VLLMGenerator:
             request_timeout=request_timeout,
             guided=guided,
             never=never,
+            replay=replay,
         )
 
     def generate(

@@ -70,9 +70,17 @@ class Requirements:
     num_hidden_layers: int
     tokenizer: str  # `vocabulary_fingerprint`
     has_adapters: bool  # adapters are sent instead of all weights
+    has_routes: bool = False  # the experts of a mixture are needed
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, has_adapters: bool) -> Requirements:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        has_adapters: bool,
+        has_routes: bool = False,
+    ) -> Requirements:
         """The requirements of a model, given without peft's wrapper, and its tokenizer."""
         config = model.config.get_text_config()
         return cls(
@@ -83,6 +91,7 @@ class Requirements:
             num_hidden_layers=config.num_hidden_layers,
             tokenizer=vocabulary_fingerprint(tokenizer.get_vocab()),
             has_adapters=has_adapters,
+            has_routes=has_routes,
         )
 
     def start_command(self, url: str) -> str:
@@ -90,7 +99,8 @@ class Requirements:
         parts = urlsplit(url)
         host = "" if parts.hostname in ("localhost", "127.0.0.1", "::1") else f" --host {parts.hostname}"
         lora = " --max_lora_rank <rank>" if self.has_adapters else ""
-        return f"prefrl vllm-serve --model {self.model or '<model>'}{host} --port {parts.port or 80}{lora}"
+        routes = " --enable_return_routed_experts" if self.has_routes else ""
+        return f"prefrl vllm-serve --model {self.model or '<model>'}{host} --port {parts.port or 80}{lora}{routes}"
 
     def check(self, url: str, info: ServerInfo) -> None:
         """Refuse a server that does not meet the requirements.
@@ -109,6 +119,8 @@ class Requirements:
             raise self.error(url, reason)
         if self.has_adapters and info.max_lora_rank is None:
             raise self.error(url, "takes no adapters, but weight_sync='adapter' sends only adapters")
+        if self.has_routes and not info.returns_routes:
+            raise self.error(url, "does not return the experts that it chooses, which router_replay=True needs")
 
     def error(self, url: str, reason: str) -> GenerationError:
         """An error that says what is wrong with the server at `url`, and how to start the right one."""

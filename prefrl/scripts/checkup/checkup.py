@@ -19,6 +19,7 @@ from prefrl.errors import ConfigError, DataError
 from prefrl.generation.server import INFO_PATH, KEY_VARIABLE, ServerInfo, key_of_user
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.http import Http, Overdue, Refused, Unreachable
+from prefrl.models.router_replay import found_routers
 from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
 from prefrl.rewards.runner import RewardRunner
@@ -50,7 +51,9 @@ def check_servers(section: Section, subject: Subject) -> None:
     key = key_of_user(os.environ) if config.servers_are_local else os.environ.get(KEY_VARIABLE)
     http = Http(key=key)
     adapters = config.weight_sync == "adapter"
-    requirements = Requirements.of(subject.model, subject.tokenizer, has_adapters=adapters)
+    requirements = Requirements.of(
+        subject.model, subject.tokenizer, has_adapters=adapters, has_routes=bool(subject.config.router_replay)
+    )
     for url in config.server_urls:
         try:
             answer = http.request("GET", url + INFO_PATH, timeout=PROBE_SECONDS)
@@ -173,6 +176,8 @@ def check_run(
         section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
         if (adapter := lora_of(script)) is not None:
             section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
+        if subject.is_online and config.router_replay:
+            section.ok(found_routers(subject.model))
     acts = isinstance(script, RewardArguments) and script.has_episodes
     if isinstance(script, RewardArguments) and acts and not checkup.count("problem"):
         with checkup.section("Tools and environments") as section, closing(subject.play(**script.loaded())) as played:

@@ -373,6 +373,7 @@ def make_generator(
     Raises:
         ConfigError: `weight_sync` does not fit the model.
     """
+    replay = prepare_for_scoring(model).replay
     if not args.use_vllm:
         return LocalGenerator(
             model,
@@ -382,7 +383,7 @@ def make_generator(
             offloads_cache=args.cache_implementation == "offloaded",
             autocast=autocast,
             memory=partial(explained, args=args, options=GENERATION),
-            replay=prepare_for_scoring(model).replay,
+            replay=replay,
         )
     has_adapter = weights.has_adapter
     method = sync_method(args, has_adapter=has_adapter, reads_images=has_adapter and adapts_images(model))
@@ -400,12 +401,13 @@ def make_generator(
         args.server_urls,
         http=http,
         weight_sync=WeightSync(http, method=method, folder=folder, timeout=args.vllm_params.sync_timeout),
-        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter"),
+        requirements=Requirements.of(base, tokenizer, has_adapters=method == "adapter", has_routes=replay is not None),
         stop_ids=end_token_ids(base, tokenizer),
         never=placeholder_ids(base),
         server_timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
+        replay=replay,
     )
 
 
