@@ -15,6 +15,7 @@ taken for the router that follows. Gradient checkpointing passes it again when i
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -246,6 +247,8 @@ def found_routers(model: PreTrainedModel) -> str:
     Raises:
         ConfigError: It has none, or they cannot be replayed.
     """
+    # Outlines can compute the products of experts in this dtype only.
+    model = copy.deepcopy(model).to(torch.bfloat16)
     ids = _trial_ids(model)
     # Without a mask of its own, a model would look for the ends of sequences, in numbers that an outline has not.
     mask = torch.ones(1, 1, ids.size(1), ids.size(1), dtype=torch.bool, device=ids.device)

@@ -318,7 +318,7 @@ class LocalGenerator:
             logits = self._forward(input_ids, cache, positions, mask, images)
         except ValueError as error:  # some architectures accept only their own kind of cache
             raise _no_cache_error(self._base, str(error)) from error
-        routes = None if self._replay is None else self._routes[0].unflatten(0, input_ids.shape)
+        routes = None if self._replay is None else self._routes[0].view(*input_ids.shape, *self._routes[0].shape[1:])
         return _Prefill(cache, logits, input_ids, padding, has_padding, places, routes)
 
     def _forward(
@@ -504,7 +504,7 @@ class _Wave:
         owners = torch.tensor([row for of_step in self._drawn_for[1:] for row in of_step], dtype=torch.long)
         ran = torch.cat([of_prompts.new_empty(0, *of_prompts.shape[2:]), *self.routes])
         by_row = ran[owners.argsort(stable=True).to(ran.device, non_blocking=True)]
-        parts = by_row.cpu().split([length - 1 for length in lengths])
+        parts = torch.split(by_row.cpu(), [length - 1 for length in lengths])
         whole, padding = of_prompts.cpu(), self._prefill.padding.tolist()
         prompts = self._prompts.tolist()
         return [torch.cat([whole[p, padding[p] :], part]) for p, part in zip(prompts, parts, strict=True)]

@@ -177,7 +177,7 @@ def check_run(
         if (adapter := lora_of(script)) is not None:
             section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
         if subject.is_online and config.router_replay:
-            section.ok(found_routers(subject.model))
+            check_routers(section, subject)
     acts = isinstance(script, RewardArguments) and script.has_episodes
     if isinstance(script, RewardArguments) and acts and not checkup.count("problem"):
         with checkup.section("Tools and environments") as section, closing(subject.play(**script.loaded())) as played:
@@ -201,6 +201,18 @@ def check_run(
                 else:
                     check_servers(section, subject)
     _check_sizes(checkup, subject, launch, raw, rows, evaluated)
+
+
+def check_routers(section: Section, subject: Subject) -> None:
+    """Say which routers of the model would replay.
+
+    Raises:
+        ConfigError: It has none that could.
+    """
+    try:
+        section.ok(found_routers(subject.model))
+    except (RuntimeError, NotImplementedError) as error:  # a model's own code that needs data
+        section.note(f"router_replay: routers were not looked at, since the model needs data ({type(error).__name__})")
 
 
 def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> None:

@@ -37,7 +37,12 @@ def parts_of_models(args: BaseConfig, policy: PreTrainedModel) -> list[Part]:
     Raises:
         ConfigError: A part cannot do what it is asked for.
     """
-    found: list[Part | None] = [router_loss(args, policy), router_replay(args), kernels(args), offloading(args)]
+    found: list[Part | None] = [
+        router_loss(args, policy),
+        router_replay(args, policy),
+        kernels(args),
+        offloading(args),
+    ]
     return [part for part in found if part is not None]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.metrics import Mean
@@ -16,10 +18,21 @@ from prefrl.trainer.base_config import BaseConfig
 from prefrl.trainer.parts import Part, Role, Run
 from prefrl.types import LossOutput, TokenBatch
 
+_log = logging.getLogger(__name__)
 
-def router_replay(args: BaseConfig) -> ReplayedRouters | None:
+
+def router_replay(args: BaseConfig, policy: PreTrainedModel) -> ReplayedRouters | None:
     """What makes the policy's routers replay, if the options ask for it."""
-    return ReplayedRouters() if isinstance(args, OnlineOptions) and args.router_replay else None
+    if not isinstance(args, OnlineOptions):
+        return None
+    is_open = args.router_replay is None and args.use_vllm
+    if is_open and hasattr(policy.config.get_text_config(), "num_experts_per_tok") and distributed.is_main():
+        _log.warning(
+            "%s is a mixture of experts: the server's routers will choose other experts than the trainer's for some "
+            "tokens. Set router_replay=True, so that training uses those of the server (see docs/moe.md), or False.",
+            type(policy).__name__,
+        )
+    return ReplayedRouters() if args.router_replay else None
 
 
 class ReplayedRouters(Part):
