@@ -168,3 +168,12 @@ def test_the_policy_uses_the_experts_of_the_sampler_and_says_how_many_are_not_it
 def test_a_model_that_cannot_replay_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="router_replay=True does not work for Qwen2ForCausalLM: no module of it"):
         make_trainer("grpo", tmp_path, router_replay=True)
+
+
+def test_a_server_that_samples_from_a_mixture_without_replay_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, is_warned in ((None, True), (False, False)):
+        caplog.clear()
+        make_trainer("grpo", tmp_path, model=mixture_of("grpo"), use_vllm=True, router_replay=value)
+        assert ("router_replay=True" in caplog.text) == is_warned
