@@ -44,6 +44,9 @@ class Completion:
     trainable: list[bool]
     # Optimizer step of the weights that sampled each token.
     policy_versions: list[int]
+    # [T, L, k] the experts that the L routers of a mixture chose for each token that was run: those that were sent,
+    # and the completion's without the last one; see `models.router_replay`. None: they were not recorded.
+    routes: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,10 @@ class TokenBatch(Forest):
     trainable_counts: tuple[int, ...] = ()
     # P entries: the images of each root prompt and of what continues it; None: it has none. (): no prompt has any.
     images: tuple[Images | None, ...] = ()
+    # [sum(prompt_lengths), L, k] and [N, L, k] the experts that the routers of a mixture use, which may be unknown,
+    # see `unknown_routes`; None: the routers choose.
+    prompt_routes: Tensor | None = None
+    response_routes: Tensor | None = None
 
     # What follows from these, found at construction.
     device: torch.device = field(init=False)
@@ -229,7 +236,7 @@ class TokenBatch(Forest):
         return dataclasses.replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor fields that are set, by name. All but the prompts' ids have an entry for each response token."""
+        """The tensor fields that are set, by name. All but the prompts' have an entry for each response token."""
         return {name: value for name, value in self.given().items() if isinstance(value, torch.Tensor)}
 
     def on_device(self, values: Sequence[float]) -> Tensor:
@@ -259,6 +266,8 @@ class TokenBatch(Forest):
             "response_lengths": tuple(self.response_lengths[response] for response in responses),
             "response_row": tuple(i for i, row in enumerate(rows) for _ in self.responses[row]),
         }
+        if self.prompt_routes is not None:
+            layout["prompt_routes"] = _take_segments(self.prompt_routes, self.prompt_lengths, prompts)
         others: dict[str, Any] = {}
         for name, value in self.given().items():
             if name not in layout and isinstance(value, torch.Tensor):
@@ -266,6 +275,13 @@ class TokenBatch(Forest):
             elif name not in layout and isinstance(value, tuple):
                 others[name] = tuple(value[row] for row in rows)
         return dataclasses.replace(self, **layout, **others)
+
+    def with_routes(self, like: Tensor) -> Self:
+        """The batch, with unknown routes like others if it has none."""
+        if self.prompt_routes is not None:
+            return self
+        prompts, responses = (unknown_routes(like, len(ids)) for ids in (self.prompt_ids, self.response_ids))
+        return self.replace(prompt_routes=prompts, response_routes=responses)
 
     def chunks(self, rows_per_chunk: int) -> list[Self]:
         """Consecutive batches of at most `rows_per_chunk` rows."""
@@ -306,6 +322,9 @@ class TokenBatch(Forest):
         stages = {type(batch).__name__ for batch in batches}
         if len(stages) > 1:
             raise ValueError(f"batches are of different stages: {sorted(stages)}")
+        routes = next((batch.prompt_routes for batch in batches if batch.prompt_routes is not None), None)
+        if routes is not None:
+            batches = [batch.with_routes(routes) for batch in batches]
         names = {frozenset(batch.tensors()) for batch in batches}
         if len(names) > 1:
             raise ValueError(f"batches carry different tensors: {sorted(map(sorted, names))}")
@@ -421,6 +440,11 @@ class ReadyBatch(SampledBatch):
     ref_logprobs: Tensor | None = None  # [N] nats, of the reference model; None: the loss has no KL term
     # [N, h] last hidden states of the model whose whole distributions a KL term compares; None: no term does that.
     ref_hidden: Tensor | None = None
+
+
+def unknown_routes(like: Tensor, count: int) -> Tensor:
+    """[count, L, k] in the form of other routes: experts that are not known, so that the router of a pass chooses."""
+    return like.new_full((count, *like.shape[1:]), torch.iinfo(like.dtype).max)
 
 
 def _shifted(parts: Iterable[Sequence[int]], offsets: Sequence[int]) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ class ServerInfo:
     max_lora_rank: int | None  # None: the server takes no adapters
     num_workers: int  # processes that hold weights: tensor * pipeline * data parallel
     memory_share: float | None  # of its device, while it is awake; None: it never sleeps
+    returns_routes: bool  # answers have the experts of a mixture
 
     @classmethod
     def from_json(cls, url: str, answer: Any) -> ServerInfo:
@@ -230,6 +231,7 @@ def _server_info(state: Any) -> ServerInfo:
         memory_share=config.cache_config.gpu_memory_utilization
         if model.enable_sleep_mode or config.device_config.device_type == "cpu"
         else None,
+        returns_routes=config.aux_output_config.enable_return_routed_experts,
     )
 
 

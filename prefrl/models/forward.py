@@ -29,7 +29,7 @@ from prefrl.models.images import image_rules
 from prefrl.models.modes import dropout_rates
 from prefrl.models.plans import FlatInputs, ForwardPlan, ModelInputs, Plan, PlanVerdict, lay_out, part_of
 from prefrl.models.routers import RouterRecord
-from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scoring, score_tokens
+from prefrl.models.scoring import inner_model, is_classifier, prepare_for_scoring, score_tokens, user_model
 from prefrl.models.selfcheck import check_plans
 from prefrl.types import IdleBatch, TokenBatch
 
@@ -281,11 +281,19 @@ def inputs_of(model: nn.Module, batch: TokenBatch, plan: Plan, verdict: PlanVerd
 
 
 def verdict_of(model: nn.Module) -> PlanVerdict:
-    """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed."""
+    """The model's self-check verdict, computed at first use and again if its head, adapter or attention changed.
+
+    Routers that shall replay are tried at first use, too.
+
+    Raises:
+        ConfigError: See `check_plans` and `RouterReplay.prove`.
+    """
     state = prepare_for_scoring(model)
     if state.verdict is None or state.verdict.fingerprint != state.fingerprint(model):
         state.verdict = check_plans(model, state.image_example)
         _report(model, state.verdict, has_images=state.image_example is not None)
+    if state.replay is not None:
+        state.replay.prove(user_model(model))
     return state.verdict
 
 

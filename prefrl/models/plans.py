@@ -10,6 +10,7 @@ from torch import nn
 
 from prefrl.distributed import shape_of
 from prefrl.models.attention.segments import Layout
+from prefrl.types import unknown_routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,7 @@ class FlatInputs:
     ends: tuple[int, ...]  # R entries: the segment of the layout in which each response ends, its last token left out
     images: Mapping[str, Tensor] = field(default_factory=dict)  # what the model reads besides, if there are images
     start: int = 0  # offset of `input_ids` in the whole row
+    routes: Tensor | None = None  # [T, L, k] the experts of each token, see `TokenBatch`; None: routers choose
 
     @property
     def keywords(self) -> dict[str, Tensor]:
@@ -61,6 +63,7 @@ class PaddedInputs:
     attention_mask: Tensor  # [R, width] int64, 1 on tokens
     predictors: Tensor  # [N] int64: position in the flattened `input_ids` whose output predicts each response token
     images: Mapping[str, Tensor] = field(default_factory=dict)  # what the model reads besides, if there are images
+    routes: Tensor | None = None  # [R * width, L, k] as in `FlatInputs`; those of padding are unknown
 
     @property
     def keywords(self) -> dict[str, Tensor]:
@@ -124,8 +127,12 @@ def part_of(inputs: FlatInputs, place: int, num_parts: int) -> FlatInputs:
     def part(tensor: Tensor) -> Tensor:
         return torch.nn.functional.pad(tensor, (0, padding))[:, start : start + width]
 
+    routes = inputs.routes
+    if routes is not None:
+        routes = torch.cat([routes, unknown_routes(routes, padding)])[start : start + width]
     return replace(
         inputs,
+        routes=routes,
         input_ids=part(inputs.input_ids),
         position_ids=part(inputs.position_ids),
         layout=Layout((*inputs.layout.forest, *([(padding, -1)] if padding else [])), num_parts),
@@ -178,18 +185,27 @@ def _flat(
         predictors += [torch.tensor([last_of_context]), torch.arange(start[node], start[node] + lengths[node])]
     found = {node: one for node in order if images and parents[node] < 0 and (one := images[node]) is not None}
     ids = torch.cat([batch.prompt_ids, batch.response_ids])
+    index = torch.cat([tokens[node] for node in order]).to(batch.device, non_blocking=True)
     position_ids = torch.cat([torch.arange(position[node], position[node] + lengths[node]) for node in order])[None]
     if found and rules is not None and rules.rope_index is not None:
         spans = [(root[node], position[node], lengths[node]) for node in order]
         position_ids = torch.cat([position_ids, _positions_in_space(spans, found, rules)])[:, None]
     return FlatInputs(
-        input_ids=ids[torch.cat([tokens[node] for node in order]).to(batch.device, non_blocking=True)][None],
+        input_ids=ids[index][None],
         position_ids=position_ids.to(batch.device, non_blocking=True),
         predictors=torch.cat(predictors).to(batch.device, non_blocking=True),
         layout=Layout(tuple(forest), blocks=frozenset(blocks)),
         ends=tuple(segment[node] for node in responses),
         images=rules.join(list(found.values()), batch.device) if found and rules else {},
+        routes=None if batch.prompt_routes is None else _all_routes(batch)[index],
     )
+
+
+def _all_routes(batch: TokenBatch) -> Tensor:
+    """The routes of all tokens of prompts, then of responses, and unknown ones for padding."""
+    assert batch.prompt_routes is not None
+    assert batch.response_routes is not None
+    return torch.cat([batch.prompt_routes, batch.response_routes, unknown_routes(batch.prompt_routes, 1)])
 
 
 def _add_segments(
@@ -284,17 +300,19 @@ def _padded(
     sequences = [torch.cat(parts) for parts in zip(contexts, responses, strict=True)]
     padding = len(batch.prompt_ids) + len(batch.response_ids)
     index = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
-    width = index.size(1)
+    is_token, width = index != padding, index.size(1)
+    index = index.to(batch.device, non_blocking=True)
     firsts = [row * width + len(context) - 1 for row, context in enumerate(contexts)]
     predictors = [
         torch.arange(first, first + length) for first, length in zip(firsts, batch.response_lengths, strict=True)
     ]
     ids = torch.cat([batch.prompt_ids, batch.response_ids, batch.response_ids.new_zeros(1)])
     return PaddedInputs(
-        input_ids=ids[index.to(batch.device, non_blocking=True)],
-        attention_mask=(index != padding).long().to(batch.device, non_blocking=True),
+        input_ids=ids[index],
+        attention_mask=is_token.long().to(batch.device, non_blocking=True),
         predictors=torch.cat(predictors).to(batch.device, non_blocking=True),
         images=_padded_images(images, width, rules, batch.device),
+        routes=None if batch.prompt_routes is None else _all_routes(batch)[index.flatten()],
     )
 
 

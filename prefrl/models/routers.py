@@ -16,6 +16,7 @@ import torch
 from prefrl.distributed import sum_over_team
 from prefrl.errors import ConfigError
 from prefrl.models.plans import PaddedInputs
+from prefrl.models.router_replay import given_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from prefrl.models.plans import ModelInputs
 
 
-def routed(router_logits: Sequence[Tensor], *, top_k: int) -> Tensor:
+def routed(router_logits: Sequence[Tensor], *, top_k: int, routes: Tensor | None = None) -> Tensor:
     """How the routers of all layers treat each token, summed over layers.
 
     Args:
         router_logits: For each layer with a router, [T, E]; gradient flows.
         top_k: Number of experts of a token.
+        routes: [T, L, k] the experts that ran, see `models.router_replay`; None: the most probable ones.
 
     Returns:
         [T, 2, E] float32 or wider: how many layers choose the expert, a constant; and the sum of its probabilities.
@@ -37,8 +39,10 @@ def routed(router_logits: Sequence[Tensor], *, top_k: int) -> Tensor:
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     probabilities = [logits.softmax(-1, dtype=dtype) for logits in router_logits]
     chosen = torch.zeros_like(probabilities[0])
-    for values in probabilities:
+    for layer, values in enumerate(probabilities):
         experts = values.detach().topk(top_k, dim=-1).indices
+        if routes is not None:
+            experts = given_experts(routes[:, layer], experts)
         chosen += torch.zeros_like(chosen).scatter_(-1, experts, 1.0)
     return torch.stack([chosen, torch.stack(probabilities).sum(0)], 1)
 
@@ -107,7 +111,8 @@ class RouterRecord:
         rows, width = inputs.input_ids.shape
         # Virtual tokens, which stand at the beginning of each row, are not counted.
         logits = [layer.reshape(rows, -1, layer.size(-1))[:, -width:].flatten(0, 1) for layer in found]
-        tokens = routed(logits, top_k=model.config.get_text_config().num_experts_per_tok)
+        top_k = model.config.get_text_config().num_experts_per_tok
+        tokens = routed(logits, top_k=top_k, routes=inputs.routes)
         self._losses.append(_of_sequences(tokens, _sequences(inputs), num_layers=len(found)))
 
 

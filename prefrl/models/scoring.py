@@ -36,6 +36,7 @@ from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, ModelInputs, PlanVerdict, padded_with
+from prefrl.models.router_replay import ROUTES_KWARG, RouterReplay, Routes
 from prefrl.models.routers import RouterRecord
 from prefrl.types import TokenBatch
 
@@ -108,6 +109,7 @@ class ScoringRequest:
     own_logits: bool  # read the model's own logits, because we cannot reproduce how they are computed
     readout: Readout
     routers: Callable[[PreTrainedModel, Any, int], None] | None  # `RouterRecord.add` with its first argument
+    routes: Routes | None = None  # of routers that may replay; None: they choose
 
 
 @dataclass(eq=False)
@@ -124,6 +126,7 @@ class ScoringState:
     image_example: TokenBatch | None = None  # rows with images, for the self-check
     is_inside: bool = False  # whether a task is running inside the model's call
     is_compiled: bool = False  # whether passes that score run compiled layers
+    replay: RouterReplay | None = None  # of routers that use the routes of batches; None: they choose
 
     def fingerprint(self, model: nn.Module) -> tuple[object, ...]:
         """What a verdict depends on: the kind of head, of PEFT, of attention and of kernels; `model` has wrappers."""
@@ -348,10 +351,13 @@ def read_out(
         held = ((predictors >= 0) & (predictors < width)).nonzero().squeeze(1)
         predictors = predictors[held]
     record = None if routers is None else partial(routers.add, inputs)
-    request = ScoringRequest(predictors, held, width, layout, own_logits, readout, record)
     state: ScoringState = getattr(inner_model(model), _STATE)
+    routes = None if state.replay is None else Routes(state.replay, inputs.routes)
+    request = ScoringRequest(predictors, held, width, layout, own_logits, readout, record, routes)
     call = user_model(model).forward if state.is_inside else model
     output: dict[str, Tensor] = call(**inputs.keywords, prefrl_scoring=request)
+    if state.replay is not None and routes is not None:
+        state.replay.keep(routes)
     return output if held is None else {name: _of_all(found, held, count) for name, found in output.items()}
 
 
@@ -366,6 +372,8 @@ def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest,
     if request.layout is not None:
         mask = mask_placeholder(inputs["position_ids"].device)
         inputs = {**inputs, "attention_mask": mask, LAYOUT_KWARG: request.layout}
+    if request.routes is not None:
+        inputs[ROUTES_KWARG] = request.routes
     options = {"use_cache": False} if request.routers is None else {"use_cache": False, "output_router_logits": True}
     found = (state.original_forward if request.own_logits else model.base_model)(**inputs, **options)
     output: Tensor = found.logits if request.own_logits else found.last_hidden_state

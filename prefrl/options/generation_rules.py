@@ -101,6 +101,12 @@ PROMPTS_RULES = (
 )
 NUMBERS_RULES = (
     when(
+        lambda o: o.router_replay and o.torch_compile,
+        "router_replay=True with torch_compile=True: the choice of experts cannot be replaced inside compiled layers. "
+        "Set one of them to False.",
+        example("grpo", router_replay=True, torch_compile=True),
+    ),
+    when(
         lambda o: o.temperature_eval and o.temperature_eval < LEAST_TEMPERATURE,
         "temperature_eval={temperature_eval!r}: must be 0, which is greedy decoding, or at least {least}",
         example("grpo", temperature_eval=0.0001),

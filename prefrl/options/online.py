@@ -224,6 +224,11 @@ class OnlineOptions(RolloutOptions):
         False,
         "Visit the minibatches of a generation batch in a new random order in each pass after the first.",
     )
+    router_replay: bool | None = opt(
+        None,
+        "Whether the routers of a mixture of experts use the experts that the sampler chose for each token; see "
+        "docs/moe.md. The default is False, with a warning if a vLLM server samples from a mixture.",
+    )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
         False,

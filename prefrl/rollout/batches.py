@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from prefrl.data.collate import batch_of, flat_batch, parts_of_batch
 from prefrl.errors import DataError
 from prefrl.metrics import Mean, Metric, Sum, from_json, merge, to_json
-from prefrl.types import Completion, Images, Rollout, SampledBatch, TokenBatch, Turn
+from prefrl.types import Completion, Images, Rollout, SampledBatch, TokenBatch, Turn, unknown_routes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,8 @@ class Response:
     trainable: list[bool]  # False for ids of tools and environments
     logprobs: list[float]  # nats, under the distribution that was sampled from; 0 for ids that were not sampled
     turn: list[int]  # number of the turn in the rollout; ids before a turn's completion belong to the turn before
+    # [T, L, k] of the prompt and of the ids, see `Completion.routes`; None: they are not known.
+    routes: Tensor | None = None
 
     def continues_with(self, turn: Turn) -> bool:
         """Whether what was sent for a turn begins with all ids of this response and its prompt."""
@@ -45,6 +47,7 @@ class Response:
 
     def extend(self, number: int, turn: Turn) -> None:
         """Add a turn that this response continues with."""
+        self.routes = _longer_routes(self.routes, turn, num_before=len(self.prompt_ids) + len(self.token_ids))
         new = turn.sent_ids[len(self.prompt_ids) + len(self.token_ids) :]
         nothing: list[float] = [0.0] * len(new)
         more = Completion(new, "stop", nothing, [False] * len(new), [])
@@ -68,8 +71,27 @@ def responses_of(rollout: Rollout) -> list[Response]:
             responses[-1].extend(number, turn)
         else:
             ids, flags, logprobs = turn.completion.token_ids, turn.completion.trainable, turn.completion.logprobs
-            responses.append(Response(turn.sent_ids, [*ids], [*flags], [*logprobs], [number] * len(ids)))
+            numbers = [number] * len(ids)
+            responses.append(Response(turn.sent_ids, [*ids], [*flags], [*logprobs], numbers, _routes_of(turn)))
     return responses
+
+
+def _routes_of(turn: Turn) -> Tensor | None:
+    """[T, L, k] of all ids that were sent and sampled; the last one was not run."""
+    routes = turn.completion.routes
+    return None if routes is None else torch.cat([routes, unknown_routes(routes, 1)])
+
+
+def _longer_routes(routes: Tensor | None, turn: Turn, *, num_before: int) -> Tensor | None:
+    """Those of a response, and of the ids that a turn adds to `num_before` ids, of which the last is run only now."""
+    new = _routes_of(turn)
+    if routes is None and new is None:
+        return None
+    if new is None:
+        assert routes is not None
+        new = unknown_routes(routes, len(turn.sent_ids) + len(turn.completion.token_ids))
+    before = unknown_routes(new, num_before) if routes is None else routes
+    return torch.cat([before[:-1], new[num_before - 1 :]])
 
 
 def sampled_batch(
@@ -96,8 +118,33 @@ def sampled_batch(
         rows=[row for row, _ in responses],
         images={rollout.group: rollout.images for rollout in rollouts if rollout.images is not None},
     )
+    batch = _with_routes(batch, [response for _, response in responses])
     logprobs = [value for _, response in responses for value in response.logprobs]
     return SampledBatch.of(batch, sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32))
+
+
+def _with_routes(batch: TokenBatch, responses: Sequence[Response]) -> TokenBatch:
+    """The batch with the routes of its responses, if some are known. A shared prompt has those of its first response.
+
+    The sampler has computed such a prompt once for all, unless it has dropped it from its cache.
+    """
+    like = next((response.routes for response in responses if response.routes is not None), None)
+    if like is None:
+        return batch
+    of_prompts: dict[int, Tensor] = {}
+    of_responses = []
+    for context, response in zip(batch.contexts, responses, strict=True):
+        num_ids, start = len(response.prompt_ids), 0
+        routes = response.routes
+        if routes is None:
+            routes = unknown_routes(like, num_ids + len(response.token_ids))
+        for prompt in context:
+            stop = start + batch.prompt_lengths[prompt]
+            of_prompts.setdefault(prompt, routes[start:stop])
+            start = stop
+        of_responses.append(routes[num_ids:])
+    prompts = torch.cat([of_prompts[prompt] for prompt in range(batch.num_prompts)])
+    return batch.replace(prompt_routes=prompts, response_routes=torch.cat(of_responses))
 
 
 def _add_images(rollouts: Sequence[Rollout], reader: ImageReader) -> None:

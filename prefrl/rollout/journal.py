@@ -10,8 +10,9 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from prefrl import distributed
 from prefrl.data.images import file_bytes
@@ -281,6 +283,7 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
             "trainable": completion.trainable,
             "finish_reason": completion.finish_reason,
             "policy_versions": completion.policy_versions,
+            **({} if completion.routes is None else _packed_routes(completion.routes)),
             **rollout.rewards,
             "reward": rollout.reward,
             "greedy_reward": rollout.greedy_reward,
@@ -288,6 +291,21 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
             **{name: values[number] for name, values in part.logged_columns.items()},
             **{name: rollout.row[name] for name in TEACHER_COLUMNS if name in rollout.row},
         }
+
+
+def _packed_routes(routes: Tensor) -> dict[str, Any]:
+    """The columns of a turn's routes: their bytes, layers and experts of each token."""
+    return {"routes": routes.numpy().tobytes(), "routes_shape": [*routes.shape[1:]]}
+
+
+def _routes(row: Mapping[str, Any]) -> Tensor | None:
+    """What `_packed_routes` wrote; None if the turn has none."""
+    if row.get("routes") is None:
+        return None
+    data, num_tokens = bytearray(row["routes"]), len(row["prompt_ids"]) + len(row["completion_ids"]) - 1
+    shape = (num_tokens, *row["routes_shape"])
+    dtype = torch.uint8 if len(data) == math.prod(shape) else torch.int16
+    return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def _add_images(rows: Sequence[dict[str, Any]], rollouts: Sequence[Rollout]) -> None:
@@ -347,6 +365,7 @@ def _rollout(rows: Sequence[dict[str, Any]], reward_names: Sequence[str], images
                 row["logprobs"],
                 row["trainable"],
                 row["policy_versions"],
+                _routes(row),
             ),
         )
         for row in rows

@@ -60,7 +60,8 @@ def first_tokens(turn: Turn, count: int) -> Turn:
     """The turn as if it had ended with so many tokens."""
     whole = turn.completion
     parts = whole.logprobs[:count], whole.trainable[:count], whole.policy_versions[:count]
-    return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts))
+    routes = None if whole.routes is None else whole.routes[: len(turn.sent_ids) + count - 1]
+    return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts, routes))
 
 
 def num_thought(template: ChatTemplate, turn: Turn, message: Message) -> int:

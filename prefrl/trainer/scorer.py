@@ -232,6 +232,8 @@ class Scorer:
         """[N] scores under the reference or teacher, in passes of at most `max_tokens`; None: the token budget."""
         reference = self.reference if frozen == "reference" else self.teacher
         assert reference is not None
+        if batch.prompt_routes is not None:  # it is another network, which chooses experts itself
+            batch = batch.replace(prompt_routes=None, response_routes=None)
         usable = nullcontext() if reference.own_model is not None else distributed.usable(self.policy())
         with self._pass(frozen, batch), self.accelerator.autocast(), usable:
             scores = reference.scores(

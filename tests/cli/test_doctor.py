@@ -34,6 +34,7 @@ from prefrl.scripts.checkup.resources import MicroBatch, SharedMemory, footprint
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import options_of, read
 from prefrl.scripts.main import main
+from tests.assets import tiny_mixture, tiny_tokenizer
 from tests.cli.conftest import write_jsonl
 
 CPU = torch.device("cpu")
@@ -72,6 +73,23 @@ def test_a_server_that_the_run_starts_need_not_answer_yet(workspace: Path, model
     words = ["--dataset_name", str(prompts), "--reward_funcs", "numeric_reward", "--vllm", "auto"]
     found, _ = checked("grpo", model_folder, *words, "--num_processes", "2")
     assert found["Server"] == [("ok", "the run starts it (vllm='auto')")]
+
+
+def test_routers_that_shall_replay_are_counted_and_missing_ones_are_a_problem(
+    workspace: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    write_jsonl(workspace / "prompts.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 8)
+    words = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "numeric_reward", "--router_replay", "true"]
+    mixture = tmp_path / "mixture"
+    tiny_mixture().save_pretrained(mixture)
+    tiny_tokenizer().save_pretrained(mixture)
+    found, _ = checked("grpo", mixture, *words)
+    (text,) = [
+        text for level, text in found["Model and tokenizer"] if text.startswith("router_replay") and level == "ok"
+    ]
+    assert text.startswith("router_replay: 2 routers (Qwen3MoeTopKRouter) choose 2 of 4 experts; whether")
+    found, _ = checked("grpo", model_folder, *words)
+    assert "router_replay=True does not work for Qwen2ForCausalLM" in words_of(found, "Model and tokenizer")
 
 
 def test_batches_are_those_of_all_processes_that_the_run_starts(workspace: Path, model_folder: Path) -> None:

@@ -285,6 +285,22 @@ def test_an_old_vllm_is_refused(
     assert f"vLLM {version} is too old: prefrl needs at least 0.32" in capsys.readouterr().err
 
 
+def test_experts_are_returned_by_the_runner_that_can(capsys: pytest.CaptureFixture[str]) -> None:
+    variables, command = dry_run(capsys, "--model", "m", "--enable_return_routed_experts")
+    assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "--enable-return-routed-experts" in command
+
+
+def test_a_build_for_cpus_is_refused_if_experts_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_distribution(tmp_path, "vllm", "1.0.0+cpu")
+    fake_distribution(tmp_path, "prefrl", "0.0.1", "[vllm.general_plugins]\nprefrl = prefrl.generation.vllm:plugin\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["vllm-serve", "--model", "m", "--enable_return_routed_experts"]) == 2
+    assert "enable_return_routed_experts=True: a CPU build of vLLM cannot" in capsys.readouterr().err
+
+
 def test_a_prefrl_that_vllm_would_not_find_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

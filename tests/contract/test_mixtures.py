@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl
 
 from prefrl.errors import ConfigError
+from prefrl.generation.local.generator import LocalGenerator
 from prefrl.registry import REGISTRY
+from prefrl.types import Completion
 from tests.assets import EXPERTS
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, model_of, relative_difference, update_of, weights_of
 
@@ -116,3 +119,61 @@ def test_reentrant_checkpoints_are_refused_because_they_cut_its_gradient(tmp_pat
     with pytest.raises(ConfigError, match=r"with use_reentrant=True .* or router_aux_loss_coef=0\.0"):
         make_trainer("sft", tmp_path, model=mixture_of("sft"), **reentrant)
     make_trainer("sft", tmp_path, model=mixture_of("sft"), router_aux_loss_coef=0.0, **reentrant)
+
+
+# Router replay: experts of the sampler.
+
+REPLAY = {"router_replay": True, **COEF}
+
+
+def test_with_replay_the_update_is_the_same_however_the_work_is_cut(tmp_path: Path) -> None:
+    # The sampler has the trainer's weights and precision, so nearly all of its experts are the trainer's own.
+    plain, _ = trained("grpo", tmp_path, **COEF)
+    expected, logged = trained("grpo", tmp_path, **REPLAY)
+    assert relative_difference(expected, plain) < TOLERANCE
+    assert logged["sampling/routes_changed"] == 0
+    for options in (CUT, {"forward_plan": "packed", "activation_checkpointing": True}):
+        update, entry = trained("grpo", tmp_path, **REPLAY, **options)
+        assert relative_difference(update, expected) < TOLERANCE
+        assert entry["aux_loss"] == pytest.approx(logged["aux_loss"], rel=TOLERANCE)
+
+
+class Restless(LocalGenerator):
+    """A sampler with other experts: each number is one higher."""
+
+    def generate(self, *args: Any, **options: Any) -> list[list[Completion]]:
+        found = super().generate(*args, **options)
+        return [[replace(one, routes=(one.routes + 1) % 4) for one in group] for group in found]
+
+
+def restless(folder: Path, **options: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    trainer = make_trainer("grpo", folder, model=mixture_of("grpo"), **options)
+    trainer.generator.__class__ = Restless
+    update = update_of(trainer)
+    return update, trainer.state.log_history[0]
+
+
+def test_the_policy_uses_the_experts_of_the_sampler_and_says_how_many_are_not_its_own(tmp_path: Path) -> None:
+    own, logged = trained("grpo", tmp_path, beta=0.1, **REPLAY)
+    update, entry = restless(tmp_path, beta=0.1, **REPLAY)
+    assert relative_difference(update, own) > 0.1
+    assert entry["sampling/routes_changed"] > 0.5
+    # The policy with other experts is not its reference, which chooses itself.
+    assert logged["kl"] < 1e-6
+    assert entry["kl"] > 1e-4
+    padded, _ = restless(tmp_path, beta=0.1, **REPLAY, **CUT, steps_per_generation=4)
+    assert relative_difference(padded, update) < TOLERANCE
+
+
+def test_a_model_that_cannot_replay_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="router_replay=True does not work for Qwen2ForCausalLM: no module of it"):
+        make_trainer("grpo", tmp_path, router_replay=True)
+
+
+def test_a_server_that_samples_from_a_mixture_without_replay_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, is_warned in ((None, True), (False, False)):
+        caplog.clear()
+        make_trainer("grpo", tmp_path, model=mixture_of("grpo"), use_vllm=True, router_replay=value)
+        assert ("router_replay=True" in caplog.text) == is_warned

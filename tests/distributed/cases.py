@@ -173,6 +173,7 @@ CASES: dict[str, Case] = {
     "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
     # Rollouts.
     "grpo_reuse": Case("grpo", {"beta": 0.04, "teacher_kl_coef": 0.5, **REUSE}, model=TIED),
+    "grpo_replay": Case("grpo", {"router_replay": True, **REUSE, **LEAN}, model=MIXTURE),
     "grpo_not_gathered": Case(
         "grpo",
         {

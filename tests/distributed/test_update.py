@@ -43,7 +43,7 @@ DEALT = {
 }
 SELECTED: dict[str, tuple[str, ...]] = {
     # The contract's tests train everything on two processes.
-    "ddp": ("sft_adam", "sft_mixture", "ppo_model", "ppo_clipped"),
+    "ddp": ("sft_adam", "sft_mixture", "grpo_replay", "ppo_model", "ppo_clipped"),
     "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
     "zero2": STEPS,
     # DeepSpeed clips a critic with the policy; ZeRO refuses LARS, and ZeRO-3 compiled layers.

@@ -43,7 +43,7 @@ from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes, EvaluationSize
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.rows import RunningMean
-from prefrl.trainer.online.sampling import sync_method
+from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.steps import LongBatch, StepAccount
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cuda_lines import lines_that_name_cuda, traced

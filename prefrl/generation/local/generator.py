@@ -10,12 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from prefrl import distributed
@@ -24,17 +22,16 @@ from prefrl.generation.base import OnDemand
 from prefrl.generation.local.decoding import (
     StopStrings,
     TokenSampler,
-    keep_rows,
     packed_linears,
-    rows_of_cache,
     sent,
-    uniform_numbers,
 )
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
+from prefrl.generation.local.waves import DistinctPrompt, Prefill, SampleRow, Wave, batches_of, in_space
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
 from prefrl.models.modes import eval_mode
 from prefrl.models.plans import position_limit
+from prefrl.models.router_replay import ROUTES_KWARG, Routes
 from prefrl.types import Completion
 
 if TYPE_CHECKING:
@@ -42,71 +39,12 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.generation.base import Pending, SamplingParams, WeightSource
-    from prefrl.generation.local.decoding import Draw
+    from prefrl.models.router_replay import RouterReplay
     from prefrl.types import FinishReason, Images
-
-
-@dataclass(frozen=True, slots=True)
-class DistinctPrompt:
-    """A prompt; equal ones, with the same images, are computed once."""
-
-    ids: tuple[int, ...]
-    images: Images | None
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """Sample number `sample` of prompt number `request` in the call."""
-
-    request: int
-    sample: int
-
-
-def batches_of(
-    prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, num_samples: int, max_rows: int
-) -> list[dict[DistinctPrompt, list[SampleRow]]]:
-    """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
-    rows: dict[DistinctPrompt, list[SampleRow]] = {}
-    for request, prompt in enumerate(prompts):
-        one = DistinctPrompt(tuple(prompt), None if images is None else images[request])
-        rows.setdefault(one, []).extend(SampleRow(request, sample) for sample in range(num_samples))
-    batches: list[dict[DistinctPrompt, list[SampleRow]]] = []
-    num_rows = max_rows
-    for one in sorted(rows, key=lambda one: len(one.ids)):
-        if num_rows + len(rows[one]) > max_rows:
-            batches.append({})
-            num_rows = 0
-        batches[-1][one] = rows[one]
-        num_rows += len(rows[one])
-    return batches
-
-
-def in_space(positions: Tensor, places: Sequence[RowPositions | None]) -> Tensor:
-    """[R, 4, W] the positions [R, W] of rows, and those in time, height and width below."""
-    length = positions.size(1)
-    columns = [
-        row.expand(3, -1)
-        if place is None
-        else place.of(0, length).to(row.device, non_blocking=True)[:, row.clamp(min=0)]
-        for row, place in zip(positions, places, strict=True)
-    ]
-    return torch.cat([positions[:, None], torch.stack(columns)], 1)
 
 
 # Packing the weights takes about as long as five steps.
 _STEPS_THAT_PAY_FOR_PACKING = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """The state after a batch of prompts, padded to W tokens."""
-
-    cache: Cache
-    logits: Tensor  # [P, V] float32, after the last token
-    ids: Tensor  # [P, W] int64
-    padding: Tensor  # [P] int64, number of padding tokens on the left
-    has_padding: bool
-    places: Sequence[RowPositions | None]  # [P] positions of prompts whose images have positions in space
 
 
 class LocalGenerator:
@@ -122,6 +60,7 @@ class LocalGenerator:
         autocast: Context of each forward pass: the mixed precision of training, which accelerate adds to the model
             only when training starts.
         memory: Context of a generation, for which memory may not suffice; it is given words that describe it.
+        replay: Of the model's routers, whose choices completions get; None: they are not recorded.
 
     Raises:
         ConfigError: `max_rows` is not positive.
@@ -138,6 +77,7 @@ class LocalGenerator:
         offloads_cache: bool = False,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         memory: Callable[[Callable[[], str]], AbstractContextManager[object]] = nullcontext,
+        replay: RouterReplay | None = None,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"max_rows={max_rows}: must be at least 1")
@@ -149,6 +89,8 @@ class LocalGenerator:
         self._offloads_cache = offloads_cache
         self._autocast = autocast
         self._memory = memory
+        self._replay = replay
+        self._routes: list[Tensor] = []  # [tokens, L, k] of the last forward pass
         self._version = 0
         self._arguments = frozenset(inspect.signature(type(self._base).forward).parameters)
         # The second name is that of transformers before 5.24, and of models that come with their own code.
@@ -210,12 +152,14 @@ class LocalGenerator:
             eval_mode(self._model),
             packed_linears(self._base) if packs else nullcontext(),
         ):
+            if self._replay is not None:
+                self._replay.prove(self._model)
             for batch in batches_of(prompts, images, sampling.num_samples, self._max_rows):
                 prefill = self._prefill(list(batch))
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
                 for start in range(0, len(rows), self._max_rows):
                     live = rows[start : start + self._max_rows]
-                    wave = _Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
+                    wave = Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
                     self._decode(wave, sampler, stop_ids, stops)
                     completions |= wave.completions(self._version)
         return [
@@ -261,7 +205,7 @@ class LocalGenerator:
     def close(self) -> None:
         """No-op: nothing is held between calls."""
 
-    def _decode(self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int], stops: StopStrings | None) -> None:
+    def _decode(self, wave: Wave, sampler: TokenSampler, stop_ids: set[int], stops: StopStrings | None) -> None:
         logits = wave.first_logits
         for step in range(wave.max_tokens):
             place = wave.width + step  # of the token that is drawn
@@ -282,8 +226,9 @@ class LocalGenerator:
             tokens = draw.tokens if len(kept) == len(drawn) else draw.tokens[sent(kept, draw.tokens.device)]
             mask = None if wave.mask is None else wave.mask[:, : place + 1]
             logits = self._forward(tokens[:, None], wave.cache, wave.positions[..., place, None], mask)
+            wave.routes += self._routes
 
-    def _prefill(self, prompts: list[DistinctPrompt]) -> _Prefill:
+    def _prefill(self, prompts: list[DistinctPrompt]) -> Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = sent(ids, device)
@@ -308,7 +253,8 @@ class LocalGenerator:
             logits = self._forward(input_ids, cache, positions, mask, images)
         except ValueError as error:  # some architectures accept only their own kind of cache
             raise _no_cache_error(self._base, str(error)) from error
-        return _Prefill(cache, logits, input_ids, padding, has_padding, places)
+        routes = None if self._replay is None else self._routes[0].view(*input_ids.shape, *self._routes[0].shape[1:])
+        return Prefill(cache, logits, input_ids, padding, has_padding, places, routes)
 
     def _forward(
         self,
@@ -336,8 +282,12 @@ class LocalGenerator:
         if "output_router_logits" in self._arguments:
             # transformers would compute the routers' loss, for which the mask has to be as long as the input.
             arguments["output_router_logits"] = False
+        if self._replay is not None:
+            arguments[ROUTES_KWARG] = record = Routes(self._replay)
         with self._autocast():
             output = self._model(**arguments)
+        if self._replay is not None:
+            self._routes = [record.recorded()]
         if output.get(self._cache_name) is not cache:
             raise _no_cache_error(self._base, "its forward pass does not fill the cache that is passed to it")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped
@@ -375,106 +325,6 @@ class LocalGenerator:
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
             "use bfloat16 instead of float16, and resume from a checkpoint before this version."
         )
-
-
-class _Wave:
-    """Rows that decode together: the tokens drawn for all of them, and the state of the live (unfinished) ones."""
-
-    def __init__(
-        self,
-        prefill: _Prefill,
-        rows: list[tuple[int, SampleRow]],
-        seeds: Sequence[int],
-        limits: Sequence[int],
-        *,
-        offloads_cache: bool,
-    ) -> None:
-        self._limits = [limits[row.request] for _, row in rows]
-        self.max_tokens = max(self._limits)
-        self._device, self.width = prefill.ids.device, prefill.ids.shape[1]
-        self._rows = [row for _, row in rows]
-        self._reasons: list[FinishReason] = ["length"] * len(rows)
-        self._draws: list[Draw] = []
-        self._drawn_for: list[list[int]] = []  # rows of each draw
-        # State of the live rows, in the order of the cache.
-        self._live = list(range(len(rows)))
-        prompts = sent([number for number, _ in rows], self._device)
-        # As many numbers as the row's own limit, so that they do not depend on the other rows.
-        uniforms = [
-            pad(uniform_numbers(seeds[row.request], row.sample, limit), (0, self.max_tokens - limit))
-            for row, limit in zip(self._rows, self._limits, strict=True)
-        ]
-        self.uniforms = torch.stack(uniforms).to(self._device, non_blocking=True)  # [R, T] random numbers
-        # [R, W + T] tokens. Padding repeats a prompt token, so the set of tokens is correct.
-        self.history = pad(prefill.ids[prompts], (0, self.max_tokens))
-        columns = torch.arange(self.width + self.max_tokens, device=self._device)
-        padding = prefill.padding[prompts, None]
-        self.positions = columns - padding  # [R, W + T], or [R, 4, W + T]
-        if any(place is not None for place in prefill.places):
-            self.positions = in_space(self.positions, [prefill.places[number] for number, _ in rows])
-        self.mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
-        self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
-        self.first_logits = prefill.logits[prompts]
-
-    @property
-    def live_rows(self) -> list[SampleRow]:
-        """The rows that are not finished."""
-        return [self._rows[row] for row in self._live]
-
-    def advance(self, step: int, draw: Draw, reasons: Sequence[FinishReason | None]) -> list[int]:
-        """Store the tokens that were drawn, and remove rows that have stopped or reached their limit.
-
-        Args:
-            step: Number of tokens that each live row had before.
-            draw: A token for each live row.
-            reasons: Why live rows have stopped; None: they have not.
-        Returns:
-            The positions of the live rows that stay, in their new order.
-        """
-        self.history[:, self.width + step] = draw.tokens
-        self._draws.append(draw)
-        self._drawn_for.append(self._live)
-        is_done = []
-        for row, reason in zip(self._live, reasons, strict=True):
-            self._reasons[row] = reason or "length"
-            is_done.append(reason is not None or self._limits[row] == step + 1)
-        # In an order that moves as few rows as possible: the last ones fill the gaps.
-        num_kept = len(is_done) - sum(is_done)
-        movers = (place for place in range(len(is_done) - 1, num_kept - 1, -1) if not is_done[place])
-        kept = [next(movers) if is_done[place] else place for place in range(num_kept)]
-        if kept and len(kept) < len(reasons):
-            chosen = sent(kept, self._device)
-            self._live = [self._live[place] for place in kept]
-            self.uniforms, self.history, self.positions = (
-                state[chosen] for state in (self.uniforms, self.history, self.positions)
-            )
-            self.mask = None if self.mask is None else self.mask[chosen]
-            keep_rows(self.cache, kept, self._device)
-        return kept
-
-    def completions(self, version: int) -> dict[SampleRow, Completion]:
-        """The completions of all rows, on the host."""
-        tokens: list[list[int]] = [[] for _ in self._rows]
-        logprobs: list[list[float]] = [[] for _ in self._rows]
-        drawn = zip(
-            chain.from_iterable(self._drawn_for),
-            torch.cat([draw.tokens for draw in self._draws]).tolist(),
-            torch.cat([draw.logprobs for draw in self._draws]).tolist(),
-            strict=True,
-        )
-        for row, token, logprob in drawn:
-            tokens[row].append(token)
-            logprobs[row].append(logprob)
-        return {
-            row: Completion(
-                token_ids=tokens[number],
-                finish_reason=self._reasons[number],
-                logprobs=logprobs[number],
-                trainable=[True] * len(tokens[number]),
-                policy_versions=[version] * len(tokens[number]),
-            )
-            for number, row in enumerate(self._rows)
-        }
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

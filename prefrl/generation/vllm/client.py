@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prefrl.generation.vllm.sleep import Sleep
     from prefrl.generation.weights.sync import WeightSync
     from prefrl.http import Http
+    from prefrl.models.router_replay import RouterReplay
     from prefrl.types import Images
 
 
@@ -51,12 +52,13 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
         request_timeout: Time limit of one request, in seconds; a prompt is given up after about twice that.
         guided: Constraint on every completion; None: no constraint.
         never: Tokens that must not be sampled: placeholders of images.
+        replay: Of routers whose choices completions get; None: they are not asked for.
     """
 
     item, wanted, server = "prompt", "completions", "the vLLM server"
     timeout_option = "request_timeout in vllm_kwargs"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what every request needs
         self,
         fleet: Fleet,
         balance: Balance,
@@ -67,6 +69,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
         request_timeout: float,
         guided: Guided | None,
         never: Sequence[int] = (),
+        replay: RouterReplay | None = None,
     ) -> None:
         super().__init__(balance, http=http, request_timeout=request_timeout)
         self._fleet = fleet
@@ -74,6 +77,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
         self._stop_ids = frozenset(stop_ids)
         self._never = tuple(never)
         self._guided = guided
+        self._replay = replay
 
     def recover(self) -> None:
         """Wait for all servers, send the weights to those that lost them, and use all servers again."""
@@ -122,6 +126,8 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
             raise self.error(server, request, f"refuses: {error}") from error
 
     async def _completions(self, server: Server, prompt: PromptRequest, timeout: float) -> list[Completion]:
+        replay = self._replay if self._replay is not None and self._replay.is_proven else None
+        num_experts = 0 if replay is None else self._fleet.infos[server.url].num_hidden_layers * replay.top_k
         own_ids = frozenset() if prompt.sampling.ignores_eos else self._stop_ids
         expected = Expected(
             request_id=secrets.token_hex(8),
@@ -130,6 +136,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
             stop_ids=own_ids.union(prompt.sampling.stop_token_ids),
             is_guided=self._guided is not None,
             never=self._never,
+            replay=replay,
         )
         body = request_body(
             prompt,
@@ -138,8 +145,8 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
             salt=self._fleet.version,
             guided=self._guided,
         )
-        url = f"{server.url}/inference/v1/generate"
-        answer = await self._http.send("POST", url, timeout=timeout, json=body, max_bytes=answer_limit(prompt))
+        url, limit = f"{server.url}/inference/v1/generate", answer_limit(prompt, num_experts=num_experts)
+        answer = await self._http.send("POST", url, timeout=timeout, json=body, max_bytes=limit)
         try:
             return completions_of(answer, prompt, expected, newest_step=self._fleet.step)
         except BadAnswer as error:
@@ -168,6 +175,7 @@ class VLLMGenerator:
         never: Tokens that must not be sampled: placeholders of images.
         members: Where servers that come and go are found; None: the servers are `urls`.
         sleep: Of a server that shares the trainer's device; None: servers have devices of their own.
+        replay: Of the policy's routers, whose choices the servers return; None: they are not asked for.
 
     Raises:
         ConfigError: A value is outside its range, there is no server, or `urls` contains an invalid or a repeated URL.
@@ -188,6 +196,7 @@ class VLLMGenerator:
         never: Sequence[int] = (),
         members: Members | None = None,
         sleep: Sleep | None = None,
+        replay: RouterReplay | None = None,
     ) -> None:
         positive = {
             "server_timeout": server_timeout,
@@ -220,6 +229,7 @@ class VLLMGenerator:
             request_timeout=request_timeout,
             guided=guided,
             never=never,
+            replay=replay,
         )
 
     def generate(

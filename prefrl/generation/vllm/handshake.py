@@ -71,6 +71,7 @@ class Requirements:
     tokenizer: str  # `vocabulary_fingerprint`
     has_adapters: bool  # adapters are sent instead of all weights
     shares_device: bool = False  # it sleeps while the trainer works
+    has_routes: bool = False  # the experts of a mixture are needed
 
     @classmethod
     def of(
@@ -80,6 +81,7 @@ class Requirements:
         *,
         has_adapters: bool,
         shares_device: bool = False,
+        has_routes: bool = False,
     ) -> Requirements:
         """The requirements of a model, given without peft's wrapper, and its tokenizer."""
         config = model.config.get_text_config()
@@ -92,6 +94,7 @@ class Requirements:
             tokenizer=vocabulary_fingerprint(tokenizer.get_vocab()),
             has_adapters=has_adapters,
             shares_device=shares_device,
+            has_routes=has_routes,
         )
 
     def start_command(self, url: str) -> str:
@@ -104,6 +107,7 @@ class Requirements:
         """The command that starts a right server with these options of its place."""
         more = " --max_lora_rank <rank>" if self.has_adapters else ""
         more += " --enable_sleep_mode --gpu_memory_utilization <share>" if self.shares_device else ""
+        more += " --enable_return_routed_experts" if self.has_routes else ""
         return f"prefrl vllm-serve --model {self.model or '<model>'} {where}{more}"
 
     def check(self, url: str, info: ServerInfo) -> None:
@@ -125,6 +129,8 @@ class Requirements:
             raise self.error(url, "takes no adapters, but weight_sync='adapter' sends only adapters")
         if self.shares_device and info.memory_share is None:
             raise self.error(url, "never sleeps, but vllm_mode='colocate' needs its memory while the trainer works")
+        if self.has_routes and not info.returns_routes:
+            raise self.error(url, "does not return the experts that it chooses, which router_replay=True needs")
 
     def error(self, url: str, reason: str) -> GenerationError:
         """An error that says what is wrong with the server at `url`, and how to start the right one."""

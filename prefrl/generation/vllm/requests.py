@@ -12,12 +12,20 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import Home, SamplingParams
 from prefrl.types import Completion, FinishReason, Images
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefrl.models.router_replay import RouterReplay
 
 # vLLM gives sample g the seed `seed + g`, which must fit in 63 bits.
 _SEED_MASK = 2**62 - 1
@@ -31,6 +39,8 @@ HIGHEST_LOGPROB = 1e-3
 _FORBIDDEN = -100.0
 # Bytes of an answer: what it has in any case, for each prompt token, and for each token that was requested.
 _BASE_BYTES, _PROMPT_TOKEN_BYTES, _TOKEN_BYTES = 2**16, 32, 1024
+# Of the number of an expert: up to four bytes, in base 64.
+_EXPERT_BYTES = 6
 _ID_PREFIX = "generate-tokens-"
 
 
@@ -106,6 +116,7 @@ class Expected:
     stop_ids: frozenset[int]
     is_guided: bool  # a completion may then also end where the constraint allows no further token
     never: tuple[int, ...] = ()  # tokens that must not be sampled: placeholders of images
+    replay: RouterReplay | None = None  # of routers whose choices the answer must have; None: they are not read
 
 
 def version_name(run: str, step: int) -> str:
@@ -216,10 +227,17 @@ def _data_url(picture: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def answer_limit(prompt: PromptRequest) -> int:
-    """The most bytes that an answer with all completions of a prompt can have."""
+def answer_limit(prompt: PromptRequest, *, num_experts: int = 0) -> int:
+    """The most bytes that an answer with all completions of a prompt can have.
+
+    Args:
+        prompt: What is completed.
+        num_experts: Numbers of experts that the answer has for each token that was run.
+    """
     num_tokens = prompt.sampling.num_samples * prompt.sampling.max_tokens
-    return _BASE_BYTES + _PROMPT_TOKEN_BYTES * len(prompt.token_ids) + _TOKEN_BYTES * num_tokens
+    num_run = prompt.sampling.num_samples * len(prompt.token_ids) + num_tokens
+    of_routes = _EXPERT_BYTES * num_experts * num_run
+    return _BASE_BYTES + _PROMPT_TOKEN_BYTES * len(prompt.token_ids) + _TOKEN_BYTES * num_tokens + of_routes
 
 
 def completions_of(answer: Any, prompt: PromptRequest, expected: Expected, *, newest_step: int) -> list[Completion]:
@@ -241,7 +259,7 @@ def completions_of(answer: Any, prompt: PromptRequest, expected: Expected, *, ne
     try:
         if prompt.images is not None:
             _check_expansion(answer["prompt_token_ids"], prompt.token_ids)
-        completions = _completions(answer, prompt.sampling, expected)
+        completions = _completions(answer, prompt, expected)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadAnswer(f"a field is missing or malformed ({error!r}): {answer!r:.300}") from error
     steps = {step for completion in completions for step in completion.policy_versions}
@@ -266,7 +284,8 @@ def _check_expansion(found: Sequence[int], ours: Sequence[int]) -> None:
     )
 
 
-def _completions(answer: Any, sampling: SamplingParams, expected: Expected) -> list[Completion]:
+def _completions(answer: Any, prompt: PromptRequest, expected: Expected) -> list[Completion]:
+    sampling = prompt.sampling
     if answer["request_id"] != _ID_PREFIX + expected.request_id:
         raise BadAnswer(f"it is the answer to another request, {answer['request_id']!r}")
     num_choices = 1 if sampling.temperature == 0 else sampling.num_samples
@@ -275,6 +294,11 @@ def _completions(answer: Any, sampling: SamplingParams, expected: Expected) -> l
         indices = [choice["index"] for choice in answer["choices"]]
         raise BadAnswer(f"it has the choices {indices}, but each of 0..{num_choices - 1} was requested once")
     completions = [_completion(choices[index], sampling, expected) for index in range(num_choices)]
+    if expected.replay is not None:
+        completions = [
+            replace(one, routes=_routes(choices[index], one, expected.replay, num_sent=len(prompt.token_ids)))
+            for index, one in enumerate(completions)
+        ]
     return completions * (sampling.num_samples // num_choices)
 
 
@@ -296,6 +320,22 @@ def _completion(choice: Any, sampling: SamplingParams, expected: Expected) -> Co
         trainable=[True] * len(tokens),
         policy_versions=_policy_versions(choice["weight_versions"], len(tokens), expected.run),
     )
+
+
+def _routes(choice: Any, completion: Completion, replay: RouterReplay, *, num_sent: int) -> Tensor:
+    """The experts of each token that was run: the bytes of an array in base 64, as vLLM returns them."""
+    text = choice.get("routed_experts")
+    if text is None:
+        raise BadAnswer(
+            "it has no routed_experts, which router_replay=True needs. Start the server with `prefrl vllm-serve "
+            "--enable_return_routed_experts`"
+        )
+    array = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    routes = replay.of_layers(torch.from_numpy(array.astype(np.int64)))
+    num_run = num_sent + len(completion.token_ids) - 1
+    if len(routes) != num_run:
+        raise BadAnswer(f"it has the experts of {len(routes)} tokens, but {num_run} were run")
+    return routes
 
 
 def _check_tokens(tokens: list[int], reason: str, sampling: SamplingParams, expected: Expected) -> None:

@@ -20,6 +20,7 @@ from prefrl.generation.server import INFO_PATH, ServerInfo
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.generation.vllm.members import source_of
 from prefrl.http import Http, Overdue, Refused, Unreachable
+from prefrl.models.router_replay import found_routers
 from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
 from prefrl.rewards.runner import RewardRunner
@@ -38,8 +39,9 @@ from prefrl.scripts.checkup.parallel import check_parallelism
 from prefrl.scripts.checkup.resources import check_memory, check_resources, show_share
 from prefrl.scripts.checkup.subject import Subject, plan_of
 from prefrl.scripts.inputs import lora_of, options_of
+from prefrl.trainer.online.generators import server_key
 from prefrl.trainer.online.prompts import prompts_per_generation
-from prefrl.trainer.online.sampling import Episodes, server_key
+from prefrl.trainer.online.sampling import Episodes
 
 
 def check_servers(section: Section, subject: Subject) -> None:
@@ -53,7 +55,11 @@ def check_servers(section: Section, subject: Subject) -> None:
     http = Http(key=key)
     adapters = config.weight_sync == "adapter"
     requirements = Requirements.of(
-        subject.model, subject.tokenizer, has_adapters=adapters, shares_device=subject.shares_device
+        subject.model,
+        subject.tokenizer,
+        has_adapters=adapters,
+        shares_device=subject.shares_device,
+        has_routes=bool(config.router_replay),
     )
     place = config.engine_urls[0]
     found = source_of(config.engine_urls, key=key or "").find()
@@ -197,11 +203,7 @@ def check_run(
     subject = Subject(algorithm, script, config, is_partitioned or partitions_weights(config, os.environ), plan)
     (raw, evaluated), rows = data, None
     with checkup.section("Model and tokenizer") as section:
-        count = sum(parameter.numel() for parameter in subject.model.parameters())
-        section.ok(f"{type(subject.model).__name__} with {count:,} weights")
-        section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
-        if (adapter := lora_of(script)) is not None:
-            section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
+        check_model(section, subject)
     acts = isinstance(script, RewardArguments) and script.has_episodes
     if isinstance(script, RewardArguments) and acts and not checkup.count("problem"):
         with checkup.section("Tools and environments") as section, closing(subject.play(**script.loaded())) as played:
@@ -224,10 +226,28 @@ def check_run(
                     section.ok(f"the run starts it (vllm={launch.vllm!r})")
                 else:
                     check_servers(section, subject)
-    batches = _check_sizes(checkup, subject, launch, raw, rows, evaluated)
-    if costs is not None and rows is not None:
-        with checkup.section("Forecast") as section:
-            show_forecast(section, subject, rows, batches, Costs.read(costs))
+    batches = _check_sizes(checkup, subject, launch, raw, evaluated)
+    if rows is not None:
+        _check_cost(checkup, subject, rows, batches, costs)
+
+
+def check_model(section: Section, subject: Subject) -> None:
+    """Say what is trained and, with `router_replay`, which of its routers would replay.
+
+    Raises:
+        ConfigError: It has no router that could.
+    """
+    count = sum(parameter.numel() for parameter in subject.model.parameters())
+    section.ok(f"{type(subject.model).__name__} with {count:,} weights")
+    section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
+    if (adapter := lora_of(subject.script)) is not None:
+        section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
+    if not (subject.is_online and subject.config.router_replay):
+        return
+    try:
+        section.ok(found_routers(subject.model))
+    except (RuntimeError, NotImplementedError) as error:  # a model's own code that needs data
+        section.note(f"router_replay: routers were not looked at, since the model needs data ({type(error).__name__})")
 
 
 def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> None:
@@ -253,9 +273,9 @@ def check_episodes(section: Section, subject: Subject, episodes: Episodes) -> No
 
 
 def _check_sizes(
-    checkup: Checkup, subject: Subject, launch: LaunchArguments | None, raw: Any, rows: Any, evaluated: Any
+    checkup: Checkup, subject: Subject, launch: LaunchArguments | None, raw: Any, evaluated: Any
 ) -> Batches:
-    """Batches, processes, memory and time."""
+    """Batches and processes."""
     with checkup.section("Batches") as section:
         batches = Batches.of(subject, _num_rows(raw))
         batches.report(section)
@@ -264,12 +284,20 @@ def _check_sizes(
     if subject.plan is not None and int(subject.config.world_size) > 1:
         with checkup.section("Processes") as section:
             check_parallelism(section, subject, subject.plan, batches, evaluated)
-    if rows is not None:
-        with checkup.section("Memory and time") as section:
-            check_resources(section, subject, rows, batches)
-            if subject.shares_device:
-                show_share(section, subject, rows, batches)
     return batches
+
+
+def _check_cost(
+    checkup: Checkup, subject: Subject, rows: datasets.Dataset, batches: Batches, costs: Sequence[str] | None
+) -> None:
+    """Memory and time."""
+    with checkup.section("Memory and time") as section:
+        check_resources(section, subject, rows, batches)
+        if subject.shares_device:
+            show_share(section, subject, rows, batches)
+    if costs is not None:
+        with checkup.section("Forecast") as section:
+            show_forecast(section, subject, rows, batches, Costs.read(costs))
 
 
 def _num_rows(dataset: Any) -> int | None:

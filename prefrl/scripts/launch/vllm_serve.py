@@ -45,6 +45,7 @@ CONTRACT = (
 CPU_FLAGS = ("--no-enable-chunked-prefill",)
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # pause, resume and weight transfer
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_ROUTES_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only one that returns experts
 _LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 _IS_SET = "trainers rely on the value that this command gives"
@@ -120,6 +121,11 @@ class ServeArguments:
     max_lora_rank: Annotated[int, Ge(1)] | None = opt(
         None, "Accept LoRA adapters up to this rank from trainers. By default, only full weights are accepted."
     )
+    enable_return_routed_experts: bool = opt(
+        False,
+        "Return the experts that a mixture chooses for each token, for trainers with router_replay. vLLM does so on "
+        "GPUs, with prefix caching and without pipeline parallelism.",
+    )
     start_timeout: Annotated[float, Gt(0)] = opt(1800.0, "Seconds within which the server must be ready.")
     health_timeout: Annotated[float, Gt(0)] = opt(
         120.0, "Seconds without an answer after which the server is stopped."
@@ -155,6 +161,11 @@ def main(argv: Sequence[str]) -> int:
         print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *command]))
         return 0
     _check_vllm()
+    if options.enable_return_routed_experts and _flags_of_build():
+        raise ConfigError(
+            "enable_return_routed_experts=True: a CPU build of vLLM cannot return experts, because its Model Runner "
+            "V2 needs Triton. Use a build for GPUs, or leave it out and set router_replay=False in the trainer."
+        )
     warning = unpinned_code(options.model, options.revision) if options.trust_remote_code else None
     if warning is not None:
         print(f"prefrl vllm-serve: {warning}", file=sys.stderr)
@@ -221,6 +232,8 @@ def serve_environment(options: ServeArguments, environment: Mapping[str, str]) -
     if environment.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         raise ConfigError("VLLM_USE_RUST_FRONTEND: vLLM's Rust front end does not check the key. Unset it.")
     added = _ENVIRONMENT | ({} if options.max_lora_rank is None else _LORA_ENVIRONMENT)
+    if options.enable_return_routed_experts:
+        added |= _ROUTES_ENVIRONMENT
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and _PLUGIN not in plugins.split(","):
         added["VLLM_PLUGINS"] = ",".join([name for name in plugins.split(",") if name] + [_PLUGIN])

@@ -22,6 +22,7 @@ from prefrl.trainer.features.kernels import kernels, offloading
 from prefrl.trainer.features.moving_reference import MovingReference
 from prefrl.trainer.features.plateau import plateau_watch
 from prefrl.trainer.features.profile import profiler
+from prefrl.trainer.features.replay import router_replay
 from prefrl.trainer.features.router import RouterLoss, router_loss
 from prefrl.trainer.features.shared_device import SharedDevice
 from prefrl.trainer.features.sizes import EvaluationSize, automatic_sizes
@@ -46,7 +47,12 @@ def parts_of_models(args: BaseConfig, policy: PreTrainedModel) -> list[Part]:
     Raises:
         ConfigError: A part cannot do what it is asked for.
     """
-    found: list[Part | None] = [router_loss(args, policy), kernels(args), offloading(args)]
+    found: list[Part | None] = [
+        router_loss(args, policy),
+        router_replay(args, policy),
+        kernels(args),
+        offloading(args),
+    ]
     return [part for part in found if part is not None]
 
 

@@ -33,6 +33,7 @@ from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.features import SharedDevice
 from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
+from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
 from prefrl.trainer.online.policy_gradient import PolicyGradient
@@ -46,14 +47,7 @@ from prefrl.trainer.online.prompts import (
     prompts_per_generation,
     tokenized_prompts,
 )
-from prefrl.trainer.online.sampling import (
-    Episodes,
-    collector_of,
-    evaluation_rewards,
-    make_generator,
-    reward_runner,
-    server_metrics,
-)
+from prefrl.trainer.online.sampling import Episodes, collector_of, evaluation_rewards, reward_runner
 from prefrl.trainer.scorer import Scores
 from prefrl.trainer.steps import LongBatch, Step
 from prefrl.types import LossOutput, ReadyBatch, Rollout, TokenBatch

@@ -18,7 +18,7 @@ def info(**changes: Any) -> ServerInfo:
     versions = {"protocol": PROTOCOL, "prefrl": "0", "vllm": "0", "torch": "0", "transformers": "0"}
     model = {"model": "m", "architecture": "X", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
     rest = {"tokenizer": "t", "dtype": "float32", "max_model_len": 16, "logprobs_mode": "processed_logprobs"}
-    rest |= {"max_lora_rank": 8, "num_workers": 1, "memory_share": None}
+    rest |= {"max_lora_rank": 8, "num_workers": 1, "memory_share": None, "returns_routes": False}
     return ServerInfo(**(versions | model | rest | changes))
 
 

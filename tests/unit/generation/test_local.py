@@ -34,7 +34,8 @@ from prefrl.generation.base import Home, SamplingParams
 from prefrl.generation.local.decoding import StopStrings, uniform_numbers
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.modes import checkpoint_activations
-from tests.assets import tiny_model, tiny_tokenizer
+from prefrl.models.router_replay import ROUTES_KWARG, RouterReplay, Routes
+from tests.assets import tiny_mixture, tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [7], [9, 10, 11, 12, 100, 101, 33], [60, 61] * 10]
 ARCHITECTURES: list[tuple[str, dict[str, Any]]] = [
@@ -504,3 +505,22 @@ def test_turns_have_the_limits_of_their_requests(model: PreTrainedModel) -> None
     for answer, limit in zip(answers, (3, 6), strict=True):
         ((alone,),) = generator.generate([PROMPTS[0]], sampled(limit, 1), seeds=[limit])
         assert answer.result().token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("max_rows", [3, 64])
+def test_completions_have_the_experts_of_every_token_that_was_run(max_rows: int) -> None:
+    model, replay = tiny_mixture(seed=3), RouterReplay()
+    generator = LocalGenerator(model, max_rows=max_rows, replay=replay)
+    # Some rows stop early, so that others move to their places.
+    completions = generator.generate(PROMPTS, sampled(stop_token_ids=tuple(range(2, 128, 8))), seeds=range(4))
+    assert len({len(one.token_ids) for group in completions for one in group}) > 3
+    for prompt, group in zip(PROMPTS, completions, strict=True):
+        for one in group:
+            record = Routes(replay)
+            ids = torch.tensor([[*prompt, *one.token_ids[:-1]]])
+            with torch.no_grad():
+                model(input_ids=ids, use_cache=False, **{ROUTES_KWARG: record})
+            assert one.routes is not None
+            assert torch.equal(one.routes, record.recorded())
+    plain = LocalGenerator(model).generate(PROMPTS, sampled(), seeds=range(4))
+    assert all(one.routes is None for group in plain for one in group)

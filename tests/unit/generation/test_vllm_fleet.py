@@ -274,3 +274,13 @@ def test_a_key_that_is_short_or_fits_no_header_is_refused_without_being_shown(ke
     with pytest.raises(ConfigError, match=r"Set another key|has 31 characters, but must have at least 32") as caught:
         check_key(key)
     assert key not in str(caught.value)
+
+
+def test_a_server_that_keeps_its_experts_to_itself_is_refused_if_they_are_needed() -> None:
+    requirements = Requirements("m", "X", 8, 4, 1, "t", has_adapters=False, has_routes=True)
+    requirements.check(A, info(returns_routes=True))
+    message = (
+        r"does not return the experts .* which router_replay=True needs. Start it with `prefrl .*_routed_experts`"
+    )
+    with pytest.raises(GenerationError, match=message):
+        requirements.check(A, info())

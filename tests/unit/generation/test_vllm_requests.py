@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from prefrl.errors import ConfigError, GenerationError
@@ -29,7 +31,9 @@ from prefrl.generation.vllm.requests import (
     request_body,
     version_name,
 )
+from prefrl.models.router_replay import RouterReplay
 from prefrl.types import Completion, Images
+from tests.assets import tiny_model
 
 EXPECTED = Expected(request_id="r7", run="run", vocab_size=10, stop_ids=frozenset({1, 2}), is_guided=False)
 
@@ -340,3 +344,68 @@ def test_prompts_have_to_fit_with_their_completions() -> None:
         check_token_prompts([[1], [1] * 7], 4, 10)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
         check_token_prompts([[]], 4, 10)
+
+
+# The experts of a mixture. vLLM's builds for CPUs cannot return them, so this stands in for such a server: it writes
+# the field `routed_experts` as the code of vLLM 0.32 does.
+
+
+def as_vllm_writes(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+@pytest.fixture(scope="module")
+def replay() -> RouterReplay:
+    """Two of eight experts, in the second of two layers."""
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1, "moe_intermediate_size": 16}
+    more = {"n_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    found = RouterReplay()
+    found.prove(tiny_model("deepseek_v3", **sizes, **experts, **more))
+    return found
+
+
+def experts_of(num_tokens: int, dtype: Any = np.uint8) -> Any:
+    """[T, 2, 2], of a dense layer, which vLLM leaves 0, and of a mixture."""
+    array = np.zeros((num_tokens, 2, 2), dtype)
+    array[:, 1] = np.arange(2 * num_tokens).reshape(-1, 2) % 8
+    return array
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_completions_get_the_experts_of_the_layers_that_have_some(dtype: Any, replay: RouterReplay) -> None:
+    found = answer()
+    for one, num_run in zip(found["choices"], (4, 3), strict=True):
+        one["routed_experts"] = as_vllm_writes(experts_of(num_run, dtype))
+    first, second = answered(found, prompt(), replace(EXPECTED, replay=replay))
+    assert first.routes is not None
+    assert first.routes.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    assert first.routes.dtype == torch.uint8
+    assert second.routes is not None
+    assert second.routes.shape == (4, 1, 2)
+    assert answered(found, prompt(), EXPECTED)[0].routes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "it has no routed_experts, which router_replay=True needs"),
+        ("?", "a field is missing or malformed"),
+        (as_vllm_writes(experts_of(5)), "it has the experts of 5 tokens, but 4 were run"),
+        (as_vllm_writes(experts_of(4)[..., :1]), r"shape \[4, 2, 1\]: must be 2 experts"),
+        (as_vllm_writes(experts_of(4)[:, :1]), r"shape \[4, 1, 2\]: must be 2 experts"),
+        (as_vllm_writes(experts_of(4) + 8), r"experts are outside 0\.\.7"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(text: str | None, message: str, replay: RouterReplay) -> None:
+    found = answer()
+    found["choices"] = [choice(0, [3, 4, 5], "length", ("run:6", 0, 3)) | {"routed_experts": text}]
+    with pytest.raises(BadAnswer, match=message):
+        answered(found, prompt(num_samples=1), replace(EXPECTED, replay=replay))
+
+
+def test_an_answer_may_be_longer_by_its_experts() -> None:
+    assert answer_limit(prompt(), num_experts=10) - answer_limit(prompt()) == 6 * 10 * 2 * (2 + 3)
+    assert len(as_vllm_writes(np.zeros((10**4, 4, 2), np.int32))) < 6 * 10**4 * 8

@@ -293,3 +293,18 @@ def test_a_run_may_mix_rollouts_with_and_without_episodes(tmp_path: Path) -> Non
     left = begun(tmp_path).left(0, step=0)
     assert left is not None
     assert [one.episode is None for part in left for one in part.rollouts] == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_the_experts_of_a_mixture_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    one, other = rollout(0), rollout(1)
+    routes = torch.arange(4 * 3 * 2).view(4, 3, 2).to(dtype)
+    completion = dataclasses.replace(one.turns[0].completion, routes=routes)
+    one.turns[0] = dataclasses.replace(one.turns[0], completion=completion)
+    begun(tmp_path).seal(0, [Collected([one, other], {}, {})], step=0, needed_from=0)
+    left = begun(tmp_path).left(0, step=0)
+    assert left is not None
+    found = [rollout.turns[0].completion.routes for rollout in left[0].rollouts]
+    assert found[0].dtype == dtype
+    assert torch.equal(found[0], routes)
+    assert found[1] is None

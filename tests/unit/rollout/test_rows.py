@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
 from prefrl.rollout.collect import Collector, Request
+from prefrl.rollout.turns import first_tokens
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 
@@ -222,3 +224,52 @@ def test_an_episode_that_failed_is_not_scored() -> None:
     assert math.isnan(rollouts[1].reward)
     assert collected.logged_columns == {"world": ["first", None, "third"]}
     assert ready.released == rollouts
+
+
+# The experts of a mixture.
+
+
+def routes(*numbers: int) -> Tensor:
+    """[T, 1, 1] numbers of experts."""
+    return torch.tensor(numbers, dtype=torch.uint8)[:, None, None]
+
+
+def routed_turn(sent: list[int], sampled: list[int], *numbers: int) -> Turn:
+    one = turn(sent, sampled)
+    return replace(one, completion=replace(one.completion, routes=routes(*numbers)))
+
+
+def test_a_token_has_the_experts_of_the_turn_that_ran_it_first() -> None:
+    # The last token of a turn is run in the next one only; what was run before is kept.
+    one = rollout(routed_turn([1, 2], [3, 4], 11, 12, 13), routed_turn([1, 2, 3, 4, 5], [7, 8], 0, 0, 0, 14, 15, 17))
+    (response,) = responses_of(one)
+    assert response.routes is not None
+    assert response.routes.flatten().tolist() == [11, 12, 13, 14, 15, 17, 255]
+
+
+def test_turns_without_a_record_are_unknown() -> None:
+    one = rollout(turn([1, 2], [3]), routed_turn([1, 2, 3], [4], 0, 0, 13), turn([1, 2, 3, 4, 5], [6]))
+    (response,) = responses_of(one)
+    assert response.routes is not None
+    assert response.routes.flatten().tolist() == [255, 255, 13, 255, 255, 255]
+
+
+def test_a_shared_prompt_has_the_experts_of_its_first_response() -> None:
+    rollouts = [
+        Rollout([routed_turn([1, 2], [3], 11, 12)], {}, 0),
+        Rollout([routed_turn([1, 2], [4, 5], 21, 22, 24)], {}, 0),
+        Rollout([turn([6], [7])], {}, 1),
+    ]
+    batch = sampled_batch(rollouts, mask_truncated=False)
+    assert batch.prompt_routes is not None
+    assert batch.response_routes is not None
+    assert batch.prompt_ids.tolist() == [1, 2, 6]
+    assert batch.prompt_routes.flatten().tolist() == [11, 12, 255]
+    assert batch.response_routes.flatten().tolist() == [255, 24, 255, 255]
+    assert sampled_batch(rollouts[2:], mask_truncated=False).prompt_routes is None
+
+
+def test_a_turn_that_is_cut_keeps_the_experts_of_its_tokens() -> None:
+    found = first_tokens(routed_turn([1, 2], [3, 4, 5], 11, 12, 13, 14), 2).completion.routes
+    assert found is not None
+    assert found.flatten().tolist() == [11, 12, 13]

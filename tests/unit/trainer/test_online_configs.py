@@ -18,8 +18,9 @@ from prefrl.options.params import kwargs_options
 from prefrl.options.policy import ClipCovParams, VespoParams
 from prefrl.options.rollout import RolloutOptions
 from prefrl.registry import REGISTRY
+from prefrl.trainer.online.generators import sync_method
 from prefrl.trainer.online.policy_objective import PolicyObjective
-from prefrl.trainer.online.sampling import Episodes, sync_method
+from prefrl.trainer.online.sampling import Episodes
 
 RULES = [
     (GRPOConfig, {"top_entropy_quantile": 0.0}, "top_entropy_quantile=0.0: must be a number > 0"),
