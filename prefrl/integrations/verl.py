@@ -29,7 +29,14 @@ from verl.trainer.ppo.core_algos import register_policy_loss as register_with_ve
 from prefrl.errors import ConfigError
 from prefrl.losses.advantage import ADVANTAGES
 from prefrl.losses.policy.losses import POLICY_LOSSES
-from prefrl.losses.tensors import TokenRows, advantages, loss_params, policy_loss, reduction_of
+from prefrl.losses.tensors import (
+    TokenRows,
+    advantages,
+    estimator_params,
+    loss_params,
+    policy_loss,
+    reduction_of,
+)
 from prefrl.options.policy import ImportanceLevel, Reduction
 
 LOSSES = tuple(name for name, row in POLICY_LOSSES.items() if row.selection is None)
@@ -113,7 +120,7 @@ def register_estimator(name: str, estimator: str, **given: Any) -> None:
         **given: Hyperparameters, instead of verl's options and prefrl's defaults.
 
     Raises:
-        ConfigError: verl cannot compute the estimator, or there is no such estimator.
+        ConfigError: verl cannot compute the estimator, or there is no such estimator or hyperparameter.
     """
     if estimator in ADVANTAGES and estimator not in ESTIMATORS:
         needed = ", ".join(sorted(ADVANTAGES[estimator].needs))
@@ -121,7 +128,7 @@ def register_estimator(name: str, estimator: str, **given: Any) -> None:
             f"estimator={estimator!r} with verl: it needs {needed}, which verl passes to its own estimators only. Use "
             f"one of {', '.join(ESTIMATORS)}, or verl's own adv_estimator={estimator!r}."
         )
-    names = ADVANTAGES[estimator].params.names() if estimator in ADVANTAGES else []
+    names = estimator_params(estimator, given).names()
 
     @register_adv_est(name)
     def estimate(

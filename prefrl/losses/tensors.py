@@ -38,6 +38,7 @@ from prefrl.losses.policy.tokens import PolicyTokens, TokenLoss, covariance, tok
 from prefrl.options.names import nearest
 from prefrl.options.params import Params
 from prefrl.options.policy import KL_PARAMS, ImportanceLevel, PolicyLossParams, Reduction, SequenceKLParams
+from prefrl.options.policy_gradient import AdvantageParams
 
 # Added to the standard deviation of advantages that are whitened.
 WHITENING_EPSILON = 1e-4
@@ -344,9 +345,8 @@ def advantages(
         ConfigError: There is no such estimator or hyperparameter, or a score is missing or has no effect.
         ValueError: Shapes do not match, or a reward is infinite.
     """
-    row = _row(ADVANTAGES, "estimator", estimator)
-    params = _params(f"estimator={estimator!r}", row.params, hyperparameters, {})
-    scores = dict(scores or {})
+    params = estimator_params(estimator, hyperparameters)
+    row, scores = ADVANTAGES[estimator], dict(scores or {})
     optional = {"log_ratio"} if estimator == "optimal_token_baseline" else set()
     if row.needs - scores.keys() or scores.keys() - row.needs - optional:
         needed = ", ".join(sorted(row.needs | optional)) or "none"
@@ -401,10 +401,20 @@ def row_advantages(
         ValueError: Shapes do not match, or a reward is infinite.
     """
     row = _row({name: row for name, row in ADVANTAGES.items() if row.level == "row"}, "estimator", estimator)
-    params = _params(f"estimator={estimator!r}", row.params, hyperparameters, {})
+    params = estimator_params(estimator, hyperparameters)
     rewards = rewards[:, None] if rewards.dim() == 1 else rewards
     weights = torch.ones(rewards.shape[-1], device=rewards.device) if weights is None else weights
     return row.function(ScoredRows(rewards, weights, groups, lengths, greedy), params)
+
+
+def estimator_params(estimator: str, hyperparameters: Mapping[str, Any]) -> AdvantageParams:
+    """The hyperparameters of an estimator.
+
+    Raises:
+        ConfigError: There is no such estimator or hyperparameter, or its value is not allowed.
+    """
+    row = _row(ADVANTAGES, "estimator", estimator)
+    return _params(f"estimator={estimator!r}", row.params, hyperparameters, {})  # type: ignore[no-any-return]
 
 
 def _of_tokens(
