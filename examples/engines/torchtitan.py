@@ -1,6 +1,8 @@
 """A config of torchtitan's reinforcement learning with a loss and an advantage estimator of prefrl.
 
-python -m torchtitan.experiments.rl.train --module my_configs --config cispo_qwen3_0_6b, with this file as my_configs.py
+With this file as my_configs.py:
+
+    python -m torchtitan.experiments.rl.train --module my_configs --config cispo_qwen3_0_6b
 """
 
 from dataclasses import replace

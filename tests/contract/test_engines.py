@@ -1,7 +1,7 @@
 """Losses and estimators in other engines: value and gradient are those of prefrl, and what is not possible is refused.
 
-verl and torchtitan are packages of PyPI, in a folder of their own that `make` fills, and checked in processes that find
-them there. prime-rl and NeMo-RL are not on PyPI: tests/stand_ins has the interfaces that they publish.
+verl and torchtitan are packages of PyPI, in a folder of their own that `make` fills, and checked in processes that
+find them there. prime-rl and NeMo-RL are not on PyPI: tests/stand_ins has the interfaces that they publish.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_a_loss_of_tokens_reads_one_token_alone() -> None:
 
 
 def of_prime_rl(leaf: Tensor, **options: Any) -> Tensor:
-    """As prime-rl calls a custom loss: the sequences of a micro-batch end to end, divided by the tokens of the step."""
+    """As prime-rl calls a custom loss: sequences of a micro-batch end to end, divided by the tokens of the step."""
     module = import_module("prefrl.integrations.prime_rl")
     loss = import_module("prime_rl.trainer.rl.loss")
     inputs = loss.LossInputs(

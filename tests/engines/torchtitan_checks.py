@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,10 @@ def test_estimators_that_torchtitan_cannot_compute_are_refused(options: dict[str
     with pytest.raises(ConfigError) as error:
         AdvantageEstimator.Config(**options).build()
     assert text in str(error.value)
+
+
+def test_the_example_changes_loss_and_estimator() -> None:
+    path = Path(__file__).parents[2] / "examples" / "engines" / "torchtitan.py"
+    config = runpy.run_path(str(path))["cispo_qwen3_0_6b"]()
+    assert config.trainer.loss.build().loss_type == "cispo"
+    assert config.rollouter.advantage.build().estimator == "rloo"
