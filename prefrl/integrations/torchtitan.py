@@ -74,7 +74,7 @@ class PolicyLoss(BaseLoss):  # type: ignore[misc]  # torchtitan's classes are An
         """
         logprobs, entropy = compute_logprobs(logits, labels, return_entropy=True)
         mask = loss_mask & torch.isfinite(generator_logprobs)
-        found = token_losses(self.loss_type, mask, logprobs, generator_logprobs, advantages, self.hyperparameters)
+        _, found = token_losses(self.loss_type, mask, logprobs, generator_logprobs, advantages, self.hyperparameters)
         count = 1 if global_valid_tokens is None else max(global_valid_tokens, 1)
         loss = found.loss.sum() / count
         metrics = {f"loss/{name}": values.sum() / count for name, values in found.stats.items()}
