@@ -27,7 +27,7 @@ from prefrl.losses.tensors import row_advantages
 ESTIMATORS = ("grpo", "rloo", "opo", "grpo_passk", "maxrl")
 
 
-class PolicyLoss(BaseLoss):  # type: ignore[misc]  # torchtitan's classes are Any here
+class PolicyLoss(BaseLoss):
     """A policy loss.
 
     Args:
@@ -39,7 +39,7 @@ class PolicyLoss(BaseLoss):  # type: ignore[misc]  # torchtitan's classes are An
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseLoss.Config):  # type: ignore[misc]
+    class Config(BaseLoss.Config):
         """Which loss."""
 
         loss_type: str = "dapo"
@@ -82,7 +82,7 @@ class PolicyLoss(BaseLoss):  # type: ignore[misc]  # torchtitan's classes are An
         return loss, metrics
 
 
-class AdvantageEstimator(Configurable):  # type: ignore[misc]
+class AdvantageEstimator(Configurable):
     """An advantage estimator of rollouts that share a prompt.
 
     Args:
@@ -93,7 +93,7 @@ class AdvantageEstimator(Configurable):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):  # type: ignore[misc]
+    class Config(Configurable.Config):
         """Which estimator."""
 
         estimator: str = "grpo"

@@ -82,7 +82,6 @@ def register_policy_loss(name: str, loss_type: str, *, level: ImportanceLevel | 
     level = levels[0] if level is None else level
     names = loss_params(loss_type, level, given).names()
 
-    @register_with_verl(name)
     def loss(
         old_log_prob: Tensor,
         log_prob: Tensor,
@@ -110,6 +109,8 @@ def register_policy_loss(name: str, loss_type: str, *, level: ImportanceLevel | 
         count = rows.trainable.sum().clamp(min=1)
         return total, {f"actor/{key}": float(values.sum() / count) for key, values in found.stats.items()}
 
+    register_with_verl(name)(loss)
+
 
 def register_estimator(name: str, estimator: str, **given: Any) -> None:
     """Register an advantage estimator with verl.
@@ -130,7 +131,6 @@ def register_estimator(name: str, estimator: str, **given: Any) -> None:
         )
     names = estimator_params(estimator, given).names()
 
-    @register_adv_est(name)
     def estimate(
         token_level_rewards: Tensor,
         response_mask: Tensor,
@@ -151,8 +151,10 @@ def register_estimator(name: str, estimator: str, **given: Any) -> None:
         values = advantages(estimator, rows, rewards, groups, **{**of_verl, **given}).values
         return values, values
 
+    register_adv_est(name)(estimate)
 
-for _name in LOSSES:
-    register_policy_loss(f"prefrl_{_name}", _name)
-for _name in ESTIMATORS:
-    register_estimator(f"prefrl_{_name}", _name)
+
+for _loss in LOSSES:
+    register_policy_loss(f"prefrl_{_loss}", _loss)
+for _estimator in ESTIMATORS:
+    register_estimator(f"prefrl_{_estimator}", _estimator)

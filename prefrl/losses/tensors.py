@@ -148,7 +148,8 @@ def loss_params(loss_type: str, level: ImportanceLevel, hyperparameters: Mapping
     if level not in row.levels:
         raise ConfigError(f"level={level!r}: with loss_type={loss_type!r}, allowed are {', '.join(row.levels)}.")
     others = dict.fromkeys(PolicyLossParams.names(), "it is a term beside the loss, or a selection of tokens")
-    return _params(f"loss_type={loss_type!r}", row.params, hyperparameters, others)  # type: ignore[return-value]
+    params: PolicyLossParams = _params(f"loss_type={loss_type!r}", row.params, hyperparameters, others)
+    return params
 
 
 def reduction_of(loss_type: str) -> Reduction:
@@ -414,7 +415,8 @@ def estimator_params(estimator: str, hyperparameters: Mapping[str, Any]) -> Adva
         ConfigError: There is no such estimator or hyperparameter, or its value is not allowed.
     """
     row = _row(ADVANTAGES, "estimator", estimator)
-    return _params(f"estimator={estimator!r}", row.params, hyperparameters, {})  # type: ignore[no-any-return]
+    params: AdvantageParams = _params(f"estimator={estimator!r}", row.params, hyperparameters, {})
+    return params
 
 
 def _of_tokens(

@@ -7,6 +7,7 @@ find them there. prime-rl and NeMo-RL are not on PyPI: tests/stand_ins has the i
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -87,6 +88,13 @@ def test_a_loss_of_tokens_reads_one_token_alone() -> None:
             found |= {name} if torch.equal(split, joined) else set()
     assert found == {*of_tokens.LOSSES}
     assert {name for name in POLICY_LOSSES if reduction_of(name) == "token"} - found == {"vespo", "clip_cov", "kl_cov"}
+
+
+def test_the_table_of_the_docs_says_what_runs_where() -> None:
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", page, re.M)
+    for engine, able in enumerate((LOSSES, of_tokens.LOSSES, LOSSES, of_tokens.LOSSES), 1):  # as in the head
+        assert [(row[0], row[engine] == "yes") for row in rows] == [(name, name in able) for name in POLICY_LOSSES]
 
 
 # prime-rl
