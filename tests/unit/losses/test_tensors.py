@@ -211,7 +211,7 @@ def rollouts() -> list[Rollout]:
 def test_every_estimator_is_that_of_the_trainer(name: str, normalizes: bool, tmp_path: Path) -> None:
     row, num_tokens = ADVANTAGES[name], sum(LENGTHS)
     config: Any = PPOConfig if name == "gae" else ReinforcePlusPlusConfig if "plus_plus" in name else GRPOConfig
-    chosen = {} if name == "gae" else {"advantage_estimator": name, "num_generations": 3}
+    chosen = {} if name == "gae" else {"advantage_estimator": name, "num_generations": 2}
     normalizes = normalizes and row.whitened
     options = {"beta": 0.0, "normalize_advantages": normalizes, "advantage_kwargs": {"clip_range": [-1.0, 0.9]}}
     args = config(output_dir=str(tmp_path), use_cpu=True, **chosen, **options)
