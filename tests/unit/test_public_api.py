@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import prefrl
+import prefrl.library
 import prefrl.rewards
 import prefrl.trainer
 from prefrl.options.fields import default_of, flat_names, listed_fields
@@ -36,6 +37,7 @@ def own_defaults(config: Any) -> dict[str, str]:
 def public_api() -> dict[str, Any]:
     return {
         "prefrl": sorted(prefrl.__all__),
+        "prefrl.library": sorted(prefrl.library.__all__),
         "prefrl.trainer": sorted(prefrl.trainer.__all__),
         "prefrl.rewards": sorted(prefrl.rewards.__all__),
         "options": {name: own_defaults(row.load_config()) for name, row in REGISTRY.items()},
@@ -52,7 +54,7 @@ def test_public_api_is_as_pinned() -> None:
 
 
 def test_every_public_name_can_be_imported() -> None:
-    for module in (prefrl, prefrl.trainer, prefrl.rewards):
+    for module in (prefrl, prefrl.library, prefrl.trainer, prefrl.rewards):
         for name in module.__all__:
             assert getattr(module, name) is not None
 
@@ -107,6 +109,7 @@ RIGHT = """
 from datasets import Dataset
 
 import prefrl
+import prefrl.library
 import prefrl.rewards
 import prefrl.trainer
 from prefrl import DPOTrainer, GRPOTrainer

@@ -38,12 +38,14 @@ BARS: dict[str, float] = {
     "classes of a trainer": 4,
     "classes of a config": 13,
     # Six of them are the scripts of a few lines that launchers find by their path.
-    "files of the library": 324,  # eleven are of distillation, sixteen of agents, three of fleets, two of late groups
+    # Eleven are of distillation, sixteen of agents behind a URL, twelve of servers that come and go, sleep, get changes
+    # or late groups, one of router replay, eight for other training loops and engines.
+    "files of the library": 345,
     # Module docstring, imports, `__all__` and what is imported for type checkers alone.
-    "percent of all lines that are headers": 7.9,
+    "percent of all lines that are headers": 8.0,
     # See `places`.
     "places of the option with most places": 18,
-    "places of options beyond their first": 350,  # twenty-one are of distillation
+    "places of options beyond their first": 354,  # twenty-one are of distillation, four of verl's names for ours
 }
 
 
