@@ -204,9 +204,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.part == "trainer":
         print(json.dumps([asdict(row) for row in train_behind_link(arguments.url)]))
         return 0
+    found = [] if arguments.part is None else [asdict(row) for row in PARTS[arguments.part]()]
     stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    if arguments.part is not None:
-        stored[arguments.part] = [asdict(row) for row in PARTS[arguments.part]()]
+    if found:
+        stored[arguments.part] = found
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     text = tables(stored)
     print(text)

@@ -155,23 +155,10 @@ SERVER_RULES = (
         hint=True,
     ),
     when(
-        lambda o: o.weight_sync in ("shm", "adapter") and o.shared_folder is None,
-        "weight_sync={weight_sync!r} with servers on other hosts ({hosts}): set sync_folder of vllm_kwargs to a "
-        "folder that they can also access, or use weight_sync='nccl'.",
+        lambda o: _carrier(o) in ("shm", "adapter") and o.shared_folder is None,
+        "weight_sync={weight_sync!r} writes files, and there are servers on other hosts ({hosts}): set sync_folder of "
+        "vllm_kwargs to a folder that they can also access, or use 'nccl' or 'gloo'.",
         example("grpo", use_vllm=True, weight_sync="shm", vllm_server_host="node5"),
-        hosts=lambda o: ", ".join(o.engine_urls),
-    ),
-    when(
-        lambda o: o.weight_sync == "delta" and _carrier(o) == "shm" and o.shared_folder is None,
-        "vllm_kwargs: delta_over='shm' with servers on other hosts ({hosts}): set sync_folder of vllm_kwargs to a "
-        "folder that they can also access, or delta_over='gloo'.",
-        example(
-            "grpo",
-            use_vllm=True,
-            weight_sync="delta",
-            vllm_server_host="node5",
-            vllm_kwargs={"delta_over": "shm"},
-        ),
         hosts=lambda o: ", ".join(o.engine_urls),
     ),
     when(
