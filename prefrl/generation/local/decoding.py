@@ -303,6 +303,26 @@ class StopStrings:
             return text.stream.step(self._backend, token) or ""
 
 
+def routes_of_rows(
+    of_prompts: Sequence[Tensor],
+    of_steps: Sequence[Tensor],
+    rows_of_steps: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+) -> list[Tensor]:
+    """The experts of all tokens of each row that were run, on the host; see `Completion.routes`.
+
+    Args:
+        of_prompts: [R] those of each row's prompt.
+        of_steps: Of each step, [rows that ran, L, k].
+        rows_of_steps: Of each step, the rows that ran, in their order.
+        lengths: [R] tokens that were drawn for each row, of which the last was not run.
+    """
+    owners = torch.tensor([row for rows in rows_of_steps for row in rows], dtype=torch.long)
+    ran = torch.cat([of_prompts[0][:0], *(routes.cpu() for routes in of_steps)])
+    parts = torch.split(ran[owners.argsort(stable=True)], [length - 1 for length in lengths])
+    return [torch.cat(of_row) for of_row in zip(of_prompts, parts, strict=True)]
+
+
 # Smallest number of elements of a weight for which packing pays off.
 _SMALLEST = 2**19
 # Maximum total size of the packed copies, in bytes. The head is packed first, because it is the largest.

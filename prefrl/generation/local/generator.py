@@ -26,6 +26,7 @@ from prefrl.generation.local.decoding import (
     TokenSampler,
     keep_rows,
     packed_linears,
+    routes_of_rows,
     rows_of_cache,
     sent,
     uniform_numbers,
@@ -430,8 +431,12 @@ class _Wave:
         self.mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
         self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
         self.first_logits = prefill.logits[prompts]
-        self._prefill, self._prompts = prefill, prompts
-        self.routes: list[Tensor] = []  # of the tokens of each step that were run; empty if they are not recorded
+        # Of each row's prompt, and of the tokens of each step that were run; None and empty if they are not recorded.
+        self._of_prompts: list[Tensor] | None = None
+        self.routes: list[Tensor] = []
+        if prefill.routes is not None:
+            whole, left = prefill.routes.cpu(), prefill.padding.tolist()
+            self._of_prompts = [whole[number, left[number] :] for number, _ in rows]
 
     @property
     def live_rows(self) -> list[SampleRow]:
@@ -482,7 +487,9 @@ class _Wave:
         for row, token, logprob in drawn:
             tokens[row].append(token)
             logprobs[row].append(logprob)
-        routes = self._routes_of_rows([len(of_row) for of_row in tokens])
+        routes: Sequence[Tensor | None] = [None] * len(tokens)
+        if self._of_prompts is not None:
+            routes = routes_of_rows(self._of_prompts, self.routes, self._drawn_for[1:], [len(ids) for ids in tokens])
         return {
             row: Completion(
                 token_ids=tokens[number],
@@ -494,20 +501,6 @@ class _Wave:
             )
             for number, row in enumerate(self._rows)
         }
-
-    def _routes_of_rows(self, lengths: Sequence[int]) -> Sequence[Tensor | None]:
-        """[prompt and length - 1, L, k] of each row, on the host; None if they are not recorded."""
-        of_prompts = self._prefill.routes
-        if of_prompts is None:
-            return [None] * len(lengths)
-        # A row's last token is drawn but not run.
-        owners = torch.tensor([row for of_step in self._drawn_for[1:] for row in of_step], dtype=torch.long)
-        ran = torch.cat([of_prompts.new_empty(0, *of_prompts.shape[2:]), *self.routes])
-        by_row = ran[owners.argsort(stable=True).to(ran.device, non_blocking=True)]
-        parts = torch.split(by_row.cpu(), [length - 1 for length in lengths])
-        whole, padding = of_prompts.cpu(), self._prefill.padding.tolist()
-        prompts = self._prompts.tolist()
-        return [torch.cat([whole[p, padding[p] :], part]) for p, part in zip(prompts, parts, strict=True)]
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
