@@ -22,8 +22,11 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.decoding import (
+    DistinctPrompt,
+    SampleRow,
     StopStrings,
     TokenSampler,
+    batches_of,
     keep_rows,
     packed_linears,
     routes_of_rows,
@@ -47,41 +50,6 @@ if TYPE_CHECKING:
     from prefrl.generation.local.decoding import Draw
     from prefrl.models.router_replay import RouterReplay
     from prefrl.types import FinishReason, Images
-
-
-@dataclass(frozen=True, slots=True)
-class DistinctPrompt:
-    """A prompt; equal ones, with the same images, are computed once."""
-
-    ids: tuple[int, ...]
-    images: Images | None
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """Sample number `sample` of prompt number `request` in the call."""
-
-    request: int
-    sample: int
-
-
-def batches_of(
-    prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, num_samples: int, max_rows: int
-) -> list[dict[DistinctPrompt, list[SampleRow]]]:
-    """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
-    rows: dict[DistinctPrompt, list[SampleRow]] = {}
-    for request, prompt in enumerate(prompts):
-        one = DistinctPrompt(tuple(prompt), None if images is None else images[request])
-        rows.setdefault(one, []).extend(SampleRow(request, sample) for sample in range(num_samples))
-    batches: list[dict[DistinctPrompt, list[SampleRow]]] = []
-    num_rows = max_rows
-    for one in sorted(rows, key=lambda one: len(one.ids)):
-        if num_rows + len(rows[one]) > max_rows:
-            batches.append({})
-            num_rows = 0
-        batches[-1][one] = rows[one]
-        num_rows += len(rows[one])
-    return batches
 
 
 def in_space(positions: Tensor, places: Sequence[RowPositions | None]) -> Tensor:
