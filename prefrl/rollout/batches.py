@@ -47,7 +47,8 @@ class Response:
 
     def extend(self, number: int, turn: Turn) -> None:
         """Add a turn that this response continues with."""
-        self.routes = _longer_routes(self.routes, turn, num_before=len(self.prompt_ids) + len(self.token_ids))
+        if self.routes is not None or turn.completion.routes is not None:
+            self.routes = _longer_routes(self.routes, turn, num_before=len(self.prompt_ids) + len(self.token_ids))
         new = turn.sent_ids[len(self.prompt_ids) + len(self.token_ids) :]
         nothing: list[float] = [0.0] * len(new)
         more = Completion(new, "stop", nothing, [False] * len(new), [])
@@ -71,8 +72,10 @@ def responses_of(rollout: Rollout) -> list[Response]:
             responses[-1].extend(number, turn)
         else:
             ids, flags, logprobs = turn.completion.token_ids, turn.completion.trainable, turn.completion.logprobs
-            numbers = [number] * len(ids)
-            responses.append(Response(turn.sent_ids, [*ids], [*flags], [*logprobs], numbers, _routes_of(turn)))
+            response = Response(turn.sent_ids, [*ids], [*flags], [*logprobs], [number] * len(ids))
+            if turn.completion.routes is not None:
+                response.routes = _routes_of(turn)
+            responses.append(response)
     return responses
 
 
@@ -82,11 +85,9 @@ def _routes_of(turn: Turn) -> Tensor | None:
     return None if routes is None else torch.cat([routes, unknown_routes(routes, 1)])
 
 
-def _longer_routes(routes: Tensor | None, turn: Turn, *, num_before: int) -> Tensor | None:
+def _longer_routes(routes: Tensor | None, turn: Turn, *, num_before: int) -> Tensor:
     """Those of a response, and of the ids that a turn adds to `num_before` ids, of which the last is run only now."""
     new = _routes_of(turn)
-    if routes is None and new is None:
-        return None
     if new is None:
         assert routes is not None
         new = unknown_routes(routes, len(turn.sent_ids) + len(turn.completion.token_ids))
@@ -118,7 +119,8 @@ def sampled_batch(
         rows=[row for row, _ in responses],
         images={rollout.group: rollout.images for rollout in rollouts if rollout.images is not None},
     )
-    batch = _with_routes(batch, [response for _, response in responses])
+    if any(response.routes is not None for _, response in responses):
+        batch = _with_routes(batch, [response for _, response in responses])
     logprobs = [value for _, response in responses for value in response.logprobs]
     return SampledBatch.of(batch, sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32))
 
@@ -128,9 +130,7 @@ def _with_routes(batch: TokenBatch, responses: Sequence[Response]) -> TokenBatch
 
     The sampler has computed such a prompt once for all, unless it has dropped it from its cache.
     """
-    like = next((response.routes for response in responses if response.routes is not None), None)
-    if like is None:
-        return batch
+    like = next(response.routes for response in responses if response.routes is not None)
     of_prompts: dict[int, Tensor] = {}
     of_responses = []
     for context, response in zip(batch.contexts, responses, strict=True):

@@ -125,8 +125,12 @@ class Wave:
         self.mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
         self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
         self.first_logits = prefill.logits[prompts]
-        self._prefill, self._prompts = prefill, prompts
-        self.routes: list[Tensor] = []  # of the tokens of each step that were run; empty if they are not recorded
+        # Of each row's prompt, and of the tokens of each step that were run; None and empty if they are not recorded.
+        self._of_prompts: list[Tensor] | None = None
+        self.routes: list[Tensor] = []
+        if prefill.routes is not None:
+            whole, left = prefill.routes.cpu(), prefill.padding.tolist()
+            self._of_prompts = [whole[number, left[number] :] for number, _ in rows]
 
     @property
     def live_rows(self) -> list[SampleRow]:
@@ -177,7 +181,9 @@ class Wave:
         for row, token, logprob in drawn:
             tokens[row].append(token)
             logprobs[row].append(logprob)
-        routes = self._routes_of_rows([len(of_row) for of_row in tokens])
+        routes: Sequence[Tensor | None] = [None] * len(tokens)
+        if self._of_prompts is not None:
+            routes = _routes_of_rows(self._of_prompts, self.routes, self._drawn_for[1:], [len(ids) for ids in tokens])
         return {
             row: Completion(
                 token_ids=tokens[number],
@@ -190,16 +196,22 @@ class Wave:
             for number, row in enumerate(self._rows)
         }
 
-    def _routes_of_rows(self, lengths: Sequence[int]) -> Sequence[Tensor | None]:
-        """[prompt and length - 1, L, k] of each row, on the host; None if they are not recorded."""
-        of_prompts = self._prefill.routes
-        if of_prompts is None:
-            return [None] * len(lengths)
-        # A row's last token is drawn but not run.
-        owners = torch.tensor([row for of_step in self._drawn_for[1:] for row in of_step], dtype=torch.long)
-        ran = torch.cat([of_prompts.new_empty(0, *of_prompts.shape[2:]), *self.routes])
-        by_row = ran[owners.argsort(stable=True).to(ran.device, non_blocking=True)]
-        parts = torch.split(by_row.cpu(), [length - 1 for length in lengths])
-        whole, padding = of_prompts.cpu(), self._prefill.padding.tolist()
-        prompts = self._prompts.tolist()
-        return [torch.cat([whole[p, padding[p] :], part]) for p, part in zip(prompts, parts, strict=True)]
+
+def _routes_of_rows(
+    of_prompts: Sequence[Tensor],
+    of_steps: Sequence[Tensor],
+    rows_of_steps: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+) -> list[Tensor]:
+    """The experts of all tokens of each row that were run, on the host; see `Completion.routes`.
+
+    Args:
+        of_prompts: [R] those of each row's prompt.
+        of_steps: Of each step, [rows that ran, L, k].
+        rows_of_steps: Of each step, the rows that ran, in their order.
+        lengths: [R] tokens that were drawn for each row, of which the last was not run.
+    """
+    owners = torch.tensor([row for rows in rows_of_steps for row in rows], dtype=torch.long)
+    ran = torch.cat([of_prompts[0][:0], *(routes.cpu() for routes in of_steps)])
+    parts = torch.split(ran[owners.argsort(stable=True)], [length - 1 for length in lengths])
+    return [torch.cat(of_row) for of_row in zip(of_prompts, parts, strict=True)]
