@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl
 
 from prefrl.errors import ConfigError
 from prefrl.generation.local.generator import LocalGenerator
+from prefrl.models.adapters import lora_config
 from prefrl.registry import REGISTRY
 from prefrl.types import Completion
 from tests.assets import EXPERTS
@@ -163,6 +164,11 @@ def test_the_policy_uses_the_experts_of_the_sampler_and_says_how_many_are_not_it
     assert entry["kl"] > 1e-4
     padded, _ = restless(tmp_path, beta=0.1, **REPLAY, **CUT, steps_per_generation=4)
     assert relative_difference(padded, update) < TOLERANCE
+
+
+def test_a_reference_that_is_the_policy_without_its_adapter_chooses_itself(tmp_path: Path) -> None:
+    _, entry = restless(tmp_path, beta=0.1, peft_config=lora_config(target_modules=["q_proj"]), **REPLAY)
+    assert entry["kl"] > 1e-4
 
 
 def test_a_model_that_cannot_replay_is_refused(tmp_path: Path) -> None:

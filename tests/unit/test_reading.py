@@ -32,7 +32,7 @@ BARS: dict[str, float] = {
     "files of a dpo step": 32,
     "functions of a sft step": 151,
     "files of a sft step": 29,
-    "functions from the command line to a trainer": 373,
+    "functions from the command line to a trainer": 375,
     "files from the command line to a trainer": 68,  # one has the options of teachers
     # Classes of ours that one object is made of, at most over the algorithms.
     "classes of a trainer": 4,

@@ -1,4 +1,4 @@
-"""What decoding stands on: a KV cache with room for all tokens to come, the choice of a token, fast layers.
+"""What decoding stands on: batches of rows, a KV cache with room for all tokens, the choice of a token, fast layers.
 
 The cache copies prompts to the rows that continue them. A token and its log-prob are sampled from logits, with random
 numbers that depend only on the sample. Stop strings are looked for as a completion grows. Legend: B rows that are
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import CacheLayerMixin
 
     from prefrl.generation.base import SamplingParams
+    from prefrl.types import Images
 
 
 def rows_of_cache(cache: Cache, rows: Tensor, *, room: int, offloads: bool = False) -> Cache:
@@ -301,6 +302,61 @@ class StopStrings:
                 raise
             text.stream = DecodeStream(skip_special_tokens=False)
             return text.stream.step(self._backend, token) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctPrompt:
+    """A prompt; equal ones, with the same images, are computed once."""
+
+    ids: tuple[int, ...]
+    images: Images | None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """Sample number `sample` of prompt number `request` in the call."""
+
+    request: int
+    sample: int
+
+
+def batches_of(
+    prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, num_samples: int, max_rows: int
+) -> list[dict[DistinctPrompt, list[SampleRow]]]:
+    """Distinct prompts with their rows, in batches of similar lengths with at most `max_rows` rows, or one prompt."""
+    rows: dict[DistinctPrompt, list[SampleRow]] = {}
+    for request, prompt in enumerate(prompts):
+        one = DistinctPrompt(tuple(prompt), None if images is None else images[request])
+        rows.setdefault(one, []).extend(SampleRow(request, sample) for sample in range(num_samples))
+    batches: list[dict[DistinctPrompt, list[SampleRow]]] = []
+    num_rows = max_rows
+    for one in sorted(rows, key=lambda one: len(one.ids)):
+        if num_rows + len(rows[one]) > max_rows:
+            batches.append({})
+            num_rows = 0
+        batches[-1][one] = rows[one]
+        num_rows += len(rows[one])
+    return batches
+
+
+def routes_of_rows(
+    of_prompts: Sequence[Tensor],
+    of_steps: Sequence[Tensor],
+    rows_of_steps: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+) -> list[Tensor]:
+    """The experts of all tokens of each row that were run, on the host; see `Completion.routes`.
+
+    Args:
+        of_prompts: [R] those of each row's prompt.
+        of_steps: Of each step, [rows that ran, L, k].
+        rows_of_steps: Of each step, the rows that ran, in their order.
+        lengths: [R] tokens that were drawn for each row, of which the last was not run.
+    """
+    owners = torch.tensor([row for rows in rows_of_steps for row in rows], dtype=torch.long)
+    ran = torch.cat([of_prompts[0][:0], *(routes.cpu() for routes in of_steps)])
+    parts = torch.split(ran[owners.argsort(stable=True)], [length - 1 for length in lengths])
+    return [torch.cat(of_row) for of_row in zip(of_prompts, parts, strict=True)]
 
 
 # Smallest number of elements of a weight for which packing pays off.

@@ -10,23 +10,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from prefrl import distributed
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import OnDemand
 from prefrl.generation.local.decoding import (
+    DistinctPrompt,
+    SampleRow,
     StopStrings,
     TokenSampler,
+    batches_of,
+    keep_rows,
     packed_linears,
+    routes_of_rows,
+    rows_of_cache,
     sent,
+    uniform_numbers,
 )
 from prefrl.generation.local.turns import LocalTurns, TurnRequest
-from prefrl.generation.local.waves import DistinctPrompt, Prefill, SampleRow, Wave, batches_of, in_space
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
 from prefrl.models.modes import eval_mode
@@ -39,12 +47,38 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.generation.base import Pending, SamplingParams, WeightSource
+    from prefrl.generation.local.decoding import Draw
     from prefrl.models.router_replay import RouterReplay
     from prefrl.types import FinishReason, Images
 
 
+def in_space(positions: Tensor, places: Sequence[RowPositions | None]) -> Tensor:
+    """[R, 4, W] the positions [R, W] of rows, and those in time, height and width below."""
+    length = positions.size(1)
+    columns = [
+        row.expand(3, -1)
+        if place is None
+        else place.of(0, length).to(row.device, non_blocking=True)[:, row.clamp(min=0)]
+        for row, place in zip(positions, places, strict=True)
+    ]
+    return torch.cat([positions[:, None], torch.stack(columns)], 1)
+
+
 # Packing the weights takes about as long as five steps.
 _STEPS_THAT_PAY_FOR_PACKING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """The state after a batch of prompts, padded to W tokens."""
+
+    cache: Cache
+    logits: Tensor  # [P, V] float32, after the last token
+    ids: Tensor  # [P, W] int64
+    padding: Tensor  # [P] int64, number of padding tokens on the left
+    has_padding: bool
+    places: Sequence[RowPositions | None]  # [P] positions of prompts whose images have positions in space
+    routes: Tensor | None = None  # [P, W, L, k] of all tokens; None: they are not recorded
 
 
 class LocalGenerator:
@@ -159,7 +193,7 @@ class LocalGenerator:
                 rows = [(number, row) for number, group in enumerate(batch.values()) for row in group]
                 for start in range(0, len(rows), self._max_rows):
                     live = rows[start : start + self._max_rows]
-                    wave = Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
+                    wave = _Wave(prefill, live, seeds, limits, offloads_cache=self._offloads_cache)
                     self._decode(wave, sampler, stop_ids, stops)
                     completions |= wave.completions(self._version)
         return [
@@ -205,7 +239,7 @@ class LocalGenerator:
     def close(self) -> None:
         """No-op: nothing is held between calls."""
 
-    def _decode(self, wave: Wave, sampler: TokenSampler, stop_ids: set[int], stops: StopStrings | None) -> None:
+    def _decode(self, wave: _Wave, sampler: TokenSampler, stop_ids: set[int], stops: StopStrings | None) -> None:
         logits = wave.first_logits
         for step in range(wave.max_tokens):
             place = wave.width + step  # of the token that is drawn
@@ -228,7 +262,7 @@ class LocalGenerator:
             logits = self._forward(tokens[:, None], wave.cache, wave.positions[..., place, None], mask)
             wave.routes += self._routes
 
-    def _prefill(self, prompts: list[DistinctPrompt]) -> Prefill:
+    def _prefill(self, prompts: list[DistinctPrompt]) -> _Prefill:
         width, device = max(len(prompt.ids) for prompt in prompts), self._base.device
         ids = [[prompt.ids[0]] * (width - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
         input_ids = sent(ids, device)
@@ -254,7 +288,7 @@ class LocalGenerator:
         except ValueError as error:  # some architectures accept only their own kind of cache
             raise _no_cache_error(self._base, str(error)) from error
         routes = None if self._replay is None else self._routes[0].view(*input_ids.shape, *self._routes[0].shape[1:])
-        return Prefill(cache, logits, input_ids, padding, has_padding, places, routes)
+        return _Prefill(cache, logits, input_ids, padding, has_padding, places, routes)
 
     def _forward(
         self,
@@ -325,6 +359,116 @@ class LocalGenerator:
             "are NaN or infinite. The weights have diverged or overflowed: lower learning_rate or max_grad_norm, "
             "use bfloat16 instead of float16, and resume from a checkpoint before this version."
         )
+
+
+class _Wave:
+    """Rows that decode together: the tokens drawn for all of them, and the state of the live (unfinished) ones."""
+
+    def __init__(
+        self,
+        prefill: _Prefill,
+        rows: list[tuple[int, SampleRow]],
+        seeds: Sequence[int],
+        limits: Sequence[int],
+        *,
+        offloads_cache: bool,
+    ) -> None:
+        self._limits = [limits[row.request] for _, row in rows]
+        self.max_tokens = max(self._limits)
+        self._device, self.width = prefill.ids.device, prefill.ids.shape[1]
+        self._rows = [row for _, row in rows]
+        self._reasons: list[FinishReason] = ["length"] * len(rows)
+        self._draws: list[Draw] = []
+        self._drawn_for: list[list[int]] = []  # rows of each draw
+        # State of the live rows, in the order of the cache.
+        self._live = list(range(len(rows)))
+        prompts = sent([number for number, _ in rows], self._device)
+        # As many numbers as the row's own limit, so that they do not depend on the other rows.
+        uniforms = [
+            pad(uniform_numbers(seeds[row.request], row.sample, limit), (0, self.max_tokens - limit))
+            for row, limit in zip(self._rows, self._limits, strict=True)
+        ]
+        self.uniforms = torch.stack(uniforms).to(self._device, non_blocking=True)  # [R, T] random numbers
+        # [R, W + T] tokens. Padding repeats a prompt token, so the set of tokens is correct.
+        self.history = pad(prefill.ids[prompts], (0, self.max_tokens))
+        columns = torch.arange(self.width + self.max_tokens, device=self._device)
+        padding = prefill.padding[prompts, None]
+        self.positions = columns - padding  # [R, W + T], or [R, 4, W + T]
+        if any(place is not None for place in prefill.places):
+            self.positions = in_space(self.positions, [prefill.places[number] for number, _ in rows])
+        self.mask = (columns >= padding).long() if prefill.has_padding else None  # [R, W + T]
+        self.cache = rows_of_cache(prefill.cache, prompts, room=self.max_tokens, offloads=offloads_cache)
+        self.first_logits = prefill.logits[prompts]
+        # Of each row's prompt, and of the tokens of each step that were run; None and empty if they are not recorded.
+        self._of_prompts: list[Tensor] | None = None
+        self.routes: list[Tensor] = []
+        if prefill.routes is not None:
+            whole, left = prefill.routes.cpu(), prefill.padding.tolist()
+            self._of_prompts = [whole[number, left[number] :] for number, _ in rows]
+
+    @property
+    def live_rows(self) -> list[SampleRow]:
+        """The rows that are not finished."""
+        return [self._rows[row] for row in self._live]
+
+    def advance(self, step: int, draw: Draw, reasons: Sequence[FinishReason | None]) -> list[int]:
+        """Store the tokens that were drawn, and remove rows that have stopped or reached their limit.
+
+        Args:
+            step: Number of tokens that each live row had before.
+            draw: A token for each live row.
+            reasons: Why live rows have stopped; None: they have not.
+        Returns:
+            The positions of the live rows that stay, in their new order.
+        """
+        self.history[:, self.width + step] = draw.tokens
+        self._draws.append(draw)
+        self._drawn_for.append(self._live)
+        is_done = []
+        for row, reason in zip(self._live, reasons, strict=True):
+            self._reasons[row] = reason or "length"
+            is_done.append(reason is not None or self._limits[row] == step + 1)
+        # In an order that moves as few rows as possible: the last ones fill the gaps.
+        num_kept = len(is_done) - sum(is_done)
+        movers = (place for place in range(len(is_done) - 1, num_kept - 1, -1) if not is_done[place])
+        kept = [next(movers) if is_done[place] else place for place in range(num_kept)]
+        if kept and len(kept) < len(reasons):
+            chosen = sent(kept, self._device)
+            self._live = [self._live[place] for place in kept]
+            self.uniforms, self.history, self.positions = (
+                state[chosen] for state in (self.uniforms, self.history, self.positions)
+            )
+            self.mask = None if self.mask is None else self.mask[chosen]
+            keep_rows(self.cache, kept, self._device)
+        return kept
+
+    def completions(self, version: int) -> dict[SampleRow, Completion]:
+        """The completions of all rows, on the host."""
+        tokens: list[list[int]] = [[] for _ in self._rows]
+        logprobs: list[list[float]] = [[] for _ in self._rows]
+        drawn = zip(
+            chain.from_iterable(self._drawn_for),
+            torch.cat([draw.tokens for draw in self._draws]).tolist(),
+            torch.cat([draw.logprobs for draw in self._draws]).tolist(),
+            strict=True,
+        )
+        for row, token, logprob in drawn:
+            tokens[row].append(token)
+            logprobs[row].append(logprob)
+        routes: Sequence[Tensor | None] = [None] * len(tokens)
+        if self._of_prompts is not None:
+            routes = routes_of_rows(self._of_prompts, self.routes, self._drawn_for[1:], [len(ids) for ids in tokens])
+        return {
+            row: Completion(
+                token_ids=tokens[number],
+                finish_reason=self._reasons[number],
+                logprobs=logprobs[number],
+                trainable=[True] * len(tokens[number]),
+                policy_versions=[version] * len(tokens[number]),
+                routes=routes[number],
+            )
+            for number, row in enumerate(self._rows)
+        }
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

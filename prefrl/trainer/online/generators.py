@@ -85,19 +85,13 @@ def make_generator(
     members = None
     if args.min_servers is not None:
         members = Members(source_of(args.engine_urls, key=key or ""), args.min_servers)
-    over = args.vllm_params.delta_over or _group_kind(args) if method == "delta" else None
-    needs_folder = (over or method) in ("shm", "adapter")
-    folder = Path(args.shared_folder) if needs_folder and args.shared_folder is not None else None
-    timeout, shares_device = args.vllm_params.sync_timeout, args.vllm_mode == "colocate"
+    shares_device = args.vllm_mode == "colocate"
     # Weights that no sync replaces have to outlast the sleep.
     level: Literal[1, 2] = 1 if method in ("adapter", "delta") else 2
-    sleep = Sleep(http, level=level, timeout=timeout) if shares_device else None
     return VLLMGenerator(
         args.server_urls if members is None or args.vllm_params.admin_urls is not None else [],
         http=http,
-        weight_sync=WeightSync(
-            http, method=method, folder=folder, timeout=timeout, over=over, shares_device=shares_device
-        ),
+        weight_sync=_weight_sync(args, http, method),
         requirements=Requirements.of(
             base,
             tokenizer,
@@ -111,8 +105,21 @@ def make_generator(
         request_timeout=args.vllm_params.request_timeout,
         guided=_guided(args),
         members=members,
-        sleep=sleep,
+        sleep=Sleep(http, level=level, timeout=args.vllm_params.sync_timeout) if shares_device else None,
         replay=replay,
+    )
+
+
+def _weight_sync(args: OnlineConfig, http: Http, method: SyncMethod) -> WeightSync:
+    over = args.vllm_params.delta_over or _group_kind(args) if method == "delta" else None
+    needs_folder = (over or method) in ("shm", "adapter")
+    return WeightSync(
+        http,
+        method=method,
+        folder=Path(args.shared_folder) if needs_folder and args.shared_folder is not None else None,
+        timeout=args.vllm_params.sync_timeout,
+        over=over,
+        shares_device=args.vllm_mode == "colocate",
     )
 
 
