@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from prefrl.errors import AbsentServerError
 from prefrl.generation.vllm.handshake import Requirements
-from prefrl.trainer.online import sampling
+from prefrl.trainer.online import generators
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import make_trainer, stopping_model
 from tests.unit.generation.scripted import ScriptedHttp
@@ -29,7 +29,7 @@ def world_of(folder: Path | None, **options: Any) -> World:
 def trainer_of(folder: Path, world: World, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """GRPO at the servers of a world."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    monkeypatch.setattr(sampling, "Http", lambda key: ScriptedHttp(world.answer))
+    monkeypatch.setattr(generators, "Http", lambda key: ScriptedHttp(world.answer))
     defaults: dict[str, Any] = {
         "use_vllm": True,
         "vllm_server_base_url": f"dir:{world.folder}",

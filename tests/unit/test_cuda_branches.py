@@ -515,7 +515,7 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 
 @reaches(
-    "trainer.online.sampling:sync_method",
+    "trainer.online.generators:sync_method",
     "options.server_rules:_asks_for_nccl",
     "generation.weights.sync:_transport",
     "options.server_rules:_writes_no_files",
