@@ -161,7 +161,23 @@ def test_command_lines_parse(
     assert script.model_name_or_path == MODEL
 
 
-@pytest.mark.parametrize("words", _command_lines("launch"))
+LAUNCHES = _command_lines("launch")
+ON_CLUSTERS = [case for case in LAUNCHES if "--write" in case.values[0]]
+
+
+@pytest.mark.parametrize("words", ON_CLUSTERS)
+def test_files_for_clusters_are_written(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", words[0]]) == 0
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    write_jsonl(tmp_path / "data.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    assert main(["launch", *words, "--output_dir", "out"]) == 0
+    assert len([*Path("out").glob("launch.*")]) == 2
+
+
+@pytest.mark.parametrize("words", [case for case in LAUNCHES if case not in ON_CLUSTERS])
 def test_launches_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     given = read(REGISTRY[words[0]], [word for word in words[1:] if word != "--dry_run"])

@@ -270,7 +270,9 @@ def keys(algorithm: str) -> dict[tuple[str, str, str], tuple[Any, dict[str, Any]
         for option in kwargs_options(REGISTRY[algorithm].load_config())
         for choices, found in option.keys().items()
         for key in found
-        if not option.name.startswith(("vllm_", "critic_", "reward_model_", "teacher_weights_", "teacher_server_"))
+        if not option.name.startswith(
+            ("vllm_", "async_", "critic_", "reward_model_", "teacher_weights_", "teacher_server_")
+        )
         and option not in kwargs_options(BaseConfig)
     }
 
