@@ -515,7 +515,7 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
 
 
 @reaches(
-    "trainer.online.generators:sync_method",
+    "trainer.online.generators:_group_kind",
     "options.server_rules:_asks_for_nccl",
     "generation.weights.sync:_transport",
     "options.server_rules:_writes_no_files",
@@ -530,9 +530,9 @@ def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     assert sync_method(asked, has_adapter=False) == "shm"
     with pytest.raises(ConfigError, match="NCCL does not connect two processes on one GPU"):
         apply(options(**ON_ONE_DEVICE, weight_sync="nccl"), SHARED_DEVICE_RULES)
-    with pytest.raises(ConfigError, match="weight_sync='nccl' needs a GPU"):
+    with pytest.raises(ConfigError, match="is 'nccl', which needs a GPU"):
         GRPOConfig(output_dir="x", report_to="none", use_cpu=True, use_vllm=True, weight_sync="nccl")
-    assert [sync._transport(method, None)._backend for method in ("nccl", "gloo")] == ["nccl", "gloo"]  # type: ignore[attr-defined]
+    assert [sync._transport(method, None, None)._backend for method in ("nccl", "gloo")] == ["nccl", "gloo"]  # type: ignore[attr-defined]
 
 
 @reaches("distributed.processes:_end_group")
