@@ -512,6 +512,7 @@ def test_prompt_learning_shifts_no_value():
     prompt = peft.get_peft_model(
         tiny_model("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     )
+    prompt.double()  # a row may have one value, whose rounding nothing averages
     critic = head_critic(prompt)
     for row in range(BATCH.num_rows):
         alone = critic.frozen_values(BATCH.select([row]), max_tokens=None)
