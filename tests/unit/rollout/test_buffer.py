@@ -130,6 +130,8 @@ FULL: list[TokenBatch] = [
 @pytest.mark.parametrize("full", FULL, ids=lambda full: type(full).__name__)
 def test_every_field_of_a_stage_is_stored(full: TokenBatch, tmp_path: Path) -> None:
     names = [f.name for f in fields(full)]
+    numbers = torch.arange(100, dtype=torch.uint8).view(-1, 2, 1)  # experts: one of two routers for each token
+    full = full.replace(prompt_routes=numbers[: len(full.prompt_ids)], response_routes=numbers[-full.num_tokens :])
     assert [name for name in names if getattr(full, name) is None] == [], "a new field: set it above"
     buffer = RolloutBuffer(1, type(full))
     buffer.fill([Minibatch([full], 3.0)])
