@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
 T = TypeVar("T")
 
@@ -38,10 +38,21 @@ def as_worker(run: Callable[[], T]) -> T:
     try:
         return run()
     except Exception as error:
-        handler.record_exception(error)
+        _record(handler, error)
         # This timer runs without the GIL, so it also ends a process that hangs during shutdown.
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True)
         raise
+
+
+def _record(handler: ErrorHandler, error: Exception) -> None:
+    """Write the file in one step: when another worker fails, too, torchrun ends this one and reads what is there."""
+    file = os.environ[_ERROR_FILE]
+    os.environ[_ERROR_FILE] = f"{file}.part"  # where the handler writes
+    try:
+        handler.record_exception(error)
+        os.replace(f"{file}.part", file)
+    finally:
+        os.environ[_ERROR_FILE] = file
 
 
 def is_recorded() -> bool:

@@ -340,7 +340,6 @@ class RolloutOptions(BaseOptions):
         "With vllm_mode='colocate': share of the GPU's memory for the server while it samples. By default, what "
         "training leaves, which prefrl doctor prints.",
         decides=False,
-        needs=["use_vllm"],
     )
     vllm_server_base_url: list[str] | None = opt(
         None,

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from transformers import BitsAndBytesConfig
 
-from prefrl.distributed import check_backend, check_changed_layers, check_processes, check_quantized
+from prefrl.distributed import check_backend, check_changed_layers, check_processes, check_quantized, launcher
 from prefrl.distributed.launcher import first_failure, words_of
 from prefrl.errors import ConfigError
 from tests.patience import before_a_deadline
@@ -99,6 +99,18 @@ def test_a_worker_that_failed_leaves_its_error_and_ends_whatever_it_waits_for(tm
 
     assert before_a_deadline(attempt).startswith("Traceback")
     assert json.loads(path.read_text(encoding="utf-8"))["message"]["message"] == "ValueError: the cause"
+
+
+def test_a_worker_that_is_ended_while_it_writes_its_error_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setattr("json.dump", lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit):
+        launcher.as_worker(lambda: 1 / 0)
+    assert not path.exists()
+    assert os.environ["TORCHELASTIC_ERROR_FILE"] == str(path)
 
 
 def arguments(**values: Any) -> SimpleNamespace:
