@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -166,10 +167,13 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
 
 def growth_mib(case: Case, gauge: Gauge, folder: Path) -> float:
     """Of steps on the same rows."""
+    whole = {"default_chunk_size": lambda device: 2**20} if case.full_logits else {}
     # What a small vocabulary keeps is bounded by a constant that is larger than all that is measured here.
-    logprobs.KEPT_BYTES = 0
-    if case.full_logits:
-        logprobs.default_chunk_size = lambda device: 2**20
+    with patch.multiple(logprobs, KEPT_BYTES=0, **whole):
+        return _growth_mib(case, gauge, folder)
+
+
+def _growth_mib(case: Case, gauge: Gauge, folder: Path) -> float:
     watch = _Watch(gauge)
     row = REGISTRY[case.algorithm]
     num_rows = ROWS[case.algorithm] * case.times

@@ -126,9 +126,23 @@ def test_half_precision_is_for_the_variable_length_kernel_and_everything_for_blo
         (torch.float64, [False] * 2),
     ):
         inputs = Inputs(OWN, dtype, 4, 2, 64, 64, scaling=None)
-        assert [kernel.serves(inputs) for kernel in interface.KERNELS[:2]] == served
+        assert [kernel.serves(inputs) for kernel in interface.KERNELS[1:3]] == served
         elsewhere = Inputs(torch.device("mps"), dtype, 4, 2, 64, 64, scaling=None)
         assert choose_kernel(elsewhere, Layout(((5, -1),))) is interface.KERNELS[-1]
+
+
+@reaches("models.attention.interface:_has_fast_causal_attention")
+def test_long_segments_are_for_half_precision_where_torch_has_a_faster_kernel(gpus: Gpus) -> None:
+    for capability, dtype, size, is_served in (
+        ((9, 0), torch.bfloat16, 128, True),
+        ((10, 0), torch.float16, 64, True),
+        ((8, 9), torch.bfloat16, 128, False),
+        ((9, 0), torch.float32, 128, False),
+        ((9, 0), torch.bfloat16, 256, False),
+    ):
+        gpus.capability[3] = capability
+        inputs = Inputs(OWN, dtype, 4, 2, size, size, scaling=None)
+        assert interface.KERNELS[0].serves(inputs) is is_served
 
 
 @reaches("models.attention.interface:_mistake")

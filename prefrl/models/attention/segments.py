@@ -83,6 +83,8 @@ class Layout:
 
 # Number of queries that share one explicit mask, which bounds the mask's memory.
 _ROWS_PER_MASK = 512
+# From this many keys on, plain causal attention is so much faster on some chips that queries are worth repeating.
+_LONG = 4096
 
 
 def attend(
@@ -104,10 +106,12 @@ def attend(
     queries, keys, values = (torch.split(x, layout.lengths, dim=2) for x in (query, key, value))
     for number, segment in enumerate(layout.segments):
         q, k, v = queries[number], keys[number], values[number]
+        is_block = number in layout.blocks
         if segment.ancestors:
             seen = [*segment.ancestors, number]
             k, v = (torch.cat([parts[each] for each in seen], 2) for parts in (keys, values))
-        is_block = number in layout.blocks
+            if window is None and not is_block and _repeats_ancestors(segment):
+                q = torch.cat([queries[each] for each in seen], 2)
         pieces = [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window)
         for rows, k, v, mask in pieces:
             if rows.is_cuda and mask is not None and k.size(1) != rows.size(1):
@@ -123,8 +127,24 @@ def attend(
                 scale=scaling,
                 enable_gqa=k.size(1) != rows.size(1),
             )
-            outputs.append(output.transpose(1, 2))
+            outputs.append(output.transpose(1, 2)[:, -segment.length :])
     return torch.cat(outputs, dim=1)
+
+
+def _repeats_ancestors(segment: Segment) -> bool:
+    """Whether the queries of ancestors are computed once more, and dropped, to make attention plainly causal."""
+    return segment.position + segment.length >= _LONG and 2 * segment.position <= segment.length
+
+
+def is_long(layout: Layout) -> bool:
+    """Whether most of the work of a layout is plain causal attention of long sequences, if ancestors are repeated."""
+
+    def count() -> bool:
+        work = [segment.length * (segment.position + segment.length / 2) for segment in layout.segments]
+        long = sum(each for each, segment in zip(work, layout.segments, strict=True) if _repeats_ancestors(segment))
+        return not layout.blocks and long >= 0.8 * sum(work)
+
+    return layout.once("is long", count)
 
 
 _Piece = tuple["Tensor", "Tensor", "Tensor", "Tensor | None"]

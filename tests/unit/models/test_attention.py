@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from prefrl.models.attention import interface as attention
 from prefrl.models.attention import interface as kernels
-from prefrl.models.attention import segments
+from prefrl.models.attention import segments, varlen
 from prefrl.models.attention.interface import (
     LAYOUT_KWARG,
     Inputs,
@@ -154,6 +154,42 @@ def test_long_segments_are_masked_in_chunks_with_equal_results(window, monkeypat
     torch.testing.assert_close(chunked, whole)
     rows_kept = {mask.size(0) for mask in layout._made.values()}
     assert rows_kept == {16}
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_long_segments_compute_their_ancestors_once_more_with_equal_results(window, monkeypatch):
+    trees = forest((30, 62, 20, (70, 15)), 45)
+    tensors = [x.requires_grad_() for x in random_qkv(total_length(trees))]
+
+    def found():
+        output = flat_attention(*tensors, Layout(trees), scaling=None, dropout=0.0, window=window)
+        weights = torch.linspace(-1, 1, output.size(1))[:, None, None]
+        return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
+
+    expected = found()
+    masks, original = [], segments._mask
+    monkeypatch.setattr(segments, "_mask", lambda layout, rows, *_: masks.append(rows) or original(layout, rows, *_))
+    monkeypatch.setattr(segments, "_LONG", 80)
+    torch.testing.assert_close(found(), expected)
+    # The others: one below its parent is too short, one below two of them has too many ancestors.
+    assert masks == ([20, 15] if window is None else masks)
+
+
+@pytest.mark.parametrize(("window", "module"), [(None, segments), (7, varlen)])
+def test_layers_with_a_window_of_a_long_row_take_the_variable_length_kernel(window, module, monkeypatch):
+    monkeypatch.setattr(module, "attend", lambda *args, scaling, window: (scaling, window))
+    assert kernels.KERNELS[0].attend(None, None, None, LAYOUT, scaling=0.3, window=window) == (0.3, window)
+
+
+def test_a_layout_is_long_if_most_of_its_work_is():
+    assert segments.is_long(Layout(forest((1024, *[8192] * 8))))
+    assert segments.is_long(Layout(forest((1024, 8192, 2000, 7000), 300)))
+    assert segments.is_long(Layout(forest(4096, 4096)))
+    assert not segments.is_long(Layout(forest(4095, 4095)))
+    assert not segments.is_long(Layout(forest((1024, *[1024] * 8))))
+    assert not segments.is_long(Layout(forest((8192, *[2048] * 8)))), "these would mostly compute their ancestors"
+    assert not segments.is_long(Layout(forest(4096, *[1000] * 40)))
+    assert not segments.is_long(Layout(forest(4096), blocks=frozenset({0})))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
@@ -330,8 +366,9 @@ def not_a_number(query, key, value, layout, *, scaling, window):
     return right(query, key, value, layout, scaling=scaling, window=window) * float("nan")
 
 
-def test_the_order_is_variable_length_then_blocks_then_segments():
-    assert [k.name for k in kernels.KERNELS] == ["variable-length", "block-mask", "segment-by-segment"]
+def test_the_order_is_long_segments_then_variable_length_then_blocks_then_segments():
+    names = ["long-segments", "variable-length", "block-mask", "segment-by-segment"]
+    assert [k.name for k in kernels.KERNELS] == names
 
 
 @pytest.mark.parametrize(
@@ -347,7 +384,7 @@ def test_the_order_is_variable_length_then_blocks_then_segments():
     ],
 )
 def test_kernels_are_asked_only_for_what_they_are_made_for(dtype, sizes, served):
-    first, second, last = kernels.KERNELS
+    _, first, second, last = kernels.KERNELS
     on_cuda = Inputs(torch.device("cuda", 0), dtype, 4, 2, *sizes, scaling=None)
     on_cpu = Inputs(torch.device("cpu"), dtype, 4, 2, *sizes, scaling=None)
     assert {k.name for k in (first, second) if k.serves(on_cuda)} == served
@@ -361,7 +398,7 @@ def test_the_kernel_that_copies_histories_is_not_taken_for_long_episodes():
         spine = [(20, number - 1) for number in range(num_turns)]
         return Layout((*spine, (5, num_turns - 1)))
 
-    first, second, _ = kernels.KERNELS
+    _, first, second, _ = kernels.KERNELS
     group = Layout(((1000, -1), *((10, 0) for _ in range(64))))
     assert first.suits(group)
     assert first.suits(episode(12))

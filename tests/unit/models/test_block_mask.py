@@ -202,7 +202,7 @@ def test_block_attention_equals_attention_segment_by_segment(trees, window, comp
 def test_a_model_gives_the_numbers_of_padded_rows(name, architecture, overrides, monkeypatch):
     model = tiny_model(architecture, **overrides)
     expected = numbers(model, EPISODES[name], "padded")
-    monkeypatch.setattr(attention, "choose_kernel", lambda inputs, layout: KERNELS[1])
+    monkeypatch.setattr(attention, "choose_kernel", lambda inputs, layout: KERNELS[2])
     # torch has no gradients of its compiled kernel on the CPU, and refuses those of the uncompiled one as well.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     for plan in ("shared_prefix", "packed"):

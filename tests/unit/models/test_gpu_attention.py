@@ -26,9 +26,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-VARLEN, BLOCKS, SEGMENTS = kernels.KERNELS
+LONG, VARLEN, BLOCKS, SEGMENTS = kernels.KERNELS
 KERNELS_AND_DTYPES = [
     pytest.param(VARLEN, torch.bfloat16, id="variable-length-bfloat16"),
+    pytest.param(LONG, torch.bfloat16, id="long-segments-bfloat16"),
     pytest.param(BLOCKS, torch.bfloat16, id="block-mask-bfloat16"),
     pytest.param(BLOCKS, torch.float32, id="block-mask-float32"),
     pytest.param(SEGMENTS, torch.bfloat16, id="segment-by-segment-bfloat16"),
@@ -116,7 +117,7 @@ def test_every_token_sees_its_own_segment_and_its_ancestors_only(kernel, dtype, 
 
 
 @pytest.mark.parametrize("trees", [forest(1), forest(256), forest((3, *[1] * 70)), forest(*[1] * 300), DEEP])
-@pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES[:3])
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES[:4])
 def test_odd_layouts_are_served_too(kernel, dtype, trees):
     tensors = random_tensors(trees, dtype)
     exact = [x.detach().float().requires_grad_() for x in tensors]
@@ -163,7 +164,7 @@ def test_flat_plans_are_as_near_to_the_cpu_as_padded_rows_are(kernel, dtype, pla
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES[:3])
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS_AND_DTYPES[:4])
 def test_attention_never_waits_for_the_device(kernel, dtype, window):
     def step(seed):
         trees = forest((140 + seed, 40, 1, (90, 7, (20, 3))), 33 + seed)
