@@ -40,7 +40,7 @@ GPU_PATH := PYTHONPATH=.:$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}
 unexport PYTHONDONTWRITEBYTECODE
 
 # `tests` and `docs` are folders, too.
-.PHONY: demo test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit compiled demo-gain demo-real real clean help
+.PHONY: demo browser test tests docs test-floors drift check vllm kernels bench bench-growth bench-server bench-faults bench-soak gpu gpu-kit gpu-rehearsal lint types imports unit compiled demo-gain demo-real real clean help
 
 help:
 	@echo "make demo    install into $(VENV) and run the demo: SFT, then GRPO, offline on the CPU"
@@ -51,6 +51,7 @@ help:
 	@echo "make check   run the linter, the type checker, the import contracts, unit and property tests"
 	@echo "make docs    build the site of the documentation, in site/, and stop at the first broken link"
 	@echo "make vllm    run the tests that need vLLM servers, which are installed into $(VLLM_VENV)"
+	@echo "make browser run the tests of the page of prefrl watch in the Chromium of the system"
 	@echo "make kernels run the kernels of GPUs on the CPU, as far as that is possible, for all models: about 10 minutes"
 	@echo "make bench   compare prefrl with TRL, in $(BENCH_VENV): about 9 minutes on 2 cores; QUICK=1: 2 minutes"
 	@echo "make bench-growth   measure how their cost grows with completions, lengths and vocabulary: about 5 minutes"
@@ -113,6 +114,11 @@ unit: $(VENV)/.dev
 
 vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
 	$(PYTEST) -m vllm -ra --durations=15 --forbid-skips
+
+# The page of `prefrl watch` in the Chromium of the system.
+browser: $(VENV)/.dev
+	$(PIP) install --no-compile 'playwright>=1.50'
+	$(PYTEST) -n 0 -m browser -ra --forbid-skips tests/unit/scripts/test_page_in_a_browser.py
 
 # Its figures are printed into docs/performance.md by docs/make_tables.py.
 kernels: $(VENV)/.dev $(KERNELS)/.ready

@@ -1,7 +1,7 @@
 """What a recorded run shows: `prefrl report`, `watch` and `look`.
 
-`report` writes one HTML file about a run, or about two that are compared. `watch` keeps the page about a run up to
-date on this machine's loopback interface. `look` shows completions of a run, from the files of its journal.
+`report` writes one HTML file about a run, or about several that are compared. `watch` keeps the page up to date on
+this machine's loopback interface. `look` shows completions of a run, from the files of its journal.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from prefrl.errors import ConfigError, DataError, printable
 from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.scripts.declaration import command
-from prefrl.scripts.report_page import page
+from prefrl.scripts.report_page import MOST_RUNS, page
 
 
 @dataclass
 class RunArguments:
-    """One run, or two that are compared."""
+    """One run, or several that are compared."""
 
-    run: str | None = opt(None, "The output_dir of a run.")
-    other: str | None = opt(None, "The output_dir of another run to compare it with.")
+    runs: list[str] | None = opt(None, "The output_dir of a run, or of several that are compared.")
 
     def __post_init__(self) -> None:
-        if self.run is None:
-            raise ConfigError("run: not given. Write the output_dir of a run, such as runs/a.")
+        if not self.runs:
+            raise ConfigError("runs: not given. Write the output_dir of a run, such as runs/a.")
+        if len(self.runs) > MOST_RUNS:
+            raise ConfigError(f"runs={self.runs}: are {len(self.runs)}, and at most {MOST_RUNS} are compared.")
 
     def folders(self) -> list[Path]:
         """The folders of the runs."""
-        return [Path(folder) for folder in (self.run, self.other) if folder is not None]
+        return [Path(folder) for folder in self.runs or ()]
 
 
 @dataclass
@@ -61,9 +62,9 @@ class ReportArguments(RunArguments):
     "report",
     ReportArguments,
     about="Write one HTML file with curves, rewards, completions, health, options and versions of a run, or of "
-    "two.\n\nExamples:\n  prefrl report runs/a\n  prefrl report runs/a runs/b --output compared.html",
+    "several.\n\nExamples:\n  prefrl report runs/a\n  prefrl report runs/a runs/b --output compared.html",
     takes_config=False,
-    positional=("run", "other"),
+    positional=("runs",),
 )
 def report(options: ReportArguments) -> int:
     """Write the page to a file that only this user can read, as the completions in it."""
@@ -100,11 +101,11 @@ class WatchArguments(RunArguments):
 @command(
     "watch",
     WatchArguments,
-    about="Show a run in the browser, while it trains or later. Only this machine can open the page, with the address "
-    "that is printed: it contains a random token, which keeps out other users.\n\n"
-    "Example:\n  prefrl watch runs/a",
+    about="Show one run or several in the browser, while they train or later. Only this machine can open the page, "
+    "with the address that is printed: it contains a random token, which keeps out other users.\n\n"
+    "Examples:\n  prefrl watch runs/a\n  prefrl watch runs/a runs/b runs/c",
     takes_config=False,
-    positional=("run", "other"),
+    positional=("runs",),
 )
 def watch(options: WatchArguments) -> int:
     """Serve the page until Ctrl-C."""
@@ -123,7 +124,7 @@ class LivePage:
     """The page of today's files: it is made anew when a file has changed, and once a minute.
 
     Args:
-        folders: `output_dir` of one run, or of two.
+        folders: `output_dir` of each run.
         clock: Returns seconds.
 
     Attributes:

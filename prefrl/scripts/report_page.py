@@ -1,17 +1,20 @@
-"""The page about one run or two: a single HTML file without anything from elsewhere, with completions and curves."""
+"""The page about one run or several: one HTML file without anything from elsewhere, with completions and curves."""
 
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import pyarrow as pa
@@ -20,10 +23,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from prefrl import __version__
 from prefrl.errors import printable
-from prefrl.scripts.report_record import Point, events_of, read_run, series_of, state_of, thinned
+from prefrl.scripts.report_record import Point, events_of, last_checkpoint, read_run, series_of, state_of, thinned
 
 _FOLDER = Path(__file__).parent / "page"
-_MAX_POINTS = 300  # of a curve
+MOST_RUNS = 6  # that one page compares: as many as there are colors
+_MAX_POINTS = 600  # of all runs' curves of a metric
 _MAX_METRICS = 200
 _MAX_OF_OPTION = 500  # of an option's value
 # Metrics whose curves come first.
@@ -37,7 +41,7 @@ _TOTALS = ("train_runtime", "train_samples_per_second", "train_steps_per_second"
 
 
 def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
-    """The page about one run, or two that are compared; a live one asks its server every second for what is new.
+    """The page about one run, or several that are compared; a live one asks its server every second for what is new.
 
     Raises:
         ConfigError: A folder is not that of a run.
@@ -45,17 +49,16 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
     runs = [read_run(folder) for folder in folders]
     names = [printable(run.name) for run in runs]
     if len(set(names)) < len(names):
-        names = [f"{name} ({letter})" for name, letter in zip(names, "AB", strict=True)]
+        names = [f"{name} ({letter})" for name, letter in zip(names, ascii_uppercase, strict=False)]
     series = [series_of(run.rows) for run in runs]
     main = _main_metrics(series)
     metrics = _ordered(series, main)
     times = [run.times() for run in runs]
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
-    curves = {
-        name: [[_short(point) for point in thinned(s.get(name, []), _MAX_POINTS)] for s in series] for name in metrics
-    }
+    limit = _MAX_POINTS // max(2, len(runs))
+    curves = {name: [[_short(point) for point in thinned(s.get(name, []), limit)] for s in series] for name in metrics}
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"number": _number, "clock": _clock}
+    environment.filters |= {"number": _number, "clock": _clock, "rarity": _rarity, "changes": ShownCompletion.changes}
     text = environment.get_template("page.html").render(
         runs=runs,
         names=names,
@@ -113,7 +116,7 @@ def _finals(names: Sequence[str], series: Sequence[Mapping[str, Sequence[Point]]
         firsts = [points[0][1] if points else None for points in of_runs]
         lasts = [points[-1][1] if points else None for points in of_runs]
         known = [last for last in lasts if last is not None]
-        change = known[1] - known[0] if len(known) > 1 else None
+        change = known[1] - known[0] if len(known) == len(series) == 2 else None
         rows.append({"name": name, "firsts": firsts, "lasts": lasts, "change": change})
     return rows
 
@@ -154,9 +157,15 @@ def _number(value: float | None) -> str:
 
 _FILE = re.compile(r"completions_(\d+)(?:_rank\d+of\d+)?")
 _EVALUATION = re.compile(r"(\w+)_(\d+)")
-_COLUMNS = ("group", "turn", "prompt", "completion", "reward", "finish_reason")
+_WORDS = re.compile(r"\s+|\S+")
+_COLUMNS = ("group", "rollout", "turn", "prompt", "completion", "reward", "advantage", "finish_reason")
+_OF_TOKENS = ("completion_ids", "logprobs")
 _MAX_CHARACTERS = 1500  # of a prompt and of a completion
+_MAX_TOKENS = 300  # that are shown of a completion
 _MAX_PROMPTS = 8
+_MAX_EVALUATIONS = 4  # that are shown beside each other
+# From these log-probs down, a token has the next color.
+_RARE = (-0.5, -1.0, -2.0, -4.0)
 _RECENT = 8  # generation batches in which prompts of two runs are looked for
 _BINS = 20
 
@@ -172,7 +181,15 @@ class ShownCompletion:
     step: int
     reward: float
     rewards: dict[str, float]  # by the name of the reward; those that are None are left out
+    advantage: float | None
     is_cut_off: bool
+    tokens: list[tuple[str, float]]  # text and log-prob of each; empty if they are not known
+
+    def changes(self, before: ShownCompletion) -> list[tuple[str, bool]]:
+        """The pieces of the completion, and whether an earlier completion of the prompt lacks them."""
+        old, new = (_WORDS.findall(sample.completion) for sample in (before, self))
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        return [("".join(new[i:j]), tag != "equal") for tag, _, _, i, j in matcher.get_opcodes() if i < j]
 
 
 @dataclass(frozen=True)
@@ -180,8 +197,14 @@ class SideBySide:
     """Completions of the same prompts in columns."""
 
     title: str
-    columns: tuple[str, str]
-    pairs: list[tuple[ShownCompletion, ShownCompletion]]
+    columns: tuple[str, ...]
+    pairs: Sequence[tuple[ShownCompletion, ...]]  # one completion for each column
+    shows_changes: bool = False  # from each column to the next
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether some completion shows its tokens."""
+        return any(sample.tokens for pair in self.pairs for sample in pair)
 
 
 @dataclass(frozen=True)
@@ -201,25 +224,24 @@ class Histogram:
 
 
 def side_by_side(folders: Sequence[Path], names: Sequence[str]) -> list[SideBySide]:
-    """The tables of one run, or of two.
+    """The tables of one run, or of several.
 
-    One run: the first and the last evaluation, and the best and the worst completion of prompts of the last batch. Two
-    runs: the completions of prompts that both have had, in the last evaluations or else in the last batches; the first
-    ones of their groups, which are random ones. If no prompt is shared: the best and the worst of each run.
+    One run: up to four evaluations from the first to the last, and the best and the worst completion of prompts of the
+    last batch. Several runs: the completions of prompts that all have had, in the last evaluations or else in the last
+    batches; the first ones of their groups, which are random ones. If no prompt is shared: the best and the worst of
+    each run.
     """
     if len(folders) == 1:
-        first, last = _evaluations(folders[0], 0), _evaluations(folders[0], -1)
-        tables = [_shared("Evaluation, first and last", ("first", "last"), first, last)]
-        tables.append(_best_and_worst(folders[0], "Last generation batch, best and worst"))
+        tables = [_evaluated(folders[0]), _best_and_worst(folders[0], "Last generation batch, best and worst")]
         return [table for table in tables if table.pairs]
-    a, b = folders
-    columns = (names[0], names[1])
-    found = _shared("The same prompts in the last evaluations", columns, _evaluations(a, -1), _evaluations(b, -1))
+    columns = tuple(names)
+    last = [[sample for batch in _evaluations(folder)[-1:] for sample in _samples(*batch)] for folder in folders]
+    found = SideBySide("The same prompts in the last evaluations", columns, _shared(last))
     if not found.pairs:
         recent = [
             [sample for batch in _batches(folder)[-_RECENT:] for sample in _samples(*batch)] for folder in folders
         ]
-        found = _shared("The same prompts in the last generation batches", columns, *recent)
+        found = SideBySide("The same prompts in the last generation batches", columns, _shared(recent))
     if found.pairs:
         return [found]
     tables = [
@@ -261,13 +283,21 @@ def _histograms(name: str, of_steps: Sequence[tuple[int, list[float]]]) -> list[
     return rows
 
 
-def _shared(
-    title: str, columns: tuple[str, str], left: Iterable[ShownCompletion], right: Iterable[ShownCompletion]
-) -> SideBySide:
-    """The first completions of each prompt's last group on both sides."""
-    of_left, of_right = _by_prompt(left), _by_prompt(right)
-    keys = [key for key in of_left if key in of_right][:_MAX_PROMPTS]
-    return SideBySide(title, columns, [(of_left[key], of_right[key]) for key in keys])
+def _evaluated(folder: Path) -> SideBySide:
+    """The same prompts in evaluations from the first to the last; nothing changes in a single one."""
+    batches = _evaluations(folder)
+    places = {round(i * (len(batches) - 1) / (_MAX_EVALUATIONS - 1)) for i in range(_MAX_EVALUATIONS)}
+    chosen = [batches[place] for place in sorted(places)] if batches else []
+    columns = ("first", *("later" for _ in chosen[2:]), "last")[: len(chosen)]
+    pairs = _shared([_samples(*batch) for batch in chosen])
+    return SideBySide("Evaluations, first to last", columns, pairs, shows_changes=True)
+
+
+def _shared(sides: Sequence[Iterable[ShownCompletion]]) -> list[tuple[ShownCompletion, ...]]:
+    """The first completions of each prompt's last group on every side."""
+    found = [_by_prompt(samples) for samples in sides]
+    keys = [key for key in found[0] if all(key in side for side in found)] if found else []
+    return [tuple(side[key] for side in found) for key in keys[:_MAX_PROMPTS]]
 
 
 def _by_prompt(samples: Iterable[ShownCompletion]) -> dict[str, ShownCompletion]:
@@ -282,11 +312,11 @@ def _by_prompt(samples: Iterable[ShownCompletion]) -> dict[str, ShownCompletion]
 def _best_and_worst(folder: Path, title: str) -> SideBySide:
     groups: dict[int, list[ShownCompletion]] = {}
     batches = _batches(folder)
-    for sample in _samples(*batches[-1]) if batches else []:
+    for sample in _samples(*batches[-1], _text_of_tokens(folder)) if batches else []:
         if math.isfinite(sample.reward):
             groups.setdefault(sample.group, []).append(sample)
     pairs = [
-        (max(group, key=lambda sample: sample.reward), min(group, key=lambda sample: sample.reward))
+        (max(group, key=lambda sample: sample.reward), min(reversed(group), key=lambda sample: sample.reward))
         for group in groups.values()
     ]
     pairs.sort(key=lambda pair: pair[1].reward - pair[0].reward)
@@ -303,36 +333,61 @@ def _batches(folder: Path) -> list[tuple[int, list[Path]]]:
     return sorted(paths.items())
 
 
-def _evaluations(folder: Path, place: int) -> list[ShownCompletion]:
-    """The samples of an evaluation, those of all its datasets."""
+def _evaluations(folder: Path) -> list[tuple[int, list[Path]]]:
+    """The files of each evaluation, those of all its datasets together."""
     paths: dict[int, list[Path]] = {}
     for path in sorted((folder / "evaluations").glob("*.parquet")):
         if found := _EVALUATION.fullmatch(path.stem):
             paths.setdefault(int(found[2]), []).append(path)
-    steps = sorted(paths)
-    return _samples(steps[place], paths[steps[place]]) if steps else []
+    return sorted(paths.items())
 
 
-def _samples(step: int, paths: Iterable[Path]) -> list[ShownCompletion]:
-    return [sample for path in paths for sample in _read(step, path)]
+# From the ids of a completion, the text of each.
+_TextOf = Callable[[Sequence[int]], list[str]]
 
 
-def _read(step: int, path: Path) -> Iterator[ShownCompletion]:
+def _text_of_tokens(folder: Path) -> _TextOf | None:
+    """By the tokenizer of the last checkpoint, or of the folder; None if there is none."""
+    checkpoint = last_checkpoint(folder)
+    files = [at / "tokenizer.json" for at in (checkpoint, folder) if at is not None]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def text_of(ids: Sequence[int]) -> list[str]:
+        whole = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in range(len(ids) + 1)]
+        return [after[len(before) :] for before, after in pairwise(whole)]
+
+    return text_of
+
+
+def _samples(step: int, paths: Iterable[Path], text_of: _TextOf | None = None) -> list[ShownCompletion]:
+    return [sample for path in paths for sample in _read(step, path, text_of)]
+
+
+def _read(step: int, path: Path, text_of: _TextOf | None) -> Iterator[ShownCompletion]:
     """The rows of a file, one for each rollout; none if it has been deleted meanwhile or is damaged."""
     try:
         schema = pq.read_schema(path)
         parts = json.loads((schema.metadata or {}).get(b"prefrl", b"{}")).get("parts", [])
         names = list(dict.fromkeys(name for part in parts for name in part["rewards"]))
-        wanted = [name for name in (*_COLUMNS, *names) if name in schema.names]
+        columns = (*_COLUMNS, *names, *(() if text_of is None else _OF_TOKENS))
+        wanted = [name for name in columns if name in schema.names]
         rows = pq.read_table(path, columns=wanted).to_pylist()
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
         return
+    # The tokens of an episode are in several rows, with those of its tools and of its user between them.
+    episodes = {(row.get("group"), row.get("rollout")) for row in rows if row.get("turn", 0)}
     for row in rows:
         if row.get("turn", 0) == 0:
-            yield _sample(step, row, names)
+            has_tokens = text_of is not None and (row.get("group"), row.get("rollout")) not in episodes
+            yield _sample(step, row, names, text_of if has_tokens else None)
 
 
-def _sample(step: int, row: Mapping[str, Any], names: Sequence[str]) -> ShownCompletion:
+def _sample(step: int, row: Mapping[str, Any], names: Sequence[str], text_of: _TextOf | None) -> ShownCompletion:
     prompt = str(row.get("prompt", ""))
     rewards = {name: float(row[name]) for name in names if isinstance(row.get(name), int | float)}
     return ShownCompletion(
@@ -343,8 +398,21 @@ def _sample(step: int, row: Mapping[str, Any], names: Sequence[str]) -> ShownCom
         step=step,
         reward=math.nan if row.get("reward") is None else float(row["reward"]),
         rewards=rewards,
+        advantage=row.get("advantage"),
         is_cut_off=row.get("finish_reason") == "length",
+        tokens=_tokens(row, text_of) if text_of is not None and row.get("logprobs") else [],
     )
+
+
+def _tokens(row: Mapping[str, Any], text_of: _TextOf) -> list[tuple[str, float]]:
+    ids, logprobs = (row[name][:_MAX_TOKENS] for name in _OF_TOKENS)
+    texts = [printable(text) for text in text_of(ids)]
+    return [(text, logprob) for text, logprob in zip(texts, logprobs, strict=True) if logprob is not None]
+
+
+def _rarity(logprob: float) -> int:
+    """0 for a token that was likely when it was sampled, 4 for a rare one."""
+    return sum(logprob <= bound for bound in _RARE)
 
 
 def _ending(prompt: str) -> str:

@@ -75,7 +75,7 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         ConfigError: It is not the folder of a run.
     """
-    checkpoint = _last_checkpoint(folder)
+    checkpoint = last_checkpoint(folder)
     identity = read_identity(folder) or (read_identity(checkpoint) if checkpoint else None)
     if identity is None and checkpoint is None and not (folder / METRICS_FILE).is_file():
         raise ConfigError(
@@ -146,7 +146,8 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _last_checkpoint(folder: Path) -> Path | None:
+def last_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of a run with the highest step; None if there is none."""
     steps = [(step_of(path.name), path) for path in folder.glob("checkpoint-*") if path.is_dir()]
     known = [(step, path) for step, path in steps if step is not None]
     return max(known)[1] if known else None

@@ -13,9 +13,23 @@ function short(value) {
   return size >= 1e4 || (size > 0 && size < 1e-2) ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
 
-// Draws the curves of all runs into a figure.
-function draw(figure, curves, names) {
-  const plot = figure.querySelector(".plot"), points = curves.flat();
+// The running mean of a curve with its running standard deviation: [step, mean, deviation] for each point. The weight of
+// a point falls by the factor `weight` with each point after it.
+function smoothed(curve, weight) {
+  let total = 0, sum = 0, squares = 0;
+  return curve.map(([step, value]) => {
+    total = weight * total + 1;
+    sum = weight * sum + value;
+    squares = weight * squares + value * value;
+    const mean = sum / total;
+    return [step, mean, Math.sqrt(Math.max(0, squares / total - mean * mean))];
+  });
+}
+
+// Draws the curves of the runs that are shown into a figure.
+function draw(figure, all, names, view) {
+  const plot = figure.querySelector(".plot"), curves = all.map((curve, i) => (view.hidden.has(i) ? [] : curve));
+  const points = curves.flat();
   plot.replaceChildren();
   if (!points.length) return;
   const steps = points.map((p) => p[0]), values = points.map((p) => p[1]);
@@ -23,8 +37,9 @@ function draw(figure, curves, names) {
   let low = Math.min(...values), high = Math.max(...values);
   if (low === high) { const pad = Math.abs(low) / 10 || 1; low -= pad; high += pad; }
   const x = (step) => LEFT + (WIDTH - LEFT - RIGHT) * (last > first ? (step - first) / (last - first) : 0.5);
-  const y = (value) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low);
-  const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `Curve of ${figure.dataset.metric}` });
+  const y = (value) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (Math.min(high, Math.max(low, value)) - low) / (high - low);
+  const line = (pairs) => pairs.map(([step, value], k) => `${k ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+  const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": `Curve of ${figure.dataset.metric}. Arrow keys show its values.` });
   for (const value of [low, (low + high) / 2, high]) {
     svg.append(element("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
     svg.append(element("text", { x: LEFT - 5, y: y(value) + 4, "text-anchor": "end" }, short(value)));
@@ -32,40 +47,84 @@ function draw(figure, curves, names) {
   svg.append(element("text", { x: LEFT, y: HEIGHT - 3 }, `step ${first}`));
   svg.append(element("text", { x: WIDTH - RIGHT, y: HEIGHT - 3, "text-anchor": "end" }, String(last)));
   curves.forEach((curve, i) => {
+    if (!curve.length) return;
     if (curve.length === 1) svg.append(element("circle", { class: `fill${i}`, r: 3, cx: x(curve[0][0]), cy: y(curve[0][1]) }));
-    const path = curve.map((p, k) => `${k ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-    svg.append(element("path", { class: `line${i}`, d: path }));
+    if (view.smoothing > 0) {
+      const means = smoothed(curve, view.smoothing);
+      const border = [...means.map(([step, mean, width]) => [step, mean + width]), ...means.map(([step, mean, width]) => [step, mean - width]).reverse()];
+      svg.append(element("path", { class: `band fill${i}`, d: line(border) }));
+      svg.append(element("path", { class: `raw line${i}`, d: line(curve) }));
+      svg.append(element("path", { class: `line${i}`, d: line(means) }));
+    } else svg.append(element("path", { class: `line${i}`, d: line(curve) }));
   });
   plot.append(svg);
-  showValues(plot, svg, curves, names, (px) => first + (px - LEFT) / (WIDTH - LEFT - RIGHT) * (last - first));
+  showValues(plot, svg, curves, names, [first, last]);
 }
 
-// Shows the values at the step under the pointer.
-function showValues(plot, svg, curves, names, stepAt) {
-  const tip = document.createElement("div");
+// Shows the values at the step under the pointer, or at the one that the arrow keys have reached.
+function showValues(plot, svg, curves, names, [first, last]) {
+  const tip = document.createElement("div"), steps = [...new Set(curves.flat().map((p) => p[0]))].sort((a, b) => a - b);
+  let place = steps.length;
   tip.className = "tip";
-  svg.addEventListener("pointermove", (event) => {
-    const place = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-    const step = stepAt(place.x), lines = [];
+  tip.setAttribute("role", "status");
+  plot.append(tip);
+  tip.hidden = true;
+  const show = (step) => {
+    const lines = [];
     curves.forEach((curve, i) => {
       if (!curve.length) return;
       const near = curve.reduce((a, b) => (Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a));
       lines.push(`${curves.length > 1 ? names[i] + ", " : ""}step ${near[0]}: ${short(near[1])}`);
     });
     tip.textContent = lines.join(" | ");
-    plot.append(tip);
+    tip.hidden = false;
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+    show(first + (at.x - LEFT) / (WIDTH - LEFT - RIGHT) * (last - first));
   });
-  svg.addEventListener("pointerleave", () => tip.remove());
+  svg.addEventListener("pointerleave", () => { tip.hidden = true; });
+  svg.addEventListener("blur", () => { tip.hidden = true; });
+  svg.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    place = Math.min(steps.length - 1, Math.max(0, place + move));
+    show(steps[place]);
+  });
 }
 
-function drawAll() {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const drawVisible = (root) => root.querySelectorAll(".chart").forEach((figure) => {
-    const folded = figure.closest("details");
-    if (!folded || folded.open) draw(figure, data.curves[figure.dataset.metric], data.names);
+// What the reader has chosen in the controls, which stay when the page is replaced.
+function chosen() {
+  const hidden = [...document.querySelectorAll("[data-run]:not(:checked)")].map((box) => Number(box.dataset.run));
+  return {
+    smoothing: Number(document.getElementById("smoothing").value),
+    hidden: new Set(hidden),
+    words: document.getElementById("words").value.trim().toLowerCase(),
+    onlyCutOff: document.getElementById("cut-off").checked,
+  };
+}
+
+// Hides the completions that the reader does not want to see.
+function filter(view) {
+  let numShown = 0;
+  document.querySelectorAll("#completions article").forEach((article) => {
+    const isWanted = (!view.words || article.textContent.toLowerCase().includes(view.words)) && (!view.onlyCutOff || "cutOff" in article.dataset);
+    article.hidden = !isWanted;
+    numShown += isWanted;
   });
-  drawVisible(document);
-  document.querySelectorAll("details").forEach((details) => details.addEventListener("toggle", () => drawVisible(details)));
+  const none = document.getElementById("none-found");
+  if (none) none.hidden = numShown > 0;
+}
+
+// Draws the curves in a part of the page that are not folded.
+function drawAll(root = document) {
+  const data = JSON.parse(document.getElementById("data").textContent), view = chosen();
+  root.querySelectorAll(".chart").forEach((figure) => {
+    const folded = figure.closest("details");
+    if (!folded || folded.open) draw(figure, data.curves[figure.dataset.metric], data.names, view);
+  });
+  filter(view);
 }
 
 // Replaces what is shown if the server has something new; what the reader has opened stays open.
@@ -79,8 +138,10 @@ async function refresh(state) {
         const same = fresh.querySelector("#" + details.id);
         if (same) same.open = details.open;
       }
+      const metric = document.activeElement.closest(".chart")?.dataset.metric;
       document.querySelector("main").replaceWith(fresh);
       drawAll();
+      if (metric) fresh.querySelector(`.chart[data-metric="${CSS.escape(metric)}"] svg`)?.focus({ preventScroll: true });
     } else if (answer.status !== 304) throw new Error(String(answer.status));
     const status = document.getElementById("status");
     status.textContent = status.dataset.state;
@@ -90,5 +151,10 @@ async function refresh(state) {
   setTimeout(refresh, 1000, state);
 }
 
+const controls = document.querySelector(".controls");
+controls.hidden = false;
+controls.addEventListener("input", () => drawAll());
+document.addEventListener("toggle", (event) => drawAll(event.target), { capture: true });
+controls.addEventListener("submit", (event) => event.preventDefault());
 drawAll();
 if (document.body.hasAttribute("data-live")) refresh({ tag: null });

@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from prefrl.scripts.report import LivePage, serve
 from prefrl.scripts.report_page import histograms_of, page, side_by_side
 from prefrl.scripts.report_record import events_of, read_run, state_of, thinned
 from prefrl.types import Completion, Rollout, Turn
+from tests.assets import tiny_tokenizer
 from tests.patience import PATIENCE
 
 HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e"
@@ -184,12 +186,49 @@ def test_one_run_shows_first_and_last_evaluation_and_best_and_worst(tmp_path: Pa
     assert (best.reward, worst.reward, worst.completion, worst.step) == (1.0, 0.25, "5", 3)
 
 
+def test_three_runs_have_a_column_each_and_no_difference(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / f"{name}/run") for name in "abc"]
+    write_batch(folders[2], 3, [rollout(7, "6", 0.5)])
+    text = page(folders)
+    for name in ("run (A)", "run (B)", "run (C)"):
+        assert f"checked> {name}</label>" in text
+    assert '<th class="n">run (C)</th></tr>' in text
+    (table,) = side_by_side(folders, ["a", "b", "c"])
+    assert [[sample.completion for sample in columns] for columns in table.pairs] == [["5", "5", "6"]]
+
+
+def test_evaluations_are_spread_over_the_run_and_show_what_is_new(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    for step in range(0, 50, 5):
+        write_batch(folder, step, [rollout(0, f"so it is {step} <i>", 0.0)], place="evaluations/eval")
+    (columns,) = side_by_side([folder], ["run"])[0].pairs
+    assert [sample.step for sample in columns] == [0, 15, 30, 45]
+    assert columns[1].changes(columns[0]) == [("so it is ", False), ("15", True), (" <i>", False)]
+    assert "<pre>so it is <ins>45</ins> &lt;i&gt;</pre>" in page([folder])
+
+
+def test_tokens_have_their_texts_and_log_probs(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    tiny_tokenizer(chat_template=None).save_pretrained(folder / "checkpoint-3")
+    ids = tiny_tokenizer(chat_template=None)("a<b")["input_ids"]
+    tokens = Completion(ids, "stop", [-0.25, -3.0, -9.0], [True] * 3, [0] * 3)
+    several = replace(rollout(1, "a<b", 1.0), turns=[Turn([1, 2], tokens), Turn([1, 2], tokens)])
+    write_batch(folder, 2, [replace(rollout(0, "a<b", 1.0), turns=[Turn([1, 2], tokens)]), several])
+    (episode, _), (single, _) = sorted(side_by_side([folder], ["run"])[0].pairs, key=lambda pair: len(pair[0].tokens))
+    assert single.tokens == [("a", -0.25), ("<", -3.0), ("b", -9.0)]
+    assert episode.tokens == [], "they are those of a part of the conversation"
+    text = page([folder])
+    spans = re.findall(r'<span class="(q\d)" title="log-prob (.*?)">(.*?)</span>', text)
+    assert spans[:3] == [("q0", "-0.25", "a"), ("q3", "-3", "&lt;"), ("q4", "-9", "b")]
+
+
 def test_what_is_empty_equal_or_long_can_be_read(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", a_long_option_of_the_run="<i>")
     write_batch(folder, 2, [rollout(0, "", 1.0), rollout(0, "word", 1.0)])
     write_batch(folder, 0, [rollout(0, "3", 1.0)])
     text = page([folder])
-    assert text.count('<p class="quiet">(empty)</p>') == 2  # best and worst
+    assert text.count('<p class="quiet">(empty)</p>') == 1  # the worst of equal ones is another one
+    assert "<pre>word</pre>" in text
     assert re.findall(r'<div class="ends">(.*?)</div>', text) == ["<span>1</span>"] * 2
     assert "<td>a_<wbr>long_<wbr>option_<wbr>of_<wbr>the_<wbr>run</td><td>&lt;i&gt;</td>" in text
 
@@ -293,12 +332,13 @@ def test_without_metrics_of_its_own_a_run_has_those_of_its_last_checkpoint(tmp_p
 
 
 def test_a_long_comparison_is_small(tmp_path: Path) -> None:
-    folders = [run_folder(tmp_path / name) for name in "ab"]
+    folders = [run_folder(tmp_path / name) for name in "abcdef"]
     for folder in folders:
         row = {f"area/long_name_of_metric_{i}": -1.2345678e-05 for i in range(250)}
         write_metrics(folder, [{"step": 1000 + i, **row} for i in range(700)])
         write_batch(folder, 9, [rollout(i, HOSTILE * 1000, i, prompt=f"{HOSTILE * 1000}{i // 2}") for i in range(40)])
-    assert len(page(folders).encode()) < 3e6
+    for number in (2, 6):
+        assert 1e6 < len(page(folders[:number]).encode()) < 3e6
 
 
 def test_the_command_writes_a_file_for_this_user_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +358,8 @@ def test_the_command_writes_a_file_for_this_user_only(tmp_path: Path, capsys: py
     ("words", "message"),
     [
         (["."], "has no run.json, metrics.jsonl or checkpoint-N. Pass the output_dir of a run."),
-        ([], "run: not given. Write the output_dir of a run"),
+        ([], "runs: not given. Write the output_dir of a run"),
+        ([*"abcdefg"], "runs=['a', 'b', 'c', 'd', 'e', 'f', 'g']: are 7, and at most 6 are compared."),
         ([".", "--outptu", "x"], "unknown option '--outptu'."),
     ],
 )
