@@ -243,7 +243,7 @@ def test_examples_of_episodes_train(
 
 def test_the_example_of_a_coding_agent_trains(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    assert len(module(ROOT / "examples/grpo_coding_agent.py").main(None, "out", max_steps=2, num_generations=2)) == 2
+    assert len(module(ROOT / "examples/grpo_coding_agent.py").main(None, "out", max_steps=1, num_generations=2)) == 1
 
 
 def test_the_example_with_images_trains(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

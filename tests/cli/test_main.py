@@ -154,15 +154,18 @@ def test_bars_of_libraries_are_shown_on_terminals_only(is_terminal: bool, tmp_pa
     assert ("100%|" in done.stderr) == is_terminal
 
 
+# What would import torch is replaced: nobody trains.
 TRAINING = """
 import atexit, ctypes, sys, types
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)  # as a native thread does now and then
-inputs, train = types.ModuleType("prefrl.scripts.inputs"), types.ModuleType("prefrl.scripts.train")
+names = ("prefrl.scripts.inputs", "prefrl.scripts.train", "prefrl.distributed", "prefrl.distributed.launcher")
+inputs, train, _, launcher = modules = [types.ModuleType(name) for name in names]
 inputs.read = lambda *_: types.SimpleNamespace(values={{}})
 inputs.check_files = lambda *_: None
 train.main = lambda *_: atexit.register(print, "exit handler") and {code}
-sys.modules |= {{module.__name__: module for module in (inputs, train)}}
+launcher.as_worker = lambda train: train()
+sys.modules |= {{module.__name__: module for module in modules}}
 from prefrl.scripts.main import main
 sys.exit(main(["sft"]))
 """

@@ -118,12 +118,16 @@ def test_hand_number(function):
     assert hidden.grad.item() == pytest.approx(0.205990 * math.log(3), abs=1e-6)
 
 
+# Chunks know nothing of what a head does to its logits.
+CHUNKS = [*((size, 1.0) for size in (1, 4, 13, 50, None)), (4, 0.0), (None, 0.0), (4, 0.5), (None, 0.1), (13, 0.99)]
+
+
 @pytest.mark.parametrize("function", [*FUNCTIONS, "recomputed"])
 @pytest.mark.parametrize(
-    ("chunk_size", "beta"),
-    [*((size, 1.0) for size in (1, 4, 13, 50, None)), (4, 0.0), (None, 0.0), (4, 0.5), (None, 0.1), (13, 0.99)],
+    ("head_options", "chunk_size", "beta"),
+    [(HEADS["all"], *case) for case in CHUNKS] + [(options, 4, 0.5) for options in HEADS.values()],
+    ids=str,
 )
-@pytest.mark.parametrize("head_options", HEADS.values(), ids=HEADS.keys())
 def test_equals_the_dense_divergence_and_its_gradients_for_any_chunk_size(head_options, chunk_size, beta, function):
     hidden, targets, head, reference = make(13, dtype=torch.float64, **head_options)
     reference = replace(reference, beta=beta)
@@ -357,7 +361,9 @@ CUTS = {
     "penalty": Truncation(repetition_penalty=1.4),
     "all": Truncation(top_k=6, top_p=0.8, min_p=0.05, repetition_penalty=0.7),
 }
-CASES_OF_HEADS = {"plain": {}, "softcap": {"scale": 1.7, "softcap": 3.0}}
+# What is kept is decided by logits, whatever a head does to make them.
+CASES_OF_CUTS = [pytest.param(cuts, {}, id=name) for name, cuts in CUTS.items()]
+CASES_OF_CUTS += [pytest.param(CUTS["all"], {"scale": 1.7, "softcap": 3.0}, id="softcap")]
 
 
 def truncated_score(logits, targets, cuts, function="matrix", **options):
@@ -466,17 +472,16 @@ def processed(logits, cuts, history, targets):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("keep_bytes", [0, KEPT_BYTES])
-@pytest.mark.parametrize("function", ["matrix", "module"])
-@pytest.mark.parametrize("head_options", CASES_OF_HEADS.values(), ids=CASES_OF_HEADS.keys())
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("function", [*FUNCTIONS, "recomputed"])
+@pytest.mark.parametrize(("cuts", "head_options"), CASES_OF_CUTS)
 @pytest.mark.parametrize("beta", [None, 1.0, 0.5, 0.0])  # of the divergence; None: there is no reference
-def test_values_and_gradients_are_those_of_the_processed_logits(cuts, head_options, function, keep_bytes, beta):
+def test_values_and_gradients_are_those_of_the_processed_logits(cuts, head_options, function, beta):
     hidden, head, history, targets, reference = random_problem(13, **head_options)
     used = history if cuts.repetition_penalty != 1 else None
     options = {"temperature": 0.7, "want": WANT, "truncation": TokenTruncation(cuts, used), "chunk_size": 4}
     options["reference"] = None if beta is None else replace(reference, beta=beta)
-    if function == "matrix":
+    if function != "module":
+        keep_bytes = 0 if function == "recomputed" else KEPT_BYTES
         scores = chunked_logprobs(hidden, targets, head, keep_bytes=keep_bytes, **options)
     else:
         plain = Head(head.weight, head.bias, head.scale, head.softcap)

@@ -121,7 +121,7 @@ def test_the_dtype_of_the_log_probs_stays(name, level):
 
 
 @pytest.mark.parametrize(("name", "level"), CASES)
-@pytest.mark.parametrize("unread", [math.nan, math.inf, -math.inf, 7.0])
+@pytest.mark.parametrize("unread", [math.nan, 7.0])
 def test_tokens_that_are_not_trainable_are_not_read_and_have_no_loss(name, level, unread):
     tokens = rows_of([0.1, 0.0, -0.2], [0.0], advantages=[1.0, -1.0], level=level, dtype=torch.float64)
     trainable = torch.tensor([True, False, True, False])
