@@ -20,6 +20,8 @@ from tests.contract.cases import (
     update_of,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_once")
+
 TOLERANCE = 1e-5
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]  # trainer, options, and how the work is cut
@@ -28,18 +30,18 @@ History = list[dict[str, float]]  # logs
 # Two ways to cut a step, and two to lay it out, at once: what one of them breaks is not made up for by the other.
 CUTS: list[dict[str, Any]] = [
     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "forward_plan": "packed"},
-    {"max_tokens_per_micro_batch": 60, "forward_plan": "padded"},
+    {"max_tokens_per_micro_batch": 60, "forward_plan": "padded", "activation_checkpointing": True},
 ]
 # Each alone, and what could break in the code that all variants share; and rows that are alone.
 CUTS_OF_FIRST: list[dict[str, Any]] = [
     {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
     {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
     {"max_tokens_per_micro_batch": 60},
+    {"max_tokens_per_micro_batch": 1},
     {"forward_plan": "packed"},
     {"forward_plan": "padded"},
     {"activation_checkpointing": True},
 ]
-CHECKPOINTS, ALONE = CUTS_OF_FIRST[-1], {"max_tokens_per_micro_batch": 1}
 STEPS = {"max_steps": 3}
 REDUCTIONS: dict[str, list[dict[str, Any]]] = {
     "sft": [
@@ -196,8 +198,6 @@ OWN = [(name, options) for name, options in VARIANTS if "pictures" in options or
 CUT: list[Case] = [(*variant, CUTS[0]) for variant in VARIANTS]
 CUT += [(*variant, CUTS[1]) for variant in [*FIRSTS, *OWN]]
 CUT += [(name, REDUCTIONS[name][0], cut) for name in REPRESENTATIVES for cut in CUTS_OF_FIRST]
-CUT += [(*variant, ALONE) for variant in FIRSTS]
-CUT += [(*variant, CHECKPOINTS) for variant in OWN]
 SHARE = {"per_device_train_batch_size": 4}  # of two processes
 # Under a budget of tokens, ranks take different numbers of rows.
 BUDGET = {**SHARE, "max_tokens_per_micro_batch": 40}

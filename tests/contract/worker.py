@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from prefrl import distributed
+from tests import plans
 from tests.contract.cases import make_trainer, update_of
 from tests.process import leave_modules_uncollected
 
 if __name__ == "__main__":
+    plans.check_once()
     for text in sys.argv[1:]:
         leave_modules_uncollected()
         algorithm, options, result, checkpoint = ast.literal_eval(text)

@@ -96,13 +96,12 @@ def num_predicted(evaluated: EvalPrediction) -> dict[str, float]:
 
 
 CASES: dict[str, Case] = {
-    # Every algorithm; SFT, rewards, GRPO and KTO are below. What is the same for several of them is tried with one.
+    # Algorithms; SFT, rewards, GRPO and KTO are below. What is the same for several of them is tried with one.
     "dpo": Case("dpo", model=TIED),
     "orpo": Case("orpo", model=LLAMA_TIED),
     "cpo": Case("cpo", {"forward_plan": "packed"}),
     "bco": Case("bco", model=TIED),
     "rloo": Case("rloo", EVAL, reward_model=True, eval_rows=5),
-    "reinforce_plus_plus": Case("reinforce_plus_plus", ADAM, model=TIED),
     "ppo": Case(
         "ppo",
         {**ADAM, **EVAL, "max_steps": 2, "critic_learning_rate": 1e-2, "critic_warmup": 1, "max_grad_norm": 0.0},
@@ -125,7 +124,6 @@ CASES: dict[str, Case] = {
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
     "sft_lora_embeddings": Case("sft", lora=("q_proj", "embed_tokens", "lm_head"), chunk=8),
     "sft_lora_head_chunks": Case("sft", lora=("q_proj", "lm_head"), chunk=8),
-    "sft_lora_by_name": Case("sft", lora=ATTENTION, by_name=True),
     "sft_adam": Case("sft", ADAM),
     # Rates by name, with an optimizer that needs whole weights, penalties and clipped numbers, or without them.
     "sft_lars": Case(
@@ -158,7 +156,6 @@ CASES: dict[str, Case] = {
     "sft_mixture": Case("sft", {"gradient_accumulation_steps": 2}, model=MIXTURE, rows_per_micro_batch=2),
     "grpo_mixture_one_signal": Case("grpo", {"beta": 0.0, **BUDGET}, model=MIXTURE, reward=good_at_subtraction),
     # References.
-    "dpo_lora": Case("dpo", lora=ATTENTION),
     "dpo_moving": Case("dpo", {**MOVING, **EVAL}, model=TIED, by_name=True, eval_rows=7),
     "dpo_lora_moving": Case("dpo", MOVING, lora=ATTENTION),
     "dpo_by_name_precomputed": Case("dpo", {"precompute_ref_log_probs": True}, model=TIED, by_name=True),
@@ -226,7 +223,6 @@ CASES: dict[str, Case] = {
             **UNGATHERED,
         },
     ),
-    "grpo_lora_moving": Case("grpo", {"beta": 0.04, **MOVING}, lora=ATTENTION),
     "grpo_quantized": Case(
         "grpo",
         {"beta": 0.04, "model_init_kwargs": {"quantization_config": FOUR_BITS}},

@@ -24,6 +24,7 @@ from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.features.averages import MovingAverage
 from prefrl.trainer.features.guard import Guard
 from prefrl.types import LossOutput
+from tests import plans
 from tests.distributed.backends import enter
 from tests.distributed.cases import ADAM, ATTENTION, MOVING, TIED, Case
 from tests.distributed.worker import SECONDS_FOR_A_CASE, make, weights_of
@@ -41,17 +42,15 @@ FALLING: dict[str, Any] = {
     "reduce_on_plateau_kwargs": {"metric": "loss", "patience": 1, "factor": 0.5, "threshold": 0.9},
 }
 AVERAGED = {"ema_decay": 0.6, "model_soup": "uniform", "eval_strategy": "steps", "eval_steps": SAVED_AT}
+RATES = {"optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}
+RUNNING_MEAN = {"loss_type": ["bco_pair", "aot"]}
 EXPORTED = {"checkpoint_kwargs": {"export_weights": True}}
 
 RESUMED: dict[str, Case] = {
-    "sft": Case("sft", ADAM, model=TIED),
-    "sft_muon": Case("sft", {**ADAM, "optim": "muon"}),
-    "sft_nadam_rates": Case("sft", {**ADAM, "optim": "nadam", "learning_rates": {"norm": 1e-3, "mlp": 2e-2}}),
-    "sft_averaged": Case("sft", {**ADAM, **AVERAGED}, model=TIED, eval_rows=4),
+    "sft_averaged": Case("sft", {**ADAM, **RATES, **AVERAGED}, model=TIED, eval_rows=4),
     "sft_lora": Case("sft", {**ADAM, **FALLING}, lora=ATTENTION),
-    "dpo_moving": Case("dpo", {**ADAM, **MOVING, **FALLING}, model=TIED),
+    "dpo_moving": Case("dpo", {**ADAM, **MOVING, **FALLING, **RUNNING_MEAN, "optim": "muon"}, model=TIED),
     "dpo_lora": Case("dpo", ADAM, lora=ATTENTION),
-    "dpo_running_mean": Case("dpo", {**ADAM, "loss_type": ["bco_pair", "aot"]}),
     "grpo_reuse": Case("grpo", {**ADAM, **REUSE, "beta": 0.04, "teacher_kl_coef": 0.5}, model=TIED),
     "ppo_model": Case("ppo", {**ADAM, **CRITIC, "critic": "model"}, model=TIED),
     "ppo_lora_exported": Case("ppo", {**ADAM, **CRITIC, **EXPORTED}, lora=ATTENTION),
@@ -153,6 +152,7 @@ def go_back(folder: Path, backend: str) -> dict[str, Any]:
 
 def main(folder: Path, jobs: list[str]) -> None:
     """Run the jobs one after another."""
+    plans.check_once()
     results = {}
     for job in jobs:
         faulthandler.dump_traceback_later(SECONDS_FOR_A_CASE, exit=True)

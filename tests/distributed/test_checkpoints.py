@@ -31,17 +31,13 @@ SIGNATURES = {
 }
 JOBS = (
     "ddp:grpo_reuse",
-    "ddp:dpo_running_mean",
     "zero1:grpo_reuse",
     "zero2:sft_lora",
-    "zero2:sft_nadam_rates",
     "zero2:sft_averaged",
     "fsdp2:sft_averaged",
-    "fsdp2:sft_muon",
     "zero3:grpo_reuse",
     "zero3:dpo_lora",
-    "zero3:ppo_model",
-    "zero3_offload:sft",
+    "zero3_offload:ppo_model",
     "fsdp2:grpo_reuse",
     "fsdp2:dpo_moving",
     "fsdp2_sharded:ppo_lora_exported",

@@ -24,22 +24,21 @@ STEPS = (
     "sft_adam",
     "sft_nadam_rates",
     "sft_lora",
-    "dpo_moving",
     "grpo_reuse",
     "ppo_model",
-    "reward_by_name",
 )
 # What other cases do, too: mixtures and critics have micro-batches, KTO and GRPO a budget of tokens, rewards and DPO
 # adapters, and BCO a reference. test_sequence_parallel.py trains some of them.
 ELSEWHERE = {
     *("sft_micro_batches", "sft_token_budget", "sft_checkpointing", "sft_lora", "sft_lora_head_chunks"),
-    *("dpo", "reward"),
+    *("dpo", "orpo", "reward"),
 }
 # Losses, and how rows are dealt out, do not depend on what partitions the weights: under ZeRO-3 alone, where a rank
 # that leaves out a pass hangs the other.
 DEALT = {
-    *("orpo", "cpo", "bco", "rloo", "reinforce_plus_plus", "dpo_by_name_precomputed", "dpo_lora_moving"),
-    *("grpo_one_signal", "grpo_scored_first", "grpo_episodes", "ppo_micro_batches", "sft_grown"),
+    *("cpo", "bco", "rloo", "online_dpo", "dpo_by_name_precomputed", "dpo_lora_moving", "reward_lora"),
+    *("grpo_one_signal", "grpo_scored_first", "grpo_episodes", "ppo_micro_batches", "sft_grown", "sft_padded"),
+    *("grpo_resampled", "grpo_overlap", "grpo_one_group_of_episodes", "distillation_several"),
 }
 SELECTED: dict[str, tuple[str, ...]] = {
     # The contract's tests train everything on two processes.

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from prefrl import distributed
 from prefrl.trainer.base_trainer import BaseTrainer
+from tests import plans
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
 from tests.distributed.backends import enter, leave_training
@@ -183,6 +184,7 @@ def _is_eval_metric(name: str) -> bool:
 
 def main(result: Path, jobs: list[str]) -> None:
     """Run the jobs one after another."""
+    plans.check_once()
     folder = result.parent
     results: dict[str, dict[str, Any]] = {}
     for job in jobs:
