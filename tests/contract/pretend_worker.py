@@ -48,6 +48,11 @@ SAME_UPDATE = (
     "padded",
     "precomputed",
 )
+# Of the representatives, those with all that trainers share, offline and online.
+THOROUGH = ("sft", "grpo")
+OF_EACH = {"packed checkpoints and resumed", "accumulation and evaluated"}
+# An adapter's reference, a critic's optimizer, and a head that is not of words.
+OWN_OF = {"dpo": {"lora"}, "ppo": {"adamw"}, "reward": {"padded"}}
 # Rows of a step.
 ROWS = {algorithm: 8 if algorithm in ONLINE else 4 for algorithm in REGISTRY}
 
@@ -63,10 +68,11 @@ class Outcome:
 
 
 def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
-    """Runs of an algorithm that take different ways through the code: six or more of a representative.
+    """Runs of an algorithm that take different ways through the code: six or more of `THOROUGH`.
 
-    With LoRA, the reference is the model without its adapter, elsewhere a copy of it. Of an algorithm that another one
-    represents, all that it has of its own is in one run.
+    With LoRA, the reference is the model without its adapter, elsewhere a copy of it. What trainers share is tried
+    with those alone; the other representatives have what they keep, evaluate and load of their own. Of an algorithm
+    that another one represents, all that it has of its own is in one run.
     """
     saved = {"save_strategy": "steps", "save_steps": 1}
     cut = {"per_device_train_batch_size": ROWS[algorithm] // 2, "gradient_accumulation_steps": 2}
@@ -85,6 +91,8 @@ def option_sets(algorithm: str) -> dict[str, dict[str, Any]]:
     }
     if algorithm not in REPRESENTATIVES:
         shared = {"accumulation and evaluated": {**cut, **saved}}
+    elif algorithm not in THOROUGH:
+        shared = {name: options for name, options in shared.items() if name in OF_EACH | OWN_OF.get(algorithm, set())}
     own: dict[str, dict[str, Any]] = {}
     if algorithm in ("dpo", "kto", "bco"):
         own["precomputed"] = {"precompute_ref_log_probs": True}

@@ -28,7 +28,7 @@ PLAIN = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.02}
 # Cases that differ from others here in the loss alone, whose gradient is that of other libraries: see tests/golden.
 LOSSES = {"loss dppo"} | {
     f"preset {name}"
-    for name in ("dr_grpo", "gspo_token", "cispo", "sapo", "gmpo", "vespo", "luspo", "clip_cov", "kl_cov")
+    for name in ("dr_grpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "vespo", "luspo", "clip_cov", "kl_cov")
 }
 
 Weights = dict[str, torch.Tensor]

@@ -28,7 +28,7 @@ SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
 
 def test_runs_that_are_killed_at_random_moments_end_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
-    kills = {"grpo": 10, "sft": 2, "dpo": 2, "ppo": 2, "rloo": 2}
+    kills = {"grpo": 6, "dpo": 2, "ppo": 2, "rloo": 2}
     argv = [str(item) for pair in kills.items() for item in pair]
     results = json.loads(run_module("tests.contract.survival_worker", tmp_path, *argv).splitlines()[-1])
     assert {result["name"]: result["kills"] for result in results} == kills
@@ -88,11 +88,11 @@ class SavesAndDies(TrainerCallback):
         self.trainer._save_checkpoint(self.trainer.model, None)
 
 
-@pytest.mark.parametrize("limit", [None, 1])
-def test_a_kill_at_any_operation_of_a_save_leaves_a_whole_checkpoint(limit: int | None, tmp_path: Path) -> None:
+def test_a_kill_at_any_operation_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Also when the checkpoint before it is removed."""
     run = tmp_path / "run"
     saves = SavesAndDies(run)
-    trainer = make_trainer("grpo", run, **SAVING, max_steps=2, save_total_limit=limit)
+    trainer = make_trainer("grpo", run, **SAVING, max_steps=2, save_total_limit=1)
     trainer.add_callback(saves)
     saves.trainer = trainer
     trainer.train()
