@@ -183,6 +183,8 @@ class _Remote:
         threading.Event().wait()
 
     async def _asked(self, token_ids: list[int], sampling: SamplingParams, seed: int) -> Completion:
+        from prefrl.http import Refused
+        from prefrl.rollout.gateway.formats import RequestError
         from prefrl.types import Completion
 
         body = {
@@ -200,7 +202,12 @@ class _Remote:
             "return_token_ids": True,
         }
         url = f"{self._server.url}/completions"
-        answer = await self._server.http.send("POST", url, timeout=REQUEST_SECONDS, json=body, max_bytes=2**26)
+        try:
+            answer = await self._server.http.send("POST", url, timeout=REQUEST_SECONDS, json=body, max_bytes=2**26)
+        except Refused as error:
+            if error.status == 400:  # a value that it does not allow: to ask again would not help
+                raise RequestError(str(error)) from error
+            raise
         choice = answer["choices"][0]
         ids = choice.get("token_ids")
         if ids is None:

@@ -18,7 +18,8 @@ import pytest
 
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.base import SamplingParams
-from prefrl.http import Http
+from prefrl.http import Http, Refused
+from prefrl.rollout.gateway.formats import RequestError
 from prefrl.scripts import gateway
 from prefrl.scripts.main import main
 from tests.patience import PATIENCE
@@ -119,6 +120,8 @@ def test_a_vllm_server_gets_and_returns_ids(model_folder: Path, monkeypatch: pyt
 
         async def send(self, method: str, url: str, **options: Any) -> Any:
             asked.append({"url": url, **options["json"]})
+            if options["json"]["temperature"] > 2:
+                raise Refused("temperature must be in [0, 2]", status=400)
             return {"choices": [choices[len(asked) - 1]]}
 
     monkeypatch.setattr("prefrl.http.Http", Wire)
@@ -133,6 +136,9 @@ def test_a_vllm_server_gets_and_returns_ids(model_folder: Path, monkeypatch: pyt
     ]
     with pytest.raises(GenerationError, match="returns no token_ids"):
         source.ask([3, 4], sampling, 0).result(PATIENCE)
+    with pytest.raises(RequestError, match=r"temperature must be in \[0, 2\]") as refused:
+        source.ask([3, 4], SamplingParams(1, 9, temperature=5.0), 0).result(PATIENCE)
+    assert refused.value.status == 400  # with 500, clients ask again
     expected = {"model": "served", "prompt": [3, 4], "max_tokens": 9, "temperature": 0.5, "seed": 5, "stop": ["!"]}
     assert expected.items() <= asked[0].items()
     assert asked[0]["url"] == "http://127.0.0.1:8000/v1/completions"

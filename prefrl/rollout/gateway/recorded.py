@@ -87,17 +87,22 @@ class RecordedSession(Session):
         """Add to the reward of a turn."""
         self._rewards.append((turn, value))
 
-    async def save(self) -> None:
+    async def save(self) -> bool:
         """Write what is new. Answers that come while the file is written are then written together.
+
+        Returns:
+            Whether there was no file before.
 
         Raises:
             OSError: The file cannot be written.
         """
         async with self._lock:
-            state = len(self.turns), len(self._rewards)
-            if state != self._saved:
-                await asyncio.to_thread(write_conversations, self._rows(), self._path)
-                self._saved = state
+            state, before = (len(self.turns), len(self._rewards)), self._saved
+            if state == before:
+                return False
+            await asyncio.to_thread(write_conversations, self._rows(), self._path)
+            self._saved = state
+            return before == (0, 0)
 
     def _rows(self) -> list[dict[str, Any]]:
         rows = []
@@ -137,7 +142,7 @@ class RecordingGateway(Gateway):
         super().__init__(host, port, Limits(requests=Limits.connections), model)
         self._source, self._folder, self._key = source, folder, key
         self._shared = Shared()
-        self.num_sessions = 0
+        self.num_sessions = 0  # that have a file: those of refused requests alone have none
 
     def routes(self) -> list[Route]:
         """See `Gateway`."""
@@ -164,7 +169,6 @@ class RecordingGateway(Gateway):
         idle = [old for old, session in self.sessions.items() if not session.num_open]
         for old in idle[: 1 - _MOST_SESSIONS]:
             del self.sessions[old]
-        self.num_sessions += 1
         policy = Policy(
             self._source.template,
             _never,
@@ -181,9 +185,11 @@ class RecordingGateway(Gateway):
         """See `Gateway`."""
         assert isinstance(session, RecordedSession)
         try:
-            await session.save()
+            is_new = await session.save()
         except OSError as error:
             logger.error("session %s cannot be written: %s. Its next answer tries again.", session.name, error)
+        else:
+            self.num_sessions += is_new
 
     async def close(self) -> None:
         """Stop listening, and write what could not be written before.
@@ -195,9 +201,10 @@ class RecordingGateway(Gateway):
         sessions = [session for session in self.sessions.values() if isinstance(session, RecordedSession)]
         await asyncio.gather(*(session.close() for session in sessions))
         saved = await asyncio.gather(*(session.save() for session in sessions), return_exceptions=True)
-        for error in saved:
-            if error is not None:
-                raise error
+        for outcome in saved:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            self.num_sessions += outcome
 
     async def _reward(self, request: Request) -> Response:
         """Credit a turn: `{"reward": 1.0, "id": "chatcmpl-..."}`; without an id, it is the session's last one."""

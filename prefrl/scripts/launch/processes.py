@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import itertools
 import os
@@ -103,6 +104,7 @@ def kill_all(find: Callable[[], list[int]], *, seconds: float) -> None:
         time.sleep(0.05)
 
 
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _STOP_SECONDS = 20.0
@@ -168,6 +170,7 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches it only through this process
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
             assert self._process.stdout is not None
             reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
@@ -258,6 +261,11 @@ class Supervisor:
         causes = _causes(lines)[:_SHOWN_CAUSES]
         parts = [problem, *(["Errors in its log, the first one first:", *causes] if causes else [])]
         return "\n  ".join([*parts, "The end of its log:", *lines[-_TAIL_LINES:]])
+
+
+def _end_with_parent() -> None:
+    """Let SIGTERM end this process when its parent is killed, as Ray does with what its tasks have started."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _causes(lines: Sequence[str]) -> list[str]:

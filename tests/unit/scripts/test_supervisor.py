@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -232,3 +234,32 @@ def test_a_server_that_is_not_ready_in_time_is_ended(
         run(tmp_path, 404, start_timeout=1.0)
     assert capsys.readouterr().out == ""
     assert_nothing_is_left(tmp_path)
+
+
+# Its server writes its process id, and waits.
+SUPERVISED = """
+import os, sys
+from prefrl.scripts.launch.processes import Supervisor
+
+server = "import os, sys, time; open(sys.argv[1] + '.new', 'w').write(str(os.getpid())); "
+server += "os.rename(sys.argv[1] + '.new', sys.argv[1]); time.sleep(600)"
+command = [sys.executable, "-c", server, sys.argv[1]]
+limits = {"start_timeout": 600, "health_timeout": 600}
+Supervisor(command, os.environ, address=("127.0.0.1", 1), **limits).run(when_ready="")
+"""
+
+
+def test_a_server_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(record)])
+    try:
+        assert wait_until(record.exists)
+        server = int(record.read_text(encoding="utf-8"))
+        assert is_running(server)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    has_ended = wait_until(lambda: not is_running(server))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server, signal.SIGKILL)
+    assert has_ended

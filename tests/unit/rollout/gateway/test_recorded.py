@@ -98,7 +98,9 @@ def test_any_key_and_any_name_is_a_session_and_none_is_refused(served: Serve) ->
     names = [row["session"] for row in one.rows()]
     assert sorted(map(names.count, set(names))) == [1, 2, 2]
     assert names.count("mine/1") == 2
-    assert one.gateway.num_sessions == 3
+    refused = one.post("/v1/chat/completions", {"messages": "no list"}, **{"x-prefrl-session": "refused"})
+    assert refused.status_code == 400
+    assert len(list(one.folder.iterdir())) == one.gateway.num_sessions == 3
     response = httpx.post(f"{one.gateway.url}/v1/messages", json={})
     assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
     assert "the API key is missing" in response.text
