@@ -197,7 +197,9 @@ class Soak:
             second.stop()
 
     def end(self) -> None:
-        """Wait for what is being done, and end the second server."""
+        """Wait for what is being done, and end the trainer and the second server."""
+        if self.trainer is not None:
+            self.trainer.kill()
         for thread in (self.restarting, self.moving):
             if thread is not None:
                 thread.join()
@@ -316,6 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.train:
         train(arguments.folder, arguments.steps)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are ended, too
     shutil.rmtree(arguments.folder, ignore_errors=True)
     arguments.folder.mkdir(parents=True)
     report = run(arguments.folder.resolve(), arguments.steps, arguments.every, arguments.seed)

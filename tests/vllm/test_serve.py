@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,7 @@ from tests.vllm.server import (
     processes,
     shared_memory_of,
 )
+from tests.vllm.test_training import check_agreement_after_sync, logged, online
 
 pytestmark = pytest.mark.vllm
 
@@ -144,9 +146,17 @@ def small(model: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, tied_model: Path) -> Generator[Launched, None, None]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `launched` registers."""
+    return tmp_path_factory.mktemp("fleet")
+
+
+@pytest.fixture(scope="module")
+def launched(
+    tmp_path_factory: pytest.TempPathFactory, tied_model: Path, fleet: Path
+) -> Generator[Launched, None, None]:
     """With a key and LoRA. Its engine is killed at the end, so that nothing that is asked of it matters later."""
-    options = [*small(tied_model), "--max_lora_rank", str(MAX_LORA_RANK)]
+    options = [*small(tied_model), "--max_lora_rank", str(MAX_LORA_RANK), "--join", str(fleet)]
     with launch(tmp_path_factory.mktemp("launched"), *options, key=KEY) as running:
         running.wait_until_ready()
         yield running
@@ -241,8 +251,21 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, launche
     assert second.errors.endswith("cannot listen there: Address already in use. Set another.\n")
 
 
-def test_the_death_of_the_engine_ends_everything_with_a_message(launched: Launched) -> None:
+def test_a_trainer_finds_it_in_the_folder_where_it_registered(
+    launched: Launched, fleet: Path, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    trainer = online(tmp_path, SimpleNamespace(url=f"dir:{fleet}", model_dir=tied_model), max_steps=2)
+    trainer.train()
+    assert logged(trainer, "server/alive") == [1, 1]
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+    check_agreement_after_sync(trainer)
+    trainer.generator.close()
+
+
+def test_the_death_of_the_engine_ends_everything_with_a_message(launched: Launched, fleet: Path) -> None:
     session = launched.session
+    assert len(list(fleet.iterdir())) == 1
     everyone, segments = living(session), shared_memory_of(session)
     assert segments
     os.kill(process_named("VLLM::EngineCore", everyone), signal.SIGKILL)
@@ -250,6 +273,7 @@ def test_the_death_of_the_engine_ends_everything_with_a_message(launched: Launch
     assert re.search(r"prefrl vllm-serve: GenerationError: vLLM('s engine died| ended by itself)", launched.errors)
     assert "The end of its log:" in launched.errors
     assert_gone(session, everyone, segments)
+    assert list(fleet.iterdir()) == [], "trainers would still look for it"
 
 
 def process_named(name: str, pids: list[int]) -> int:
@@ -279,16 +303,16 @@ def test_the_trainers_environment_has_no_vllm() -> None:
     assert importlib.util.find_spec("vllm") is None
 
 
-# Tries to reach the server without the key, like anybody else on the machine.
+# Tries to reach the server without the key, like anybody else on the machine, and notes who is registered.
 REWARD = """
-import urllib.error, urllib.request
+import os, urllib.error, urllib.request
 from pathlib import Path
 
 def length(completions, **columns):
     try:
         urllib.request.urlopen("http://127.0.0.1:{port}/is_paused")
     except urllib.error.HTTPError as error:
-        Path("{answer}").write_text(str(error.code))
+        Path("{answer}").write_text(f"{{error.code}} {{len(os.listdir('{fleet}'))}}")
     return [float(len(text)) for text in completions]
 """
 RUN = """
@@ -298,7 +322,7 @@ reward_funcs: [{folder}/reward.py:length]
 output_dir: {folder}/run
 vllm: auto
 vllm_python: {python}
-vllm_args: --dtype float32 --enforce_eager --max_model_len 64
+vllm_args: --dtype float32 --enforce_eager --max_model_len 64 --join {folder}/fleet
 vllm_server_port: {port}
 use_cpu: true
 max_steps: 1
@@ -312,7 +336,7 @@ save_strategy: 'no'
 def test_one_command_starts_a_server_trains_and_ends_it(tied_model: Path, tmp_path: Path) -> None:
     port, mark, answer = free_port(), uuid.uuid4().hex, tmp_path / "answer"
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 4)
-    (tmp_path / "reward.py").write_text(REWARD.format(port=port, answer=answer))
+    (tmp_path / "reward.py").write_text(REWARD.format(port=port, answer=answer, fleet=tmp_path / "fleet"))
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(model=tied_model, folder=tmp_path, python=PYTHON, port=port))
     variables = environment(key=None) | {"MARK_OF_TEST": mark}
@@ -320,5 +344,6 @@ def test_one_command_starts_a_server_trains_and_ends_it(tied_model: Path, tmp_pa
     assert (tmp_path / "run/model.safetensors").exists()
     logs = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert any("sampling/sampling_logp_difference/mean" in entry for entry in logs)  # sampled on the server
-    assert answer.read_text(encoding="utf-8") == "401"
+    assert answer.read_text(encoding="utf-8") == "401 1"
+    assert list((tmp_path / "fleet").iterdir()) == [], "the server left when it was ended"
     assert with_variable("MARK_OF_TEST", mark) == []
