@@ -1,4 +1,4 @@
-"""Short runs with a server: what follows a training, graders, and episodes."""
+"""Short runs with a server: what follows a training, graders, chat APIs, and episodes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
+import pyarrow.parquet as pq
 import pytest
 
 from prefrl.errors import RewardError
@@ -13,12 +16,12 @@ from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.http import Http
 from prefrl.rewards import LabelModel, RewardRunner, ScoreModel
 from prefrl.rollout.episodes.environment import Agent
-from prefrl.scripts import commands, eval, sampling
+from prefrl.scripts import commands, eval, gateway, sampling
 from tests.contract import episodes
 from tests.contract.cases import relative_difference, update_of
 from tests.patience import PATIENCE
 from tests.vllm.faults import GENERATE, drop, proxy_of, second_door
-from tests.vllm.server import Server
+from tests.vllm.server import MAX_MODEL_LEN, Server
 from tests.vllm.test_training import key as key
 from tests.vllm.test_training import logged, online
 
@@ -65,6 +68,33 @@ def test_the_doctor_finds_the_server_and_its_model_and_notices_a_wrong_key(
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     assert commands.doctor(["grpo", "--model_name_or_path", str(server.model_dir), *options]) == 2
     assert "refused the request" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_server_answers_chat_apis_through_the_gateway(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    options = gateway.GatewayArguments(server=f"{server.url}/v1", port=0, output_dir=str(tmp_path))
+    asked: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 8}
+    with gateway._serving(gateway._Remote(options), options) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="one", max_retries=0) as api:
+            ask = api.chat.completions.create
+            seeded, again = (
+                ask(**asked, seed=5, extra_headers={"X-Prefrl-Session": name}) for name in ("two", "three")
+            )
+            assert seeded.choices[0].message.content == again.choices[0].message.content
+            greedy = ask(**asked, temperature=0)
+            with pytest.raises(openai.BadRequestError, match=r"temperature must be in \[0, 2\]"):
+                ask(**asked, temperature=5)
+            with pytest.raises(openai.BadRequestError) as refused:
+                ask(**asked | {"messages": [{"role": "user", "content": "1" * MAX_MODEL_LEN}]})
+            assert refused.value.code == "context_length_exceeded"
+        with anthropic.Anthropic(base_url=url, api_key="four", max_retries=0) as claude:
+            answer = claude.messages.create(**asked, extra_body={"temperature": 0})
+        assert "".join(block.text for block in answer.content) == (greedy.choices[0].message.content or "")
+        assert answer.usage.input_tokens == greedy.usage.prompt_tokens
+        assert 1 <= answer.usage.output_tokens == greedy.usage.completion_tokens <= 8
+    assert len(pq.read_table(tmp_path)) == 4
 
 
 def asking(server: Server, choice: list[str]) -> dict[str, Any]:
