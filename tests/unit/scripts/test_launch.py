@@ -287,9 +287,9 @@ def test_training_and_the_server_are_on_the_gpu_that_they_share() -> None:
 
 
 def test_a_mode_that_shares_the_gpu_starts_the_server() -> None:
-    options = asked("--use_vllm", "--vllm_mode", "colocate")
+    options = asked("--use_vllm", "--vllm_mode", "colocate", "--vllm_python", sys.executable)
     assert options is not None
-    assert options.vllm == "auto"
+    assert (options.vllm, options.server_python({})) == ("auto", sys.executable)
     assert asked("--vllm_mode", "colocate") is None, "without use_vllm, it says nothing"
     assert asked("--use_vllm", "--vllm_mode", "colocate", LOCAL_RANK="0") is None, "nothing is started by a worker"
 
