@@ -174,11 +174,16 @@ class VLLMParams(Params):
     guided_json: dict[str, Any] | None = opt(None, "Constrain completions to JSON that follows this schema.")
     guided_grammar: str | None = opt(None, "Constrain completions to this grammar (EBNF).")
     sync_folder: str | None = opt(
-        None, "Folder that trainer and servers share. The default is /dev/shm if all servers are on this host."
+        None,
+        "Folder that trainer and servers share; with delta_over='store' also a URL of fsspec, like s3://bucket/run. "
+        "The default is /dev/shm if all servers are on this host.",
     )
     sync_timeout: Seconds = opt(300.0, "Time limit of a weight sync, in seconds.")
-    delta_over: Literal["nccl", "gloo", "shm"] | None = opt(
-        None, "How weight_sync='delta' sends what has changed. The default is nccl on a GPU and gloo on a CPU."
+    delta_over: Literal["nccl", "gloo", "shm", "store"] | None = opt(
+        None,
+        "How weight_sync='delta' sends what has changed: by nccl, gloo or shm as weight_sync says, or as files that "
+        "stay in sync_folder, so that a server that comes later reads all weights and the changes since then (store). "
+        "The default is nccl on a GPU and gloo on a CPU.",
     )
     min_servers: Annotated[int, Ge(1)] | None = opt(
         None,

@@ -150,16 +150,24 @@ SERVER_RULES = (
     when(
         lambda o: _writes_no_files(o) and o.vllm_params.sync_folder is not None,
         "vllm_kwargs: sync_folder={vllm_params.sync_folder!r} has no effect because weight_sync={weight_sync!r} "
-        "writes no files. Remove it, or set weight_sync='shm' or 'adapter', or with 'delta' delta_over='shm'.",
+        "writes no files. Remove it, or set weight_sync='shm' or 'adapter', or with 'delta' delta_over='shm' or "
+        "'store'.",
         example("grpo", use_vllm=True, weight_sync="gloo", vllm_kwargs={"sync_folder": "/x"}),
         hint=True,
     ),
     when(
-        lambda o: _carrier(o) in ("shm", "adapter") and o.shared_folder is None,
+        lambda o: _carrier(o) in ("shm", "adapter", "store") and o.shared_folder is None,
         "weight_sync={weight_sync!r} writes files, and there are servers on other hosts ({hosts}): set sync_folder of "
         "vllm_kwargs to a folder that they can also access, or use 'nccl' or 'gloo'.",
         example("grpo", use_vllm=True, weight_sync="shm", vllm_server_host="node5"),
         hosts=lambda o: ", ".join(o.engine_urls),
+    ),
+    when(
+        lambda o: _carrier(o) != "store" and "://" in (o.vllm_params.sync_folder or ""),
+        "vllm_kwargs: sync_folder={vllm_params.sync_folder!r} is a URL, and weight_sync={weight_sync!r} with "
+        "delta_over={vllm_params.delta_over!r} needs a folder. Name one, or set weight_sync='delta' and "
+        "delta_over='store'.",
+        example("grpo", use_vllm=True, weight_sync="shm", vllm_kwargs={"sync_folder": "s3://bucket/run"}),
     ),
     when(
         lambda o: o.weight_sync != "delta" and o.vllm_params.delta_over is not None,

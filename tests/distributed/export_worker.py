@@ -86,10 +86,11 @@ class Run:
         for number, (_, tensor) in enumerate(others):
             if number % 2:
                 tensor.view(-1)[:: 1 + 2 * number] += 1
-        servers.apply(dict(trainers.changes(others, dtype=None)))
+        servers.apply([dict(trainers.changes(others, dtype=None))])
         message = dict(trainers.changes(self.weights, dtype=None))
         unchanged = {name for name, _ in others[::2]}
-        return differences(servers.apply(message), self.expected) + sorted(unchanged & message.keys())
+        servers.apply([message])
+        return differences(servers.weights.items(), self.expected) + sorted(unchanged & message.keys())
 
     def adapter(self) -> list[str]:
         """The files that are written."""

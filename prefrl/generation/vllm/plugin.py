@@ -36,7 +36,8 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from prefrl.generation.weights import process_group, wire
-from prefrl.generation.weights.delta import HostCopy, is_delta
+from prefrl.generation.weights.delta import HostCopy, is_delta, together
+from prefrl.generation.weights.store import Link, follow
 from prefrl.generation.weights.wire import Named
 
 BACKEND = "prefrl"
@@ -70,6 +71,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     path: str | None = None
     key: str | None = None  # hexadecimal
+    chain: list[tuple[int, int, str]] | None = None  # `store.Link`s: the path is that of a store with these messages
 
     def __post_init__(self) -> None:
         """Check that exactly one is given."""
@@ -123,23 +125,32 @@ class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive, check and load the weights; see `update_weights`."""
-        if update_info.key is None:
-            weights = list(_read(Path(str(update_info.path))))
-        elif self._group is not None:
-            weights = wire.receive(self._group, bytes.fromhex(update_info.key))
+        if update_info.chain is not None:
+            changed = follow(self._copy, str(update_info.path), [Link(*link) for link in update_info.chain])
+            weights = list(self._copy.weights.items())
         else:
-            raise RuntimeError("there is no group to receive weights from: call /init_weight_transfer_engine first")
-        _check_unique([name for name, _ in weights])
-        message = dict(weights)
-        if is_delta(message):
-            weights = self._copy.apply(message)
-        else:
-            self._copy.clear()
-        _check_finite(weights)
-        _check_fit(self.model, weights)
-        _load(self.model, weights, self.model_config)
+            weights = self._received(update_info)
+            _check_unique([name for name, _ in weights])
+            message = dict(weights)
+            if is_delta(message):
+                changed = self._copy.apply([message])
+                weights = list(self._copy.weights.items())
+            else:
+                changed = list(message)
+                self._copy.clear()
+        is_changed = set(changed)
+        _check_finite([(name, tensor) for name, tensor in weights if name in is_changed])
+        needed = together(changed, _check_fit(self.model, weights))
+        _load(self.model, [(name, tensor) for name, tensor in weights if name in needed], self.model_config)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+    def _received(self, update_info: UpdateInfo) -> list[Named]:
+        if update_info.key is None:
+            return list(_read(Path(str(update_info.path))))
+        if self._group is None:
+            raise RuntimeError("there is no group to receive weights from: call /init_weight_transfer_engine first")
+        return wire.receive(self._group, bytes.fromhex(update_info.key))
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -178,21 +189,27 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _check_fit(model: Any, weights: list[Named]) -> None:
+def _check_fit(model: Any, weights: list[Named]) -> list[set[str]]:
     """A dry run: the model's own loaders run on tensors without memory, and vLLM counts what they would write.
+
+    Returns:
+        For each of the model's modules, the names of the weights that it is loaded from, which it can only take
+        together: those of queries, keys and values are one matrix, and quantizing a matrix takes all of it.
 
     Raises:
         ValueError: A name is unknown, a shape is wrong, a layer would keep old weights, or tied weights come twice.
     """
     # Zeros without memory: only names, dtypes and shapes matter here.
-    blanks = ((name, tensor.new_zeros(()).expand(tensor.shape)) for name, tensor in weights)
+    blanks = [(name, tensor.new_zeros(()).expand(tensor.shape)) for name, tensor in weights]
     with _reloading(model) as reloading:
         for module in model.modules():
             get_layerwise_info(module).load_numel = _NEVER
         try:
-            model.load_weights(blanks)
+            model.load_weights(iter(blanks))
         except Exception as error:
             raise ValueError(f"the model cannot take these weights: {type(error).__name__}: {error}") from error
+        names = {_memory_of(blank): name for name, blank in blanks}
+        sources = [_sources(module, names) for module in model.modules()]
         loaded = {module for module in model.modules() if get_layerwise_info(module).loaded_weights}
         twice = [
             name for name, module in model.named_modules() if module in loaded and reloading.twins(module) & loaded
@@ -206,6 +223,22 @@ def _check_fit(model: Any, weights: list[Named]) -> None:
         raise ValueError(f"these layers share their weights, so send them once: {_shortened(twice)}")
     if missing:
         raise ValueError(f"the weights are incomplete: these layers would keep old ones: {_shortened(missing)}")
+    return sources
+
+
+def _sources(module: nn.Module, names: Mapping[int, str]) -> set[str]:
+    """The names of the weights that a module was loaded from in the dry run; `names` has them by `_memory_of`."""
+    found = set[str]()
+    for _, call in get_layerwise_info(module).loaded_weights:
+        memory = {_memory_of(value) for value in call.arguments.values() if isinstance(value, Tensor)}
+        if memory.isdisjoint(names):  # the model computed it, of one weight or several
+            return set(names.values())
+        found |= {names[place] for place in memory & names.keys()}
+    return found
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()  # also of a part of a tensor
 
 
 def _keeps_old_weights(module: nn.Module) -> bool:
@@ -266,7 +299,12 @@ class _Reloading:
         return set().union(*sharers) - {module}
 
     def finish(self, model_config: Any) -> None:
-        """Make the loaded weights those of the model."""
+        """Make the loaded weights those of the model; a layer for which there were none keeps its own."""
+        for module in self._model.modules():
+            info = get_layerwise_info(module)
+            if info.can_load() and not info.loaded_weights and not is_deferred_attention_layer(module):
+                _place_kernel_tensors(module, info)
+                info.reset()
         finalize_layerwise_reload(self._model, model_config)
         self._is_finished = True
 

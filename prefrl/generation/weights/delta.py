@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -127,30 +127,47 @@ class HostCopy:
         yield from self._weights.items()
         yield self._end(None)
 
-    def apply(self, message: Mapping[str, Tensor]) -> list[Named]:
-        """Follow a message; returns all weights, which change with the next message.
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights, which change with the next message."""
+        return self._weights
+
+    def apply(self, messages: Iterable[Mapping[str, Tensor]]) -> list[str]:
+        """Follow messages, each of which belongs to the weights that the one before leads to.
+
+        Returns:
+            The names of the weights that they have changed.
 
         Raises:
-            ValueError: The message is for other weights than these, or does not have the result that it should have.
+            ValueError: A message is for other weights than these, or the last does not have the result that it should
+                have.
         """
-        facts = json.loads(message[_END].numpy().tobytes())
-        if facts["base"] is None:
-            self.clear()
-        elif facts["base"] != self.fingerprint:
-            raise ValueError("these are changes of other weights than this server has")
-        self.fingerprint = None
-        changed = []
+        changed: dict[str, None] = {}
+        result = self.fingerprint
+        for message in messages:
+            facts = json.loads(message[_END].numpy().tobytes())
+            if facts["base"] is None:
+                self.clear()
+                changed = {}
+            elif facts["base"] != result:
+                raise ValueError("these are changes of other weights than this server has")
+            self.fingerprint, result = None, facts["result"]
+            changed |= dict.fromkeys(self._take(message))
+        self._seal([*changed])
+        if self.fingerprint != result:
+            raise ValueError("the weights with these changes are not those of the trainer: their hashes differ")
+        return [*changed]
+
+    def _take(self, message: Mapping[str, Tensor]) -> Iterator[str]:
+        """Change the weights; yields their names."""
         for name, tensor in message.items():
             if name.startswith(_GAPS):
-                changed.append(name.removeprefix(_GAPS))
-                Changes(tensor, message[_VALUES + changed[-1]]).apply(self._weights[changed[-1]])
+                changed = name.removeprefix(_GAPS)
+                Changes(tensor, message[_VALUES + changed]).apply(self._weights[changed])
+                yield changed
             elif not name.startswith((_VALUES, _END)):
-                changed.append(name)
                 self._weights[name] = tensor.clone()  # what was received belongs to a large buffer, or to a file
-        self._seal(changed)
-        if self.fingerprint != facts["result"]:
-            raise ValueError("the weights with these changes are not those of the trainer: their hashes differ")
-        return list(self._weights.items())
+                yield name
 
     def _seal(self, changed: Sequence[str]) -> None:
         """Hash the weights that have changed, and thereby all."""
@@ -164,6 +181,15 @@ class HostCopy:
     def _end(self, base: str | None) -> Named:
         facts = json.dumps({"base": base, "result": self.fingerprint})
         return _END, torch.tensor(bytearray(facts.encode()), dtype=torch.uint8)
+
+
+def together(changed: Iterable[str], groups: Sequence[Set[str]]) -> set[str]:
+    """`changed`, and all that can only be loaded with it: what shares a group with it, directly or through others."""
+    found, more = set[str](), set(changed)
+    while more:
+        found |= more
+        more = set[str]().union(*(group for group in groups if not group.isdisjoint(more))) - found
+    return found
 
 
 def is_delta(message: Mapping[str, Tensor]) -> bool:
@@ -217,7 +243,7 @@ class DeltaSync:
         current = [server for server in live if server.copy is not None and server.copy == self._copy.fingerprint]
         if not current:
             self._copy.clear()  # then the changes are all weights
-        message = self._copy.changes(weights, dtype=_dtype_of(live))
+        message = self._copy.changes(weights, dtype=dtype_of(live))
         self._carrier.send(transfer, current or live, message)
         behind = [server for server in live if server not in current] if current else []
         for server in current:
@@ -233,7 +259,7 @@ class DeltaSync:
             server.copy = self._copy.fingerprint
 
 
-def _dtype_of(servers: Sequence[Receiver]) -> torch.dtype | None:
+def dtype_of(servers: Sequence[Receiver]) -> torch.dtype | None:
     """What all of them compute with; None: they differ."""
     names = {server.info.dtype for server in servers}
     found = getattr(torch, names.pop()) if len(names) == 1 else None

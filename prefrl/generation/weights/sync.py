@@ -12,6 +12,7 @@ from prefrl.errors import ConfigError, WeightSyncError
 from prefrl.generation.base import WeightSource
 from prefrl.generation.server import ServerInfo
 from prefrl.generation.weights.delta import DeltaSync
+from prefrl.generation.weights.store import Store, StoreSync
 from prefrl.generation.weights.transfer import (
     AdapterSync,
     FileSync,
@@ -24,7 +25,7 @@ from prefrl.generation.weights.transfer import (
 from prefrl.http import Http, HttpError, Refused, Unreachable
 
 SyncMethod = Literal["nccl", "gloo", "shm", "adapter", "delta"]
-Carrier = Literal["nccl", "gloo", "shm"]
+Carrier = Literal["nccl", "gloo", "shm", "store"]
 # The server's weight version during an update, so that an incomplete update is never mistaken for a complete one.
 UPDATING = "updating"
 
@@ -36,9 +37,10 @@ class WeightSync:
         http: HTTP client, with the servers' key.
         method: "nccl", "gloo": all weights through one process group for each server. "shm": all weights as files that
             the server reads. "adapter": like "shm", but only the adapter once the server has the base weights.
-            "delta": only what has changed, by the way that `over` names.
+            "delta": only what has changed, by the way that `over` names; "store" keeps the messages in a folder or an
+            object store, from which servers read what they lack.
         folder: Where to create private folders for the files. Trainer and servers must see it under the same path; a
-            file system in memory is fastest. Only where files are written.
+            file system in memory is fastest. For "store", also a URL of fsspec. Only where files are written.
         timeout: Time limit of one `send`, in seconds; also how long a server waits for the trainer. A server that
             failed gets a few seconds more to send its error message.
         over: How changes are sent. Only for "delta".
@@ -46,7 +48,7 @@ class WeightSync:
             when they have no memory for a cache yet.
 
     Raises:
-        ConfigError: `folder` or `over` is missing, or has no effect.
+        ConfigError: `folder` or `over` is missing or has no effect, or fsspec does not know the folder.
     """
 
     def __init__(
@@ -54,16 +56,16 @@ class WeightSync:
         http: Http,
         *,
         method: SyncMethod,
-        folder: Path | None,
+        folder: Path | str | None,
         timeout: float,
         over: Carrier | None = None,
         shares_device: bool = False,
     ) -> None:
         if (method == "delta") != (over is not None):
-            wanted = "'nccl', 'gloo' or 'shm'" if method == "delta" else "None"
+            wanted = "'nccl', 'gloo', 'shm' or 'store'" if method == "delta" else "None"
             raise ConfigError(f"over={over!r}: weight sync by {method!r} needs {wanted}")
         carrier = over or method
-        needs_folder = carrier in ("shm", "adapter")
+        needs_folder = carrier in ("shm", "adapter", "store")
         if needs_folder != (folder is not None):
             wanted = "a folder that trainer and servers share, such as /dev/shm" if needs_folder else "None"
             raise ConfigError(f"folder={folder}: weight sync by {carrier!r} needs {wanted}")
@@ -71,7 +73,9 @@ class WeightSync:
         self._method = method
         self._timeout = timeout
         self._shares_device = shares_device
-        self._folder = None if folder is None else PrivateFolder(folder)
+        self._folder: PrivateFolder | Store | None = None
+        if folder is not None:
+            self._folder = Store(str(folder)) if over == "store" else PrivateFolder(Path(folder))
         self._transport = _transport(method, over, self._folder)
         self._servers: dict[str, Receiver] = {}
         self.bytes_sent = 0  # of the last `send`: bytes that each server received
@@ -155,7 +159,9 @@ class WeightSync:
                 self.forget(server.url)
 
 
-def _transport(method: SyncMethod, over: Carrier | None, folder: PrivateFolder | None) -> Transport:
+def _transport(method: SyncMethod, over: Carrier | None, folder: PrivateFolder | Store | None) -> Transport:
+    if isinstance(folder, Store):
+        return StoreSync(folder)
     if method == "adapter" and folder is not None:
         return AdapterSync(folder)
     whole = GroupSync("nccl" if "nccl" in (method, over) else "gloo") if folder is None else FileSync(folder)

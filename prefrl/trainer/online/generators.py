@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefrl.errors import ConfigError
@@ -112,11 +111,11 @@ def make_generator(
 
 def _weight_sync(args: OnlineConfig, http: Http, method: SyncMethod) -> WeightSync:
     over = args.vllm_params.delta_over or _group_kind(args) if method == "delta" else None
-    needs_folder = (over or method) in ("shm", "adapter")
+    needs_folder = (over or method) in ("shm", "adapter", "store")
     return WeightSync(
         http,
         method=method,
-        folder=Path(args.shared_folder) if needs_folder and args.shared_folder is not None else None,
+        folder=args.shared_folder if needs_folder else None,
         timeout=args.vllm_params.sync_timeout,
         over=over,
         shares_device=args.vllm_mode == "colocate",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from prefrl.errors import ConfigError, WeightSyncError
-from prefrl.generation.weights.delta import Changes, DeltaSync, HostCopy
+from prefrl.generation.weights.delta import Changes, DeltaSync, HostCopy, together
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.generation.weights.transfer import Receiver
 from prefrl.http import Refused
@@ -64,7 +64,8 @@ class Servers:
             if url in self.broken:
                 self.broken.remove(url)
                 raise ValueError("broken")
-            self.have[url] = dict(self.copies[url].apply(message))
+            self.copies[url].apply([message])
+            self.have[url] = dict(self.copies[url].weights)
         except ValueError as error:
             self.copies[url].clear()
             raise Refused(str(error), status=500) from error
@@ -242,6 +243,24 @@ def test_a_weight_that_is_sent_no_more_is_not_kept(servers: Servers, sync: Weigh
     assert_has(servers, A, weights)
 
 
+def test_a_copy_tells_which_weights_a_message_has_changed() -> None:
+    weights, sender, receiver = Weights(), HostCopy(), HostCopy()
+    assert receiver.apply([dict(sender.changes(weights, dtype=None))]) == ["x", "y", "norm"]
+    weights.change("y")
+    weights.of["norm"] += 1
+    assert receiver.apply([dict(sender.changes(weights, dtype=None))]) == ["y", "norm"]
+    assert receiver.apply([dict(sender.changes(weights, dtype=None))]) == []
+    assert dict(receiver.weights).keys() == weights.of.keys()
+
+
+def test_weights_that_a_model_takes_together_are_loaded_together() -> None:
+    groups = [{"q", "k", "v"}, {"v", "shared"}, {"gate", "up"}, {"norm"}, set[str]()]
+    assert together(["q"], groups) == {"q", "k", "v", "shared"}
+    assert together(["norm", "up"], groups) == {"norm", "gate", "up"}
+    assert together(["in no group"], groups) == {"in no group"}
+    assert together([], groups) == set()
+
+
 @pytest.mark.parametrize(
     ("gaps", "values"),
     [([9], [1, 2]), ([9], []), ([100], [1]), ([255, 0], [1])],
@@ -260,9 +279,10 @@ def test_changes_of_another_tensor_are_refused(gaps: list[int], values: list[int
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "delta"}, r"over=None: weight sync by 'delta' needs 'nccl', 'gloo' or 'shm'"),
+        ({"method": "delta"}, r"over=None: weight sync by 'delta' needs 'nccl', 'gloo', 'shm' or 'store'"),
         ({"method": "gloo", "over": "gloo"}, r"over='gloo': weight sync by 'gloo' needs None"),
         ({"method": "delta", "over": "shm"}, r"folder=None: weight sync by 'shm' needs a folder"),
+        ({"method": "delta", "over": "store"}, r"folder=None: weight sync by 'store' needs a folder"),
     ],
 )
 def test_how_changes_are_sent_is_asked_for_there_and_only_there(options: Any, message: str) -> None:
