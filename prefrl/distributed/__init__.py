@@ -17,7 +17,6 @@ from prefrl.distributed.backend import (
 )
 from prefrl.distributed.checkpoint import (
     Partition,
-    Reader,
     check_first_training,
     check_resumable,
     keeps_checkpoints_partitioned,
@@ -78,6 +77,7 @@ from prefrl.distributed.processes import (
     wait_for_all,
     world_size,
 )
+from prefrl.distributed.reading import Differences, Reader
 from prefrl.distributed.shards import (
     Scorer,
     assign,

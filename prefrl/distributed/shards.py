@@ -20,10 +20,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from prefrl.distributed.processes import gather_objects, max_over_ranks, min_over_ranks, world_size
+from prefrl.distributed.processes import (
+    gather_objects,
+    max_over_ranks,
+    min_over_ranks,
+    num_processes,
+    world_size,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -105,6 +111,23 @@ def _local_numbers(tensor: torch.Tensor) -> torch.Tensor:
         return part
     start = part.numel() * torch.distributed.get_rank(parameter.ds_process_group)
     return part[: max(0, parameter.ds_numel - start)]
+
+
+def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """This rank's numbers of a partitioned parameter, flat, and the place of the first among all of them.
+
+    None on all ranks if it is not divided among all processes into one run of numbers for each, or is whole now.
+    """
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.shape != (num_processes(),) or tuple(tensor.placements) != (Shard(0),):
+            return None
+        rows = -(-tensor.shape[0] // num_processes())  # of each rank, fewer for the last ones
+        start = min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0]) * tensor.shape[1:].numel()
+    elif _is_absent(tensor) and torch.distributed.get_world_size(_zero3(tensor).ds_process_group) == num_processes():
+        start = _local_part(tensor).numel() * torch.distributed.get_rank(_zero3(tensor).ds_process_group)
+    else:
+        return None
+    return _local_numbers(tensor).reshape(-1), start
 
 
 def first_non_finite(model: nn.Module, device: torch.device) -> str | None:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
+    from prefrl.distributed import Differences
     from prefrl.types import Completion, Images
 
 Sampled = TypeVar("Sampled")
@@ -77,6 +79,18 @@ class WeightSource(Protocol):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, with adapters merged into their layers; tied duplicates are left out."""
+        ...
+
+    def changes(
+        self, rounded: Callable[[torch.dtype, int], torch.dtype], *, is_first: bool
+    ) -> Iterator[tuple[str, Tensor | Differences]]:
+        """Like `__iter__`; of a partitioned weight, perhaps only what differs from the last call.
+
+        Args:
+            rounded: The dtype to compare in, by a weight's dtype and its number of dimensions. Whole weights are not
+                rounded.
+            is_first: Whole weights are needed; the next call compares with them.
+        """
         ...
 
     @property

@@ -18,12 +18,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from prefrl import distributed
+from prefrl.distributed import Differences
 from prefrl.errors import ConfigError, require
 from prefrl.models.adapters import is_peft_model
 from prefrl.models.load import load_model, load_reward_model, load_tokenizer
 
 # Maps a peft layer that wraps a layer of the model to a layer with the weights to export.
 Resolve = Callable[["nn.Module"], "nn.Module"]
+# The dtype in which a weight of a dtype and a number of dimensions is compared.
+Rounded = Callable[[torch.dtype, int], torch.dtype]
 
 
 class PolicyWeights:
@@ -49,6 +52,10 @@ class PolicyWeights:
             ConfigError: The model is quantized, or no checkpoint of its architecture can hold the merged weights.
         """
         return iter(_Checkpoint(self._model, self._read, merges=True))
+
+    def changes(self, rounded: Rounded, *, is_first: bool) -> Iterator[tuple[str, Tensor | Differences]]:
+        """See `WeightSource`. Ranks do not compare where adapters are merged, or weights combined or cut."""
+        return _Checkpoint(self._model, self._read, merges=True).changes(rounded, is_first=is_first)
 
     def lead(self, task: Callable[[], None]) -> None:
         """Run `task` on the main process. It may read the weights, and the other processes take part in that.
@@ -137,6 +144,23 @@ class _Checkpoint:
             # The layer's own iterator holds the gathered weights, so they are freed before the next layer is read.
             yield from self._layer(model, set(names))
 
+    def changes(self, rounded: Rounded, *, is_first: bool) -> Iterator[tuple[str, Tensor | Differences]]:
+        """See `PolicyWeights.changes`."""
+        model = _base_model(self.model)
+        is_adapted = tuple(f"{name}." for name in _peft_layers(model, ""))
+        saved = _saved_names(model)
+        order = [name for name, _ in _tensors(model, _original, only=saved)]
+        for _, group in itertools.groupby(order, key=_unit_of):
+            names = set(group)
+            own = None if any(name.startswith(is_adapted) for name in names) else _unconverted(model, names)
+            if own is None:
+                yield from self._layer(model, names)
+                continue
+            for name, tensor in own.items():
+                dtype = rounded(tensor.dtype, len(distributed.shape_of(tensor)))
+                found = self.read.compare(tensor, dtype, is_first=is_first)
+                yield name, found.detach() if isinstance(found, Tensor) else found
+
     def _layer(self, model: PreTrainedModel, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
         """One layer. If a checkpoint weight is combined from several weights, all of these are in the same layer."""
         resolve = self._merged if self.merges else _original
@@ -166,6 +190,15 @@ class _Checkpoint:
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"peft cannot merge the adapter: {error}. Set weight_sync='adapter'.") from error
         return _original(own)
+
+
+def _unconverted(model: PreTrainedModel, names: Set[str]) -> dict[str, Tensor] | None:
+    """The weights of one layer, under their names in a checkpoint; None: there, some are combined or cut."""
+    own = dict(_tensors(model, _original, only=names))
+    blanks = {name: torch.empty(distributed.shape_of(tensor), device="meta") for name, tensor in own.items()}
+    names_of = {id(blank): name for name, blank in blanks.items()}
+    saved = {name: names_of.get(id(blank)) for name, blank in revert_weight_conversion(model, blanks).items()}
+    return {new: own[name] for new, name in saved.items() if name is not None} if None not in saved.values() else None
 
 
 def _unit_of(name: str) -> str:

@@ -63,7 +63,7 @@ class Run:
     """
 
     def __init__(self, model: PreTrainedModel, twin: PreTrainedModel, folder: Path) -> None:
-        self.model, self.folder = model, folder
+        self.model, self.twin, self.folder = model, twin, folder
         self.weights, self.expected = PolicyWeights(model), PolicyWeights(twin)
 
     def led(self, read: Callable[[], list[str]]) -> list[str]:
@@ -91,6 +91,33 @@ class Run:
         unchanged = {name for name, _ in others[::2]}
         servers.apply([message])
         return differences(servers.weights.items(), self.expected) + sorted(unchanged & message.keys())
+
+    def compared(self) -> list[str]:
+        """What a copy becomes if ranks compare their parts: after a pass over all weights, steps and a broken message.
+
+        Nothing but what has changed may be sent, and nothing of it be gathered as a whole unless it is merged.
+        """
+        trainers, servers, wrong = HostCopy(), HostCopy(), list[str]()
+        random = torch.Generator().manual_seed(0)
+        for number in range(6):
+            for own, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+                change = 0.1 * torch.randn(twin.shape, generator=random)
+                with torch.no_grad():
+                    twin += change * (torch.rand(twin.shape, generator=random) < 0.02)
+                distributed.load_whole(own, twin.detach())
+
+            def follow(number: int = number) -> None:
+                message = trainers.changes_of(self.weights, dtype=torch.bfloat16)
+                if number == 3:
+                    next(message)  # and no more: then all weights are sent
+                    trainers.clear()
+                    return
+                servers.apply([dict(message)])
+                rounded = ((n, t.bfloat16() if t.dim() > 1 and t.is_floating_point() else t) for n, t in self.expected)
+                wrong.extend(differences(servers.weights.items(), rounded))
+
+            self.weights.lead(follow)
+        return wrong
 
     def adapter(self) -> list[str]:
         """The files that are written."""
@@ -127,6 +154,7 @@ def run(
         "by all ranks at once": of.all_weights(),
         "after breaking off": broken_off(of),
         "after a pass": after_a_pass(of),
+        "compared": of.compared(),  # the last, because it changes the weights
     }
 
 

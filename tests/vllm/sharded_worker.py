@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from prefrl import distributed
+from prefrl.distributed import Differences
 from prefrl.generation.vllm.client import VLLMGenerator
 from prefrl.generation.weights import wire
 from prefrl.generation.weights.sync import WeightSync
@@ -58,6 +59,12 @@ class Watched(PolicyWeights):
                     http.request("POST", self.url + STRIKE, timeout=PATIENCE)
                 self._wait_until_the_sender_knows()
             yield weight
+
+    def changes(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Tensor | Differences]]:
+        self.read.append(0)
+        for change in super().changes(*arguments, **options):
+            self.read[-1] += 1
+            yield change
 
     def _wait_until_the_sender_knows(self) -> None:
         """The rest of a tiny model may be read before the broken connection shows."""

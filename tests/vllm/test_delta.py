@@ -61,7 +61,10 @@ def test_after_many_steps_lost_messages_and_a_restart_a_server_has_the_trainers_
             sync = files if number < GROUP else group if number < STORE else store
             if number in (LOST, LOST_IN_GROUP, LOST_IN_STORE):
                 proxy.fail("/update_weights", drop, times=1)
-            if number in (UNDONE, UNDONE_IN_STORE):  # the server says yes and has nothing, which shows at the next message
+            if number in (
+                UNDONE,
+                UNDONE_IN_STORE,
+            ):  # the server says yes and has nothing, which shows at the next message
                 proxy.fail("/update_weights", lambda handler, _: handler.answer(200, b"{}"), times=1)
             if number == RESTART:
                 server.restart()

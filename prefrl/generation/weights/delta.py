@@ -19,12 +19,14 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from prefrl.distributed import Differences
     from prefrl.generation.base import WeightSource
     from prefrl.generation.weights.transfer import FileSync, GroupSync, Receiver, Transfer
     from prefrl.generation.weights.wire import Named
@@ -56,11 +58,16 @@ class Changes:
         if int(differs.count_nonzero()) * (1 + new.element_size()) >= new.nbytes:
             return None
         places = differs.nonzero()[:, 0]
+        return cls.of(places, after[places], new)
+
+    @classmethod
+    def of(cls, places: Tensor, values: Tensor, new: Tensor) -> Changes | None:
+        """Changes at increasing places, which lead to `new`; None if `new` as a whole has fewer bytes."""
         gaps = places.diff(prepend=places.new_zeros(1))
         num_far = gaps // _FAR
         encoded = gaps.new_full((len(gaps) + int(num_far.sum()),), _FAR, dtype=torch.uint8)
         encoded[(num_far + 1).cumsum(0) - 1] = (gaps % _FAR).to(torch.uint8)
-        changes = cls(encoded, after[places])
+        changes = cls(encoded, values)
         return changes if changes.nbytes < new.nbytes else None
 
     @property
@@ -98,13 +105,20 @@ class HostCopy:
         """Let go of the weights."""
         self._weights, self._hashes, self.fingerprint = {}, {}, None
 
-    def changes(self, weights: Iterable[Named], *, dtype: torch.dtype | None) -> Iterator[Named]:
+    def changes_of(self, source: WeightSource, *, dtype: torch.dtype | None) -> Iterator[Named]:
+        """The message that brings a copy like this one to the weights of a source; see `changes`."""
+        rounded = partial(_rounded, target=dtype)
+        return self.changes(source.changes(rounded, is_first=self.fingerprint is None), dtype=dtype)
+
+    def changes(
+        self, weights: Iterable[tuple[str, Tensor | Differences]], *, dtype: torch.dtype | None
+    ) -> Iterator[Named]:
         """The message that brings a copy like this one to `weights`, which are read once, in order.
 
         This copy follows as the message is read, and is complete when all weights have been read.
 
         Args:
-            weights: The weights from now on.
+            weights: The weights from now on, or what differs from those of this copy.
             dtype: What wider weights are rounded to, as a server would do. Vectors are not: a model may keep some in
                 float32, and they are small.
         """
@@ -112,10 +126,14 @@ class HostCopy:
         self._weights, self.fingerprint = {}, None
         changed = []
         for name, tensor in weights:
-            new = _on_host(tensor, dtype)
             old = before.pop(name, None)
-            self._weights[name] = new
-            parts = list(_parts(name, old, new))
+            if isinstance(tensor, Tensor):
+                self._weights[name] = new = _on_host(tensor, dtype)
+                parts = list(_parts(name, old, new))
+            else:
+                assert old is not None, name
+                self._weights[name] = old
+                parts = list(_changed(name, old, tensor))
             if parts:
                 changed.append(name)
             yield from parts
@@ -197,10 +215,15 @@ def is_delta(message: Mapping[str, Tensor]) -> bool:
     return _END in message
 
 
+def _rounded(dtype: torch.dtype, num_dims: int, *, target: torch.dtype | None) -> torch.dtype:
+    """`target` if that is narrower and the weight is a matrix of floats."""
+    is_rounded = target is not None and num_dims > 1 and dtype.is_floating_point and target.itemsize < dtype.itemsize
+    return target if target is not None and is_rounded else dtype
+
+
 def _on_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy in host memory, in `dtype` if that is narrower and the tensor is a matrix of floats."""
-    is_rounded = dtype is not None and tensor.dim() > 1 and tensor.is_floating_point()
-    chosen = dtype if dtype is not None and is_rounded and dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
+    """A rounded copy in host memory."""
+    chosen = _rounded(tensor.dtype, tensor.dim(), target=dtype)
     return tensor.detach().to("cpu", chosen, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -209,12 +232,23 @@ def _parts(name: str, old: Tensor | None, new: Tensor) -> Iterator[Named]:
     if old is None or (old.dtype, old.shape) != (new.dtype, new.shape):
         yield name, new
     elif not torch.equal(_integers(old), _integers(new)):
-        changes = Changes.between(old, new)
-        if changes is None:
-            yield name, new
-        else:
-            yield _GAPS + name, changes.gaps
-            yield _VALUES + name, changes.values
+        yield from _encoded(name, Changes.between(old, new), new)
+
+
+def _encoded(name: str, changes: Changes | None, new: Tensor) -> Iterator[Named]:
+    if changes is None:
+        yield name, new
+    else:
+        yield _GAPS + name, changes.gaps
+        yield _VALUES + name, changes.values
+
+
+def _changed(name: str, tensor: Tensor, differences: Differences) -> Iterator[Named]:
+    """What a message has of one tensor, which is changed in place."""
+    if len(differences.places):
+        _integers(tensor)[differences.places] = differences.values
+        changes = Changes.of(differences.places, differences.values, tensor)
+        yield from _encoded(name, changes, tensor)
 
 
 def _hash(tensor: Tensor) -> bytes:
@@ -243,7 +277,7 @@ class DeltaSync:
         current = [server for server in live if server.copy is not None and server.copy == self._copy.fingerprint]
         if not current:
             self._copy.clear()  # then the changes are all weights
-        message = self._copy.changes(weights, dtype=dtype_of(live))
+        message = self._copy.changes_of(weights, dtype=dtype_of(live))
         self._carrier.send(transfer, current or live, message)
         behind = [server for server in live if server not in current] if current else []
         for server in current:

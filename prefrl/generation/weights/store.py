@@ -189,7 +189,7 @@ class StoreSync:
         is_base, before = self._copy.fingerprint is None, transfer.bytes_sent
         number, self._next = self._next, self._next + 1
         try:
-            message = self._copy.changes(weights, dtype=dtype_of(live))
+            message = self._copy.changes_of(weights, dtype=dtype_of(live))
             num_files = self._store.write(number, message, transfer)
         except BaseException:
             self._copy.clear()
@@ -209,4 +209,3 @@ class StoreSync:
             await transfer.post(server, "/update_weights", {"update_info": {"path": self._store.url, "chain": chain}})
 
         transfer.for_each(servers, "loading weights", read)
-

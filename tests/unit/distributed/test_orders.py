@@ -241,6 +241,42 @@ def test_the_main_process_alone_decides_what_is_read(reads: list[int]) -> None:
     assert on_ranks(RANKS, work) == [None] * RANKS
 
 
+def test_ranks_compare_their_shards_with_those_of_the_last_time_and_send_what_differs() -> None:
+    def work(rank: int) -> None:
+        model, before = sharded(rank)
+        reader, parameters = distributed.Reader(model), list(model.parameters())
+        after = [tensor.clone() for tensor in before]
+        after[0][0, 0] *= -1
+        after[0][12, 4] = -0.0
+        after[0][6] *= 1 + 2**-12  # less than bfloat16 can show
+        after[1][:] += 1
+        reads: list[Any] = []
+
+        def read(is_first: bool, dtype: torch.dtype) -> None:
+            reader.lead(lambda: reads.append([reader.compare(p, dtype, is_first=is_first) for p in parameters]))
+
+        read(True, torch.bfloat16)
+        for parameter, value in zip(parameters, after, strict=True):
+            distributed.load_whole(parameter, value)
+        read(False, torch.bfloat16)
+        read(False, torch.bfloat16)
+        read(False, torch.float32)  # with which nothing can be compared
+        read(True, torch.float32)
+        if rank != 0:
+            assert not reads
+            return
+        first, second, third, *whole = reads
+        assert equal(first, before)
+        for found, old, new in zip(second, before, after, strict=True):
+            assert found.places.tolist() == (old.bfloat16() != new.bfloat16()).flatten().nonzero()[:, 0].tolist()
+            assert torch.equal(found.values.view(torch.bfloat16), new.bfloat16().flatten()[found.places])
+        assert [len(found.places) for found in second] == [2, 13, 0, 0, 0, 0]
+        assert [len(found.places) for found in third] == [0] * 6
+        assert all(equal(found, after) for found in whole)
+
+    assert on_ranks(RANKS, work) == [None] * RANKS
+
+
 @pytest.mark.parametrize(
     "work",
     [

@@ -49,7 +49,7 @@ def test_one_layer_is_whole_at_a_time(options: dict[str, Any] | None, monkeypatc
         held.append(sum(size for size, storage in copies if not storage.expired()))
         return copy
 
-    monkeypatch.setattr("prefrl.distributed.checkpoint.whole", count)
+    monkeypatch.setattr("prefrl.distributed.reading.whole", count)
     for _, tensor in PolicyWeights(model):
         del tensor
     layer = sum(parameter.nbytes for parameter in model.get_decoder().layers[0].parameters())
@@ -73,7 +73,7 @@ def test_after_a_weight_that_could_not_be_gathered_the_process_ends_whatever_the
         raise MemoryError("no room")
 
     model = partitioned(tiny_model("llama"))
-    monkeypatch.setattr("prefrl.distributed.checkpoint.whole", fail)
+    monkeypatch.setattr("prefrl.distributed.reading.whole", fail)
     read = Reader(model)
 
     def careless() -> None:

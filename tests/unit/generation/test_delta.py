@@ -37,6 +37,9 @@ class Weights:
         self.num_read += 1
         yield from self.of.items()
 
+    def changes(self, rounded: Any, *, is_first: bool) -> Iterator[Named]:
+        return iter(self)
+
     def change(self, name: str = "x", place: int = 17) -> None:
         self.of[name].view(-1)[place] += 1
 
@@ -223,12 +226,13 @@ def test_after_weights_could_not_be_read_all_are_sent(servers: Servers, sync: We
     weights = Weights()
     send(sync, weights, A)
 
-    def broken() -> Iterator[Named]:
-        yield "x", torch.zeros(100, 100)
-        raise OSError("shard is gone")
+    class Broken(Weights):
+        def __iter__(self) -> Iterator[Named]:
+            yield "x", torch.zeros(100, 100)
+            raise OSError("shard is gone")
 
     with pytest.raises(OSError, match="shard is gone"):
-        send(sync, broken(), A)
+        send(sync, Broken(), A)
     weights.change()
     send(sync, weights, A)
     assert servers.messages[-1] == (A, ALL)

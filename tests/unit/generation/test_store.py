@@ -173,7 +173,7 @@ def test_when_the_changes_are_as_large_all_weights_are_written_again_and_the_old
     weights, kept, written = Weights(), [], []
     for step in range(8):
         weights.of["x"] += 1  # half of all
-        send(sync, weights, A, *([B] if step == 6 else []))
+        send(sync, weights, A, *([B] if step > 5 else []))
         kept.append(messages())
         written.append(sync.bytes_sent)
     assert [len(numbers) for numbers in kept] == [1, 2, 3, 4, 1, 2, 3, 4]
