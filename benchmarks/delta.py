@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.report import replace_between_markers
 from prefrl.generation.server import INFO_PATH, ServerInfo
 from prefrl.generation.weights.delta import HostCopy
 from prefrl.generation.weights.sync import WeightSync
@@ -37,7 +37,7 @@ from tests.vllm.server import KEY, Server
 
 RESULTS = Path(__file__).parent / "results" / "delta.json"
 DOCS = Path(__file__).parents[1] / "docs" / "vllm.md"
-MARKERS = re.compile(r"(<!-- delta measurements -->\n).*?(<!-- end of delta measurements -->)", re.S)
+BEGIN, END = "<!-- delta measurements -->", "<!-- end of delta measurements -->"
 RATES = (1e-6, 1e-5, 1e-4)
 LINK_RATE = 1e-6
 STEPS = 6
@@ -212,8 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     text = tables(stored)
     print(text)
     if arguments.write_docs:
-        page = DOCS.read_text(encoding="utf-8")
-        DOCS.write_text(MARKERS.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page), encoding="utf-8")
+        replace_between_markers(DOCS, f"\n{text}", begin=BEGIN, end=END)
     return 0
 
 

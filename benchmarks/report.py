@@ -191,17 +191,17 @@ def unequal_work(workload: Workload, measured: Mapping[Library, Measurement], *,
     return problems
 
 
-def replace_between_markers(path: Path, text: str) -> None:
+def replace_between_markers(path: Path, text: str, *, begin: str = BEGIN, end: str = END) -> None:
     """Put `text` between the two markers of a Markdown file.
 
     Raises:
         ValueError: The file does not have each marker exactly once, in this order.
     """
     content = path.read_text(encoding="utf-8")
-    head, begin, rest = content.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in tail:
-        raise ValueError(f"{path}: needs {BEGIN} and then {END}, once each")
+    head, has_begin, rest = content.partition(begin)
+    _, has_end, tail = rest.partition(end)
+    if not has_begin or not has_end or begin in rest or end in tail:
+        raise ValueError(f"{path}: needs {begin} and then {end}, once each")
     path.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 

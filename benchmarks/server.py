@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import re
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
+from benchmarks.report import replace_between_markers
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.vllm.client import VLLMGenerator
@@ -48,7 +48,7 @@ from tests.vllm.server import KEY, Server, living
 
 RESULTS = Path(__file__).parent / "results" / "server.json"
 DOCS = Path(__file__).parents[1] / "docs" / "vllm.md"
-MARKERS = re.compile(r"(<!-- vllm measurements -->\n).*?(<!-- end of vllm measurements -->)", re.S)
+BEGIN, END = "<!-- vllm measurements -->", "<!-- end of vllm measurements -->"
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 32}
 SMALL |= {"num_hidden_layers": 2, "vocab_size": 512}
@@ -112,8 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     text = tables(stored)
     print(text)
     if arguments.write_docs:
-        page = DOCS.read_text(encoding="utf-8")
-        DOCS.write_text(MARKERS.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page), encoding="utf-8")
+        replace_between_markers(DOCS, f"\n{text}", begin=BEGIN, end=END)
     return 0
 
 

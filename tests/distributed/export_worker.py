@@ -93,10 +93,7 @@ class Run:
         return differences(servers.weights.items(), self.expected) + sorted(unchanged & message.keys())
 
     def compared(self) -> list[str]:
-        """What a copy becomes if ranks compare their parts: after a pass over all weights, steps and a broken message.
-
-        Nothing but what has changed may be sent, and nothing of it be gathered as a whole unless it is merged.
-        """
+        """What a copy becomes if ranks compare their parts, in several steps of which one breaks off."""
         trainers, servers, wrong = HostCopy(), HostCopy(), list[str]()
         random = torch.Generator().manual_seed(0)
         for number in range(6):
@@ -110,7 +107,6 @@ class Run:
                 message = trainers.changes_of(self.weights, dtype=torch.bfloat16)
                 if number == 3:
                     next(message)  # and no more: then all weights are sent
-                    trainers.clear()
                     return
                 servers.apply([dict(message)])
                 rounded = ((n, t.bfloat16() if t.dim() > 1 and t.is_floating_point() else t) for n, t in self.expected)

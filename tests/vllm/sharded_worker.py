@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import os
 import sys
 from collections.abc import Iterator
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from prefrl import distributed
 from prefrl.distributed import Differences
@@ -25,14 +28,19 @@ from prefrl.generation.weights import wire
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http, HttpError
 from prefrl.models.export import PolicyWeights
+from tests.contract.cases import make_trainer
 from tests.distributed.backends import enter, leave_training
 from tests.patience import PATIENCE
 from tests.vllm.client import be_patient
+from tests.vllm.test_delta import state_of
+from tests.vllm.test_delta import step as change
 from tests.vllm.test_training import check_after_each_sync, logged, lora, online
+from tests.vllm.test_weights import server_info
 
 SECONDS_FOR_A_RUN = 400
 STEPS = 4  # the third transfer is struck; one more goes to a server that was away
 STRIKE = "/strike"
+FOLLOWED = 50  # steps of `follow`
 
 
 class Watched(PolicyWeights):
@@ -62,9 +70,9 @@ class Watched(PolicyWeights):
 
     def changes(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, Tensor | Differences]]:
         self.read.append(0)
-        for change in super().changes(*arguments, **options):
+        for found in super().changes(*arguments, **options):
             self.read[-1] += 1
-            yield change
+            yield found
 
     def _wait_until_the_sender_knows(self) -> None:
         """The rest of a tiny model may be read before the broken connection shows."""
@@ -103,6 +111,43 @@ def run(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[str, 
     }
 
 
+def follow(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[str, Any]:
+    """Random steps of partitioned weights, after each of which the server gets what has changed.
+
+    In the end, it must have the bits that it is sent by a whole model.
+    """
+    options, folder = job["runs"][number], Path(job["result"]).parent / f"run-{number}"
+    leave_training()
+    accelerator = make_trainer("sft", folder, **backend).accelerator
+    leave_training()
+    if accelerator.is_fsdp2:  # set for the trainer's model
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
+    model, twin = (AutoModelForCausalLM.from_pretrained(job["model_dir"], dtype=torch.float32) for _ in range(2))
+    distributed.prepare_frozen(accelerator, model)
+    assert distributed.is_sharded(model)
+    weights, random = PolicyWeights(model), torch.Generator().manual_seed(0)
+    http = Http(key=os.environ["VLLM_API_KEY"])
+    place = None if options["over"] == "gloo" else folder / "store"
+    sync = WeightSync(http, method="delta", folder=place, timeout=PATIENCE, over=options["over"])
+    server, sizes = SimpleNamespace(url=options["url"]), []
+    info = server_info(http, server) if distributed.is_main() else None
+    for step in range(FOLLOWED):
+        change(twin, random)
+        for own, value in zip(model.parameters(), twin.parameters(), strict=True):
+            distributed.load_whole(own, value.detach())
+        weights.lead(partial(sync.send, {server.url: info}, weights, version=f"run:{step}"))
+        sizes.append(sync.bytes_sent)
+    if info is not None:
+        found = state_of(server, http, info.model)
+        everything = WeightSync(http, method="shm", folder=folder / "files", timeout=PATIENCE)
+        everything.send({server.url: info}, PolicyWeights(twin), version="run:all")
+        assert state_of(server, http, info.model) == found
+        everything.close()
+    sync.close()
+    http.close()
+    return {"sizes": sizes, "whole": sum(tensor.nbytes for _, tensor in PolicyWeights(twin))}
+
+
 def main(job: dict[str, Any]) -> None:
     """All runs, one after another."""
     be_patient()
@@ -113,7 +158,8 @@ def main(job: dict[str, Any]) -> None:
     results = []
     for number in range(len(job["runs"])):
         faulthandler.dump_traceback_later(SECONDS_FOR_A_RUN, exit=True)
-        results.append(run(number, job, backend))
+        work = follow if "over" in job["runs"][number] else run
+        results.append(work(number, job, backend))
     faulthandler.cancel_dump_traceback_later()
     if distributed.is_main():
         torch.save(results, job["result"])
