@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from prefrl import distributed
+from prefrl.distributed import Differences
 from prefrl.generation.weights.delta import HostCopy
 from prefrl.models.critic import HeadCritic
 from prefrl.models.export import PolicyWeights
@@ -51,6 +52,10 @@ def differences(found: Iterable[Named], expected: Iterable[Named]) -> list[str]:
     wrong = [name for name, tensor in pairs if name in wanted and not tensor.equal(wanted[name])]
     twice = [name for name in names if names.count(name) > 1]
     return sorted({*(set(names) ^ wanted.keys()), *wrong, *twice})
+
+
+def to_bfloat16(dtype: torch.dtype, num_dims: int) -> torch.dtype:
+    return torch.bfloat16 if num_dims > 1 and dtype.is_floating_point else dtype
 
 
 class Run:
@@ -95,7 +100,13 @@ class Run:
     def compared(self) -> list[str]:
         """What a copy becomes if ranks compare their parts, in several steps of which one breaks off."""
         trainers, servers, wrong = HostCopy(), HostCopy(), list[str]()
-        random = torch.Generator().manual_seed(0)
+        random, compared = torch.Generator().manual_seed(0), list[Differences]()
+
+        def watched(found: Iterable[tuple[str, Tensor | Differences]]) -> Iterator[tuple[str, Tensor | Differences]]:
+            for name, one in found:
+                compared.extend([one] if isinstance(one, Differences) else [])
+                yield name, one
+
         for number in range(6):
             for own, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
                 change = 0.1 * torch.randn(twin.shape, generator=random)
@@ -104,7 +115,9 @@ class Run:
                 distributed.load_whole(own, twin.detach())
 
             def follow(number: int = number) -> None:
-                message = trainers.changes_of(self.weights, dtype=torch.bfloat16)
+                is_first = trainers.fingerprint is None
+                found = watched(self.weights.changes(to_bfloat16, is_first=is_first))
+                message = trainers.changes(found, dtype=torch.bfloat16)
                 if number == 3:
                     next(message)  # and no more: then all weights are sent
                     return
@@ -113,7 +126,7 @@ class Run:
                 wrong.extend(differences(servers.weights.items(), rounded))
 
             self.weights.lead(follow)
-        return wrong
+        return wrong if compared or not distributed.is_main() else [*wrong, "nothing was compared"]
 
     def adapter(self) -> list[str]:
         """The files that are written."""

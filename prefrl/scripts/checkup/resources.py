@@ -95,8 +95,8 @@ def check_resources(section: Section, subject: Subject, rows: datasets.Dataset, 
     if subject.is_online and subject.config.weight_sync == "delta":
         section.note(
             f"weight_sync='delta' keeps a copy of the weights, of up to {_size(weights_of(subject.model).total)}, in "
-            "the host memory of the first process and of each worker of a server; and with ZeRO-3 or FSDP2, one of its "
-            "shard in that of each process"
+            "the host memory of the first process and of each worker of a server; and with ZeRO-3 or FSDP2, one of "
+            "its shard in that of each process"
         )
     _show_time(section, subject, batch, batches)
 
