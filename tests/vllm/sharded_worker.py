@@ -127,7 +127,8 @@ def follow(number: int, job: dict[str, Any], backend: dict[str, Any]) -> dict[st
     assert distributed.is_sharded(model)
     weights, random = PolicyWeights(model), torch.Generator().manual_seed(0)
     http = Http(key=os.environ["VLLM_API_KEY"])
-    sync = WeightSync(http, method="delta", folder=folder / "store", timeout=PATIENCE, over=options["over"])
+    place = None if options["over"] == "gloo" else folder / "store"
+    sync = WeightSync(http, method="delta", folder=place, timeout=PATIENCE, over=options["over"])
     server, sizes = SimpleNamespace(url=options["url"]), []
     info = server_info(http, server) if distributed.is_main() else None
     for step in range(FOLLOWED):

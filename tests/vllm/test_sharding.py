@@ -63,15 +63,15 @@ def dies_at_a_strike(proxy: Proxy) -> Fault:
     return update
 
 
-def loses_some() -> Fault:
-    """Updates of which the server never hears: of 20, one breaks off, and another one seems fine."""
+def loses_some(*, is_told: bool) -> Fault:
+    """Updates of which the server never hears: of 20, one breaks off and, unless `is_told`, another one seems fine."""
     numbers = itertools.count(1)
 
     def update(handler: Any, forward: Any) -> None:
         number = next(numbers) % 20
         if number == 5:
             drop(handler, forward)
-        elif number == 15:
+        elif number == 15 and not is_told:
             handler.answer(200, b"{}")
         else:
             handler.answer(*forward())
@@ -87,15 +87,18 @@ def check_followed(result: dict[str, Any], *, num_whole: int) -> None:
 
 
 def test_steps_under_zero3_also_when_a_server_dies_in_a_transfer(server: Server, tmp_path: Path) -> None:
-    with proxy_of(server.url) as proxy:
+    with proxy_of(server.url) as proxy, proxy_of(server.url) as other:
         proxy.fail("/update_weights", dies_at_a_strike(proxy))
-        whole, adapter = train(
+        other.fail("/update_weights", loses_some(is_told=True))
+        whole, adapter, followed = train(
             "zero3",
             server,
             tmp_path,
             {"url": proxy.url, "strikes": True, "weight_sync": "gloo"},
             {"url": server.url, "lora": True, "weight_sync": "adapter"},
+            {"url": other.url, "over": "gloo"},
         )
+    check_followed(followed, num_whole=4)  # the first, and one for each of the updates 5, 25 and 45
     check(whole)
     reads = whole["read"]
     assert len(reads) == STEPS + 1
@@ -108,7 +111,7 @@ def test_steps_under_zero3_also_when_a_server_dies_in_a_transfer(server: Server,
 
 def test_steps_under_fsdp2_with_all_weights_and_with_changes_of_an_adapter(server: Server, tmp_path: Path) -> None:
     with proxy_of(server.url) as proxy:
-        proxy.fail("/update_weights", loses_some())
+        proxy.fail("/update_weights", loses_some(is_told=False))
         whole, merged, followed = train(
             "fsdp2",
             server,
