@@ -56,6 +56,7 @@ from prefrl.distributed.processes import (
     exchange,
     exchange_in_team,
     from_main,
+    gather_in_team,
     gather_numbers,
     gather_objects,
     gather_on_main,
@@ -76,6 +77,7 @@ from prefrl.distributed.processes import (
     team_size,
     team_totals,
     wait_for_all,
+    without_teams,
     world_size,
 )
 from prefrl.distributed.shards import (

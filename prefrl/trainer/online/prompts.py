@@ -343,6 +343,7 @@ class Prompts:
 
     # Checkpoints.
 
+    @distributed.without_teams()
     def save(self, folder: Path) -> None:
         """Write the state of the curriculum, which is the same on all ranks, and the open tickets of all ranks."""
         if self.curriculum is not None and self._args.should_save:
@@ -350,6 +351,7 @@ class Prompts:
         if self.pool is not None:
             self.pool.save(folder / _POOL_FILE, writes=self._args.should_save)
 
+    @distributed.without_teams()
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
         if self.curriculum is not None:
