@@ -236,8 +236,8 @@ GENERATION_MODE_RULES = (
     ),
     when(
         lambda o: o.generation_mode == "overlap" and o.team_size > 1,
-        "generation_mode='overlap' with sp_size={team_size} of parallelism_config: the processes of a team train on the "
-        "same groups, but would get them in different orders. Use generation_mode='sync' or 'async'.",
+        "generation_mode='overlap' with sp_size={team_size} of parallelism_config: the processes of a team train on "
+        "the same groups, but would get them in different orders. Use generation_mode='sync' or 'async'.",
         example(
             "grpo",
             processes=2,

@@ -278,7 +278,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
 
     @distributed.without_teams()
     def _collect(self, number: int) -> Collected:
-        """This process's part of a generation batch: what an interrupted run has left, otherwise new scored rollouts."""
+        """This process's part of a generation batch: what an interrupted run has left, or new scored rollouts."""
         left = self.journal.left(number, step=number * self.plan.unit)
         if left is not None:
             self.prompts.repeat(left[0])
