@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import lcm
-from types import SimpleNamespace
 from typing import Any
 
 from prefrl.options.fields import Example, Rule, example, mapping_of, unset, when
@@ -233,18 +232,6 @@ GENERATION_MODE_RULES = (
         "be taken while completions of the others are still being sampled. Set num_iterations=1 and "
         "steps_per_generation=gradient_accumulation_steps, or use generation_mode='async'.",
         example("grpo", generation_mode="overlap", num_iterations=2, use_vllm=True),
-    ),
-    when(
-        lambda o: o.generation_mode == "overlap" and o.team_size > 1,
-        "generation_mode='overlap' with sp_size={team_size} of parallelism_config: the processes of a team train on "
-        "the same groups, but would get them in different orders. Use generation_mode='sync' or 'async'.",
-        example(
-            "grpo",
-            processes=2,
-            parallelism_config=SimpleNamespace(sp_size=2),
-            generation_mode="overlap",
-            use_vllm=True,
-        ),
     ),
     when(
         lambda o: o.generation_mode == "overlap" and o.completions_per_rank % o.num_generations,

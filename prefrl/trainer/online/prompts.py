@@ -76,12 +76,19 @@ def most_completions(args: PolicyGradientConfig) -> int:
 
 
 def check_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
-    """Reject a stream for what needs all rows, and a dataset that is smaller than a generation batch.
+    """Reject groups that processes would share, but get at other times, and a stream for what needs all rows.
+
+    A dataset that is smaller than a generation batch is rejected, too.
 
     Raises:
         ConfigError: Names the option.
         DataError: Says how many prompts are needed.
     """
+    if args.generation_mode == "overlap" and args.team_size > 1:
+        raise ConfigError(
+            f"generation_mode='overlap' with sp_size={args.team_size} of parallelism_config: the processes of a team "
+            "train on the same groups, but would get them in different orders. Use generation_mode='sync' or 'async'."
+        )
     if isinstance(dataset, datasets.IterableDataset):
         for name in ("dynamic_sampling", "curriculum"):
             if getattr(args, name):
