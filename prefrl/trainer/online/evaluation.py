@@ -71,7 +71,7 @@ class EvaluationRollouts:
         if not rows:
             return {}
         seconds = self.collector.clock() - started
-        times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
+        times = {"generation": seconds - own.reward_s, "reward": own.reward_s}
         has_rewards = bool(self.collector.rewards.names)
         metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
         return metrics | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}
