@@ -399,7 +399,7 @@ class TrainingOptions:
     @property
     def num_ranks(self: Any) -> int:
         """Processes, or teams of them, with rows of their own: what `distributed.world_size()` is in training."""
-        return int(self.world_size // self.team_size)
+        return max(int(self.world_size // self.team_size), 1)  # trainers refuse teams that are not whole
 
     @property
     def set_on_gradients(self) -> list[str]:
