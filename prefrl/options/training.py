@@ -389,17 +389,17 @@ class TrainingOptions:
     profile_params = ParamsOf("profile_kwargs", ProfileParams)
 
     @property
-    def team_size(self: Any) -> int:
-        """Processes that share rows: `sp_size` of `parallelism_config`, or of the file of `accelerate launch`."""
-        if self.parallelism_config is not None:
-            return int(self.parallelism_config.sp_size)
-        has_file = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
-        return int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")) if has_file else 1
-
-    @property
     def num_ranks(self: Any) -> int:
-        """Processes, or teams of them, with rows of their own: what `distributed.world_size()` is in training."""
-        return max(int(self.world_size // self.team_size), 1)  # trainers refuse teams that are not whole
+        """Processes, or teams of them, with rows of their own: what `distributed.world_size()` is in training.
+
+        `sp_size` is that of `parallelism_config`, or of the file of `accelerate launch`.
+        """
+        team_size = "1"
+        if self.parallelism_config is not None:
+            team_size = self.parallelism_config.sp_size
+        elif os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+            team_size = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
+        return max(int(self.world_size) // int(team_size), 1)  # trainers refuse teams that are not whole
 
     @property
     def set_on_gradients(self) -> list[str]:

@@ -76,9 +76,10 @@ def plan_of(config: Any, launch: LaunchArguments | None, *, device_memory: float
     count, launch = int(config.world_size), launch or LaunchArguments()
     option, content = "accelerate_config", _accelerate_config(launch, config)
     partition = partition_of(content, count, option=option)
-    if config.parallelism_config is None and partition.team_size > 1:
+    if config.parallelism_config is not None:
+        partition = replace(partition, team_size=int(config.parallelism_config.sp_size))
+    elif partition.team_size > 1:  # so that sizes count teams
         config.parallelism_config = SimpleNamespace(sp_size=partition.team_size)
-    partition = replace(partition, team_size=config.team_size)
     if count % partition.team_size:
         raise ConfigError(
             f"parallelism_config.sp_size={partition.team_size}: must divide the number of processes, {count}. Change "

@@ -84,10 +84,11 @@ def check_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
         ConfigError: Names the option.
         DataError: Says how many prompts are needed.
     """
-    if args.generation_mode == "overlap" and args.team_size > 1:
+    if args.generation_mode == "overlap" and distributed.team_size() > 1:
         raise ConfigError(
-            f"generation_mode='overlap' with sp_size={args.team_size} of parallelism_config: the processes of a team "
-            "train on the same groups, but would get them in different orders. Use generation_mode='sync' or 'async'."
+            f"generation_mode='overlap' with sp_size={distributed.team_size()} of parallelism_config: processes of "
+            "a team train on the same groups, but would get them in different orders. Use generation_mode='sync' or "
+            "'async'."
         )
     if isinstance(dataset, datasets.IterableDataset):
         for name in ("dynamic_sampling", "curriculum"):

@@ -92,28 +92,26 @@ def grpo(folder: Path, parallelism: ParallelismConfig | None, **options: Any) ->
     return GRPOConfig.for_processes(4, **options, per_device_train_batch_size=8)
 
 
-def in_teams_of_two() -> ParallelismConfig:
-    """What accelerate is told."""
-    return ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig())
-
-
 def test_a_generation_batch_counts_teams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def completions(parallelism: ParallelismConfig | None) -> int:
         return grpo(tmp_path, parallelism).completions_of_generation
 
     assert completions(None) == 32
-    assert completions(in_teams_of_two()) == 16
+    assert completions(ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig())) == 16
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
     assert completions(None) == 32  # of a file that accelerate does not use
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     assert completions(None) == 8
 
 
-def test_groups_that_arrive_at_other_times_on_each_process_of_a_team_are_refused(tmp_path: Path) -> None:
-    options = {"generation_mode": "overlap", "use_vllm": True}
-    check_prompts(grpo(tmp_path, None, **options), None)
+def test_groups_that_arrive_at_other_times_on_each_process_of_a_team_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = grpo(tmp_path, None, generation_mode="overlap", use_vllm=True)
+    check_prompts(config, None)
+    monkeypatch.setattr(processes, "_teams", processes._Teams(2, None, None))
     with pytest.raises(ConfigError, match=r"generation_mode='overlap' with sp_size=2 of parallelism_config: .* Use "):
-        check_prompts(grpo(tmp_path, in_teams_of_two(), **options), None)
+        check_prompts(config, None)
 
 
 def test_a_model_whose_heads_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
