@@ -55,6 +55,7 @@ from prefrl.distributed.processes import (
     exchange,
     exchange_in_team,
     from_main,
+    gather_in_team,
     gather_numbers,
     gather_objects,
     gather_on_main,
@@ -75,6 +76,7 @@ from prefrl.distributed.processes import (
     team_size,
     team_totals,
     wait_for_all,
+    without_teams,
     world_size,
 )
 from prefrl.distributed.reading import Differences, Reader

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from prefrl.distributed.processes import num_processes, rank_in_names
+from prefrl.distributed.processes import num_processes, rank_in_names, team_size
 from prefrl.distributed.shards import unwrap, whole
 from prefrl.errors import CheckpointError, ConfigError
 from prefrl.run.checkpoints import WRITER, check_has_state
@@ -146,8 +146,8 @@ def names_in_checkpoint(
     """
     count = partition.num_processes
     names = ["rng_state.pth" if count == 1 else f"rng_state_{process}.pth"]
-    if has_rollouts:
-        names.append(rollouts_file(process, count))
+    if has_rollouts and process % partition.team_size == 0:
+        names.append(rollouts_file(process // partition.team_size, count // partition.team_size))
     if partition.is_deepspeed:
         place = f"zero_pp_rank_{process}_mp_rank_00"
         names.append(f"global_step{step}/{'bf16_' * is_bf16}{place}_optim_states.pt")
@@ -167,6 +167,12 @@ class Writer:
 
     backend: str  # what partitioned the optimizer state, and how
     num_processes: int
+    team_size: int = field(default=1, compare=False)  # processes that shared rows; no optimizer state depends on it
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, or teams of them, with rows of their own."""
+        return self.num_processes // self.team_size
 
     def __str__(self) -> str:
         plural = "" if self.num_processes == 1 else "es"
@@ -272,10 +278,10 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
 def _this_run(accelerator: Any) -> Writer:
     if _is_deepspeed(accelerator):
         stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
-        return Writer(f"ZeRO-{stage}", num_processes())
+        return Writer(f"ZeRO-{stage}", num_processes(), team_size())
     if accelerator.is_fsdp2:
-        return Writer(f"FSDP2 ({_state_dict_type(accelerator)})", num_processes())
-    return Writer(_UNSHARDED, num_processes())
+        return Writer(f"FSDP2 ({_state_dict_type(accelerator)})", num_processes(), team_size())
+    return Writer(_UNSHARDED, num_processes(), team_size())
 
 
 def _is_deepspeed(accelerator: Any) -> bool:

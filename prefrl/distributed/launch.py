@@ -304,12 +304,6 @@ def _is_set(environment: Mapping[str, str], variable: str) -> bool:
     return environment.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
-_SAVE_MEMORY = (
-    "Other ways to save memory for long sequences: max_tokens_per_micro_batch, activation_checkpointing=True and "
-    "activation_offloading=True."
-)
-
-
 def accelerator_arguments(given: dict[str, Any], parallelism: Any) -> dict[str, Any]:
     """What HuggingFace gives to its accelerator, with our parallelism; and without compilation, which is done here."""
     plugin = given["dynamo_plugin"]
@@ -317,13 +311,12 @@ def accelerator_arguments(given: dict[str, Any], parallelism: Any) -> dict[str, 
     return {**given, "parallelism_config": parallelism}
 
 
-def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool, longest_wait: float) -> Any:
+def set_up_parallelism(given: Any, *, trainer: str, longest_wait: float) -> Any:
     """Check the requested parallelism, limit waits and form the teams. All processes must call it.
 
     Args:
         given: `TrainingArguments.parallelism_config`; None: the one that `accelerate launch` read from a file, if any.
         trainer: Name of the trainer's class.
-        splits_rows: Whether the trainer's processes can share rows.
         longest_wait: Seconds; see `limit_waits`.
 
     Returns:
@@ -342,7 +335,7 @@ def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool, longest_w
     if config is None:
         form_teams(1)
         return None
-    check_parallelism(config, trainer=trainer, splits_rows=splits_rows, num_processes=num_processes())
+    check_parallelism(config, trainer=trainer, num_processes=num_processes())
     form_teams(config.sp_size)
     if config.sp_size == 1:
         return config
@@ -350,13 +343,12 @@ def set_up_parallelism(given: Any, *, trainer: str, splits_rows: bool, longest_w
     return dataclasses.replace(config, sp_size=1, sp_handler=None, dp_shard_size=shards)
 
 
-def check_parallelism(config: Any, *, trainer: str, splits_rows: bool, num_processes: int) -> None:
+def check_parallelism(config: Any, *, trainer: str, num_processes: int) -> None:
     """Reject parallelism that the trainer does not support.
 
     Args:
         config: Accelerate's `ParallelismConfig`.
         trainer: Name of the trainer's class.
-        splits_rows: Whether the trainer's processes can share rows.
         num_processes: Number of processes of the run.
 
     Raises:
@@ -365,18 +357,12 @@ def check_parallelism(config: Any, *, trainer: str, splits_rows: bool, num_proce
     if config.tp_size > 1:
         raise _no_tensor_parallelism(f"parallelism_config.tp_size={config.tp_size}", trainer)
     if config.cp_size > 1:
-        remedy = f"Use sp_size={config.cp_size} instead." if splits_rows else f"Set cp_size=1. {_SAVE_MEMORY}"
         raise ConfigError(
             f"parallelism_config.cp_size={config.cp_size}: {trainer} cannot use context parallelism. torch's ring "
             "attention treats a row as one sequence, but prefrl puts many sequences with shared prompts into one "
-            f"row. {remedy}"
+            f"row. Use sp_size={config.cp_size} instead."
         )
     if config.sp_size > 1:
-        if not splits_rows:
-            raise ConfigError(
-                f"parallelism_config.sp_size={config.sp_size}: {trainer} cannot split sequences over processes, "
-                f"because each process samples its own completions. Set sp_size=1. {_SAVE_MEMORY}"
-            )
         _check_sequence_parallelism(config, num_processes)
 
 

@@ -2,7 +2,7 @@
 
 Each rank has its own rows. A rank is one process or, with sequence parallelism, a team of consecutive processes that
 have the same rows and each compute a part of their tokens (Ulysses). Gathering or summing over ranks counts every row
-once.
+once. Processes sample rows by themselves, see `without_teams`, and their team learns from the rows of all its members.
 
 Source: Jacobs et al. 2023, arXiv 2309.14509.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import atexit
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -79,6 +80,17 @@ def form_teams(size: int) -> None:
     _teams = _Teams(size, own, peers)
 
 
+@contextmanager
+def without_teams() -> Iterator[None]:
+    """Inside, every process is a rank of its own, as for what it samples. All processes must enter it."""
+    global _teams
+    teams, _teams = _teams, _ALONE
+    try:
+        yield
+    finally:
+        _teams = teams
+
+
 def team_size() -> int:
     """Number of processes in a team."""
     return _teams.size
@@ -131,6 +143,19 @@ def gather_objects(value: T) -> list[T]:
     gathered: list[T | None] = [None] * world_size()
     dist.all_gather_object(gathered, value, group=_teams.peers)
     return gathered  # type: ignore[return-value]  # all_gather_object fills every entry
+
+
+def gather_in_team(value: T) -> list[T]:
+    """[team_size] the host values of the processes of this process's team, in order; its own one is not a copy.
+
+    All of them must call it.
+    """
+    if team_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * team_size()
+    dist.all_gather_object(gathered, value, group=_teams.own)
+    gathered[place_in_team()] = value
+    return gathered
 
 
 def gather_on_main(value: T) -> list[T] | None:

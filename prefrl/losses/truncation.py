@@ -76,7 +76,7 @@ class TokenHistory:
     response: Tensor  # [M] int64
     length: Tensor  # [M] int64, >= 1: number of tokens before the token
 
-    def __getitem__(self, rows: slice) -> Self:
+    def __getitem__(self, rows: slice | Tensor) -> Self:
         return type(self)(self.ids, self.response[rows], self.length[rows])
 
     def tokens(self) -> Tensor:
@@ -112,7 +112,7 @@ class KeptSet:
     lowest: Tensor  # [c]
     log_share: Tensor | None  # [c] <= 0; None: all of them are kept
 
-    def __getitem__(self, rows: slice) -> Self:
+    def __getitem__(self, rows: slice | Tensor) -> Self:
         return type(self)(self.lowest[rows], None if self.log_share is None else self.log_share[rows])
 
     def __setitem__(self, rows: slice | Tensor, kept: KeptSet) -> None:
@@ -134,7 +134,7 @@ class TokenTruncation:
     cuts: Truncation
     history: TokenHistory | None  # None: there is no repetition penalty
 
-    def __getitem__(self, rows: slice) -> Self:
+    def __getitem__(self, rows: slice | Tensor) -> Self:
         return type(self)(self.cuts, None if self.history is None else self.history[rows])
 
     def penalties(self, logits: Tensor) -> Tensor | None:

@@ -396,17 +396,16 @@ class TokenReadout:
 
     def __call__(self, model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
         """See `Readout`; `packed` log-probs, and what is wanted."""
-        targets = self.targets
-        if request.held is not None:
-            assert self.reference is None, "trainers that compare whole distributions do not share rows"
-            assert self.cuts is None, "trainers that sample do not share rows"
-            targets = targets[request.held]
+        targets, held = self.targets, request.held
         options: dict[str, Any] = {
             "temperature": self.temperature,
             "want": self.want,
             "truncation": self.cuts,
             "reference": self.reference,
         }
+        if held is not None:
+            targets = targets[held]
+            options |= {name: options[name] and options[name][held] for name in ("truncation", "reference")}
         head: nn.Module | None = None if request.own_logits else getattr(model, _STATE).head
         if head is None:
             return packed(module_logprobs(rows, targets, _identity, **options))

@@ -19,12 +19,12 @@ def _steps_that_fit(o: Any) -> str:
 
 def _nearest_completions(o: Any) -> int:
     """The number of completions of a generation batch nearest to that of the options that groups fit into."""
-    step = lcm(int(o.world_size), int(o.num_generations))
+    step = lcm(int(o.num_ranks), int(o.num_generations))
     return max(1, round(int(o.completions_of_generation) / step)) * step
 
 
 def _completions_of_step(o: Any) -> int:
-    return int(o.rows_per_micro_batch * o.world_size)
+    return int(o.rows_per_micro_batch * o.num_ranks)
 
 
 def _needs_whole_batch(o: Any) -> tuple[str, str] | None:
@@ -177,7 +177,7 @@ GENERATION_SIZE_RULES = (
     when(
         lambda o: o.generation_batch_size is not None and o.generation_batch_size % _completions_of_step(o),
         "generation_batch_size={generation_batch_size}: must be a multiple of {multiple} = {rows_per_micro_batch} "
-        "completions of a micro-batch * {world_size} processes",
+        "completions of a micro-batch * {num_ranks} processes",
         example("grpo", generation_batch_size=12),
         multiple=_completions_of_step,
     ),
@@ -199,12 +199,12 @@ GENERATION_SIZE_RULES = (
     when(
         lambda o: o.completions_of_generation % o.num_generations,
         "per_device_train_batch_size {per_device_train_batch_size} * steps_per_generation "
-        "{micro_batches_per_generation} * {world_size} processes = {completions_of_generation} completions: must be a "
+        "{micro_batches_per_generation} * {num_ranks} processes = {completions_of_generation} completions: must be a "
         "multiple of num_generations={num_generations}. The nearest that works is {nearest}, which is "
         "{nearest_per_process} on each process.",
         example("grpo", num_generations=3),
         nearest=_nearest_completions,
-        nearest_per_process=lambda o: _nearest_completions(o) // int(o.world_size),
+        nearest_per_process=lambda o: _nearest_completions(o) // int(o.num_ranks),
     ),
 )
 GENERATION_MODE_RULES = (

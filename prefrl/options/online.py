@@ -271,7 +271,7 @@ class OnlineOptions(RolloutOptions):
         """The effective value of `steps_per_generation`: at least that of an optimizer step."""
         steps, accumulation = self.steps_per_generation, int(self.gradient_accumulation_steps)
         if self.generation_batch_size is not None:
-            steps = self.generation_batch_size // int(self.rows_per_micro_batch * self.world_size)
+            steps = self.generation_batch_size // int(self.rows_per_micro_batch * self.num_ranks)
         return accumulation if steps is None or accumulation % steps == 0 else int(steps)
 
     @property
@@ -286,13 +286,13 @@ class OnlineOptions(RolloutOptions):
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions of a generation batch on one process."""
+        """Completions of a generation batch for one process, or one team of processes that share rows."""
         return int(self.rows_per_micro_batch) * self.micro_batches_per_generation
 
     @property
     def completions_of_generation(self: Any) -> int:
         """Completions of a generation batch, over all processes."""
-        return int(self.completions_per_rank * self.world_size)
+        return int(self.completions_per_rank * self.num_ranks)
 
     @property
     def steps_of_a_generation(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -53,12 +54,6 @@ def take_automatic(config: Any) -> frozenset[str]:
     for name in names:
         setattr(config, name, default_of(fields[name]))
     return names
-
-
-def num_ranks(config: Any) -> int:
-    """Processes with rows of their own: `distributed.world_size()`, which is known only to trainers."""
-    sharing = 1 if config.parallelism_config is None else int(config.parallelism_config.sp_size)
-    return int(config.world_size) // sharing
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -118,11 +113,11 @@ def _known_sizes(o: Any) -> dict[str, int]:
 
 
 def _known_product(o: Any) -> int:
-    return num_ranks(o) * math.prod(_known_sizes(o).values())
+    return int(o.num_ranks) * math.prod(_known_sizes(o).values())
 
 
 def _known_in_words(o: Any) -> str:
-    return " * ".join([*(f"{name}={value}" for name, value in _known_sizes(o).items()), f"{num_ranks(o)} processes"])
+    return " * ".join([*(f"{name}={value}" for name, value in _known_sizes(o).items()), f"{o.num_ranks} processes"])
 
 
 def _nearest_multiples(o: Any) -> str:
@@ -392,6 +387,19 @@ class TrainingOptions:
     weight_decay_params = ParamsOf("weight_decay_schedule_kwargs", WeightDecayParams)
     auto_size_params = ParamsOf("auto_size_kwargs", AutoSizeParams)
     profile_params = ParamsOf("profile_kwargs", ProfileParams)
+
+    @property
+    def num_ranks(self: Any) -> int:
+        """Processes, or teams of them, with rows of their own: what `distributed.world_size()` is in training.
+
+        `sp_size` is that of `parallelism_config`, or of the file of `accelerate launch`.
+        """
+        team_size = "1"
+        if self.parallelism_config is not None:
+            team_size = self.parallelism_config.sp_size
+        elif os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+            team_size = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
+        return max(int(self.world_size) // int(team_size), 1)  # trainers refuse teams that are not whole
 
     @property
     def set_on_gradients(self) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from prefrl import distributed
 from prefrl.data.images import ImageReader
 from prefrl.data.tokenize import completion_text
 from prefrl.generation.base import Generator, Pending, Polled, SamplingParams
@@ -179,7 +180,7 @@ class PrefetchQueue:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The rollouts of a generation batch on this rank, and what reward functions logged in addition to rewards."""
+    """The rollouts of a generation batch on this process, and what reward functions logged in addition to rewards."""
 
     rollouts: list[Rollout]
     logged_metrics: dict[str, float] = field(default_factory=dict)
@@ -192,10 +193,10 @@ class Collected:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """All groups of the parts, sorted by number.
+        """All groups of the parts, sorted by number, without visits and tickets.
 
-        Columns are None for rollouts of parts that did not log them. Metrics are averaged over the rollouts of the
-        parts that logged them.
+        Columns are None for rollouts of parts that did not log them. Logged metrics are averaged over the rollouts of
+        the parts that logged them.
         """
         rows = [
             (rollout, {name: values[i] for name, values in part.logged_columns.items()})
@@ -204,16 +205,27 @@ class Collected:
         ]
         rows.sort(key=lambda row: row[0].group)
         names = dict.fromkeys(name for part in parts for name in part.logged_columns)
+        logged: dict[str, Metric] = {}
         metrics: dict[str, Metric] = {}
-        for part in (part for part in parts if part.rollouts):
-            count = len(part.rollouts)
-            merge(metrics, {name: Mean(value * count, count) for name, value in part.logged_metrics.items()})
+        for part in parts:
+            merge(metrics, part.metrics)
+            if count := len(part.rollouts):
+                merge(logged, {name: Mean(value * count, count) for name, value in part.logged_metrics.items()})
         return cls(
             [rollout for rollout, _ in rows],
-            {name: metric.value() for name, metric in metrics.items()},
+            {name: metric.value() for name, metric in logged.items()},
             {name: [columns.get(name) for _, columns in rows] for name in names},
             reward_s=sum(part.reward_s for part in parts),
+            metrics=metrics,
         )
+
+    def of_team(self) -> Self:
+        """What all processes of the team have collected, which all of them learn from. All processes must call it.
+
+        The rollouts of this process are the same objects, so that they get their advantages.
+        """
+        parts = distributed.gather_in_team(self)
+        return self if len(parts) == 1 else self.concat(parts)
 
     def select(self, which: Sequence[int]) -> Self:
         """Some of the rollouts; the metrics are kept as they are."""

@@ -205,7 +205,7 @@ class BaseConfig(BaseOptions, TrainingArguments):
     def rows_in_words(self) -> str:
         """The rows of an optimizer step in words, for messages."""
         rows, steps = self.rows_per_micro_batch, int(self.gradient_accumulation_steps)
-        processes = int(self.world_size)
+        processes = int(self.num_ranks)
         where = f" on each of {processes} processes" if processes > 1 else ""
         return f"{rows * steps * processes:,} rows" + (f": {rows} x {steps}{where}" if steps * processes > 1 else "")
 

@@ -72,7 +72,6 @@ class BaseTrainer(Loop, Generic[Ready]):
 
     # HuggingFace must not divide the loss by the accumulation steps: `compute_loss` divides by the step's item count.
     loss_is_scaled_for_ga = True
-    _splits_rows = False  # whether processes can share the tokens of a row
     _id_columns: tuple[str, ...] = ID_COLUMNS  # columns of token ids in prepared datasets
     _derived_columns: tuple[str, ...] = ()  # columns of prepared datasets that models have computed
 
@@ -112,7 +111,7 @@ class BaseTrainer(Loop, Generic[Ready]):
         distributed.tell_deepspeed()
         name = type(self).__name__
         self._parallelism = distributed.set_up_parallelism(
-            args.parallelism_config, trainer=name, splits_rows=self._splits_rows, longest_wait=args.ddp_timeout
+            args.parallelism_config, trainer=name, longest_wait=args.ddp_timeout
         )
         model = self.load_policy(
             model,

@@ -307,6 +307,7 @@ class LogCompletionsCallback(TrainerCallback):
             except Exception as error:  # it must not end the training
                 _log.warning("The completions of step %d could not be logged: %s", step, reason_of(error))
 
+    @distributed.without_teams()
     def _sampled(self) -> list[tuple[str, str]]:
         """Prompts and completions, as texts, in the order of the dataset; each process samples its share."""
         args, tokenizer = self.trainer.args, self.trainer.tokenizer

@@ -37,6 +37,7 @@ def seen(process: int) -> dict[str, Any]:
         "place_in_team": distributed.place_in_team(),
         "is_main": distributed.is_main(),
         "gathered": distributed.gather_objects(process),
+        "in_team": distributed.gather_in_team(process),
         "rows": distributed.gather_rows([process] * (1 + distributed.rank())),
         "exchanged": distributed.exchange([10 * process + to for to in range(distributed.world_size())], CPU),
         "sum": distributed.sum_over_ranks([process], CPU),
@@ -120,6 +121,9 @@ def main(process: int, path: Path) -> None:
     form_teams(2)
     results = {"alone": alone, "in_teams": seen(process), **exchanged()}
     results |= {"scores": scores, "scores_in_teams": scores_of_a_forest(), "rows": rows}
+    with distributed.without_teams():
+        results["without_teams"] = seen(process)
+    results["in_teams_again"] = seen(process)
     distributed.wait_for_all()
     form_teams(1)
     results["alone_again"] = seen(process)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.launch import run_module
 
-KILLS = {"ddp": 1, "zero3": 2}
+# With ZeRO-3, both share the tokens of every row.
+KILLS = {"ddp": 1, "zero3_sp2": 2}
 
 
 def test_runs_of_two_processes_survive_the_kill_of_one(tmp_path: Path) -> None:

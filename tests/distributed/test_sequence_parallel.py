@@ -27,6 +27,10 @@ NAMES = (
     "dpo",
     "orpo",
     "reward",
+    "grpo_reuse",
+    "grpo_replay",
+    "ppo",
+    "distillation",
 )
 
 
@@ -53,6 +57,8 @@ def test_the_update_is_that_of_one_process(
     assert (result["update"] - expected["update"]).norm() / expected["update"].norm() < TOLERANCE
     for key in ("losses", "grad_norms", "eval"):
         assert result[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
-    assert bool(expected["eval"]) == (name == "sft_eval")
-    # Half of the tokens on each process, one more where their number is odd.
+    assert bool(expected["eval"]) == bool(CASES[name].eval_rows)
+    # Half of the tokens on each process, and half of the prompts to sample from; one more where their number is odd.
     assert result["widths"] == [-(-width // 2) for width in expected["widths"]]
+    assert result["prompts"] == [-(-count // 2) for count in expected["prompts"]]
+    assert bool(expected["prompts"]) == name.startswith(("grpo", "ppo", "distillation"))

@@ -35,6 +35,7 @@ def test_what_is_gathered_or_summed_counts_each_row_once(process: int, results: 
         "place_in_team": place,
         "is_main": process == 0,
         "gathered": peers,
+        "in_team": [2 * rank, 2 * rank + 1],
         "rows": ([peers[0], peers[1], peers[1]], rank),
         "exchanged": [10 * peer + rank for peer in peers],
         "sum": [sum(peers)],
@@ -49,9 +50,12 @@ def test_without_teams_every_process_is_a_rank(process: int, results: list[dict[
     alone = results[process]["alone"]
     assert (alone["rank"], alone["world_size"], alone["place_in_team"]) == (process, 4, 0)
     assert alone["gathered"] == [0, 1, 2, 3]
+    assert alone["in_team"] == [process]
     assert alone["exchanged"] == [10 * other + process for other in PROCESSES]
     assert alone["sum"] == [6]
     assert results[process]["alone_again"] == alone
+    assert results[process]["without_teams"] == alone
+    assert results[process]["in_teams_again"] == results[process]["in_teams"]
 
 
 @pytest.mark.parametrize("process", PROCESSES)

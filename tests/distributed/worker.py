@@ -10,6 +10,7 @@ import faulthandler
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from prefrl import distributed
+from prefrl.generation.local.generator import LocalGenerator
 from prefrl.trainer.base_trainer import BaseTrainer
+from prefrl.trainer.online.trainer import OnlineTrainer
+from prefrl.types import Completion
 from tests import plans
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, make_trainer, model_of
@@ -97,6 +101,20 @@ def record_widths(trainer: BaseTrainer) -> list[int]:
     return widths
 
 
+def record_prompts(trainer: BaseTrainer) -> list[int]:
+    """How many prompts are sampled from here, in each call of the generator from now on, if there is one."""
+    counts: list[int] = []
+    if isinstance(trainer, OnlineTrainer) and isinstance(trainer.generator, LocalGenerator):
+        generate = trainer.generator.generate
+
+        def counted(prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[list[Completion]]:
+            counts.append(len(prompts))
+            return generate(prompts, *args, **kwargs)
+
+        trainer.generator.generate = counted  # type: ignore[method-assign]
+    return counts
+
+
 def record_layers(trainer: BaseTrainer) -> list[int]:
     """Elements of the layers that are here when a forward pass of a training step begins, from now on."""
     elements: list[int] = []
@@ -145,7 +163,7 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
     started = time.perf_counter()
     trainer = make(name, case, folder, **options)
     before = weights_of(trainer)
-    widths, layers = record_widths(trainer), record_layers(trainer)
+    widths, layers, prompts = record_widths(trainer), record_layers(trainer), record_prompts(trainer)
     trainer.train()
     after = weights_of(trainer)
     parameters = list(distributed.unwrap(trainer.model_wrapped).parameters())
@@ -154,6 +172,7 @@ def run(name: str, case: Case, folder: Path, options: dict[str, Any]) -> dict[st
     return {
         "update": torch.cat([_change(before[key], after[key]).flatten() for key in before]),
         "widths": widths,
+        "prompts": prompts,
         "layers": layers,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "loss" in entry],

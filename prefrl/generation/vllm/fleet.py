@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefrl.distributed import gather_objects
+from prefrl.distributed import from_main
 from prefrl.errors import GenerationError, WeightSyncError
 from prefrl.generation.vllm.handshake import handshake, is_healthy, weight_version
 from prefrl.generation.vllm.pending import error_of, raise_shared
@@ -76,7 +76,7 @@ class Fleet:
         self._weights: WeightSource | None = None
         self.step = 0  # optimizer step of the weights that servers should have
         self.server_timeout = server_timeout
-        self.run: str = gather_objects(secrets.token_hex(4))[0]
+        self.run: str = from_main(secrets.token_hex(4))
         self.infos: dict[str, ServerInfo] = {}  # by URL; empty before the first connection
         self.is_sending = False
         self.stats = VLLMStats()
@@ -148,7 +148,7 @@ class Fleet:
     def invalidate(self) -> None:
         """Make the next `sync` send the weights to all servers."""
         # With a new run name, no server has a current version any more.
-        self.run = gather_objects(secrets.token_hex(4))[0]
+        self.run = from_main(secrets.token_hex(4))
         self._with_our_weights.clear()
         for url in self._urls:
             self._weight_sync.forget(url)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Generic
 
-from prefrl.distributed import gather_objects
+from prefrl.distributed import gather_objects, without_teams
 from prefrl.errors import GenerationError, PrefrlError
 from prefrl.generation.base import Conversations, Home, SamplingParams
 from prefrl.generation.vllm.asking import Asker, Done, Failed, Lost, Outcome, Q, R
@@ -144,7 +144,9 @@ def raise_shared(error: Exception | None) -> None:
     shareable = error
     if error is not None and not isinstance(error, PrefrlError):
         shareable = GenerationError(f"{type(error).__name__}: {error}")
-    first = next((its_error for its_error in gather_objects(shareable) if its_error is not None), None)
+    with without_teams():
+        errors = gather_objects(shareable)
+    first = next((its_error for its_error in errors if its_error is not None), None)
     if first is not None and first is error:
         raise error
     if first is not None:

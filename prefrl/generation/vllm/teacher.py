@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefrl.distributed import is_main, rank
+from prefrl.distributed import gather_in_team, is_main, place_in_team, rank, team_size, without_teams
 from prefrl.errors import AbsentServerError, ConfigError, GenerationError
 from prefrl.generation.server import key_of_user
 from prefrl.generation.vllm.asking import Asker, Balance, Server
@@ -186,7 +186,10 @@ class TeacherServers(Asker[TextRequest, TopLogprobs]):
             TextRequest(number, text.tolist(), length)
             for number, (text, length) in enumerate(zip(batch.texts, batch.response_lengths, strict=True))
         ]
-        found = dict(VLLMPending(self, requests).as_completed())
+        mine = requests[place_in_team() :: team_size()]  # a team has the same texts
+        with without_teams():
+            own = dict(VLLMPending(self, mine).as_completed())
+        found = {number: top for part in gather_in_team(own) for number, top in part.items()}
         none = torch.empty(0, self._params.top_k)
         tops = [found[number] for number in range(len(requests))]
         return TopLogprobs(

@@ -30,7 +30,6 @@ from prefrl.data.packing import list_lengths
 from prefrl.errors import DataError, printable
 from prefrl.generation.local.generator import end_token_ids
 from prefrl.models.plans import position_limit
-from prefrl.options.training import num_ranks
 from prefrl.rewards.named import reward_by_name
 from prefrl.rewards.runner import RewardRunner, RewardScores
 from prefrl.scripts.checkup.findings import Section, logged_into, rows_in_memory
@@ -284,7 +283,7 @@ class Batches:
         if not isinstance(per_device, int):  # auto
             return cls(("sizes that are 'auto' are determined when the run begins",), 1, 1, num_rows, None)
         accumulation = int(config.gradient_accumulation_steps)
-        ranks = num_ranks(config) if subject.plan is None else subject.plan.num_ranks
+        ranks = config.num_ranks if subject.plan is None else subject.plan.num_ranks
         rows = per_device * accumulation * ranks
         who = "processes" if ranks == config.world_size else f"teams of {config.world_size // ranks} processes"
         noun = "completions" if subject.is_online else "rows"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def plan_of(config: Any, launch: LaunchArguments | None, *, device_memory: float
     partition = partition_of(content, count, option=option)
     if config.parallelism_config is not None:
         partition = replace(partition, team_size=int(config.parallelism_config.sp_size))
+    elif partition.team_size > 1:  # so that sizes count teams
+        config.parallelism_config = SimpleNamespace(sp_size=partition.team_size)
     if count % partition.team_size:
         raise ConfigError(
             f"parallelism_config.sp_size={partition.team_size}: must divide the number of processes, {count}. Change "

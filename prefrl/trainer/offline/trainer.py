@@ -96,7 +96,6 @@ class OfflineTrainer(BaseTrainer[Ready], Generic[Loaded, Ready]):
         DataError: A dataset cannot be used; the message names the row and the column.
     """
 
-    _splits_rows = True
     _derived_columns = tuple(REFERENCE_COLUMNS.values())
     # For `compute_metrics`: the predictions and labels of a batch's rows, from `LossOutput.predictions`.
     predictions_of: Callable[[Any, Tensor], tuple[Sequence[Any], Sequence[Any]]] = staticmethod(predicted_pairs)

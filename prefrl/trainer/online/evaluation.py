@@ -58,16 +58,20 @@ class EvaluationRollouts:
     def sample(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Metric]:
         """Metrics of completions of some prompts. All ranks must call it, even those without prompts."""
         started = self.collector.clock()
-        sampling = self.args.evaluation_sampling_params()
-        # Recovery of a server may need all ranks.
-        collected = self.collector.collect(self.collector.ask(rows, sampling, self._seeds(rows)))
-        if self.args.needs_greedy and self.has_loss:
-            add_greedy(collected, self.collector, sampling)
+        sampling, seeds = self.args.evaluation_sampling_params(), self._seeds(rows)
+        place, size = distributed.place_in_team(), distributed.team_size()
+        with distributed.without_teams():  # each process samples its part
+            # Recovery of a server may need all ranks.
+            asked = self.collector.ask(rows[place::size], sampling, dict([*seeds.items()][place::size]))
+            own = self.collector.collect(asked)
+            if self.args.needs_greedy and self.has_loss:
+                add_greedy(own, self.collector, sampling)
+        collected = own.of_team()
         self._kept.append(collected)
         if not rows:
             return {}
         seconds = self.collector.clock() - started
-        times = {"generation": seconds - collected.reward_s, "reward": collected.reward_s}
+        times = {"generation": seconds - own.reward_s, "reward": own.reward_s}
         has_rewards = bool(self.collector.rewards.names)
         metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
         return metrics | {f"time/{name}_s": Mean(value, 1) for name, value in times.items()}

@@ -76,12 +76,20 @@ def most_completions(args: PolicyGradientConfig) -> int:
 
 
 def check_prompts(args: PolicyGradientConfig, dataset: Any) -> None:
-    """Reject a stream for what needs all rows, and a dataset that is smaller than a generation batch.
+    """Reject groups that processes would share, but get at other times, and a stream for what needs all rows.
+
+    A dataset that is smaller than a generation batch is rejected, too.
 
     Raises:
         ConfigError: Names the option.
         DataError: Says how many prompts are needed.
     """
+    if args.generation_mode == "overlap" and distributed.team_size() > 1:
+        raise ConfigError(
+            f"generation_mode='overlap' with sp_size={distributed.team_size()} of parallelism_config: processes of "
+            "a team train on the same groups, but would get them in different orders. Use generation_mode='sync' or "
+            "'async'."
+        )
     if isinstance(dataset, datasets.IterableDataset):
         for name in ("dynamic_sampling", "curriculum"):
             if getattr(args, name):
@@ -343,6 +351,7 @@ class Prompts:
 
     # Checkpoints.
 
+    @distributed.without_teams()
     def save(self, folder: Path) -> None:
         """Write the state of the curriculum, which is the same on all ranks, and the open tickets of all ranks."""
         if self.curriculum is not None and self._args.should_save:
@@ -350,6 +359,7 @@ class Prompts:
         if self.pool is not None:
             self.pool.save(folder / _POOL_FILE, writes=self._args.should_save)
 
+    @distributed.without_teams()
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
         if self.curriculum is not None:

@@ -80,11 +80,6 @@ class Episodes:
             self._check(args)
 
     def _check(self, args: OnlineConfig) -> None:
-        if distributed.team_size() > 1:
-            raise ConfigError(
-                f"sp_size={distributed.team_size()} with tools or environment_factory: each process of a team would "
-                "play the same episodes. Set sp_size=1."
-            )
         if isinstance(args, PolicyGradientConfig) and args.loss_params.min_filter_prefix_tokens is not None:
             raise ConfigError(
                 f"loss_kwargs: min_filter_prefix_tokens={args.loss_params.min_filter_prefix_tokens} with tools or "

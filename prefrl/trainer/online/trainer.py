@@ -165,8 +165,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self._add_reference(self.args, loaded_reference(self._ref_model, self.policy, self.args))
         add_teacher(self, self._teacher, self._idle_batch())
 
+    @distributed.without_teams()
     def _set_up_sampling(self, args: PolicyGradientConfig) -> None:
-        """From prompts to scored rollouts."""
+        """From prompts to scored rollouts, for which each process has prompts of its own."""
         self.weights = PolicyWeights(self.policy)
         autocast, max_rows = self.accelerator.autocast, most_completions(args)
         self.generator: Generator = make_generator(
@@ -179,8 +180,9 @@ class OnlineTrainer(BaseTrainer[Ready]):
         has_loss = self.eval_rewards is self.rewards
         collector = self._collector if has_loss else collects(self.eval_rewards)
         self._evaluation = EvaluationRollouts(args, collector, has_loss=has_loss)
-        rows = numbered_rows(args, self.train_dataset)
+        rows, folder = numbered_rows(args, self.train_dataset), Path(args.output_dir, "completions")
         self.prompts = Prompts(args, *rows, collector=self._collector, sync=self._sync_generator)
+        self.journal = Journal(folder, distributed.rank(), distributed.world_size(), keep=args.journal_keep)
 
     def _sampler(self) -> RolloutSampler:
         """What samples rollouts, with the current generator."""
@@ -194,9 +196,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         hidden_size = self.policy.config.get_text_config().hidden_size
         cut = lambda batch: self.cut(batch, args.rows_per_micro_batch)  # noqa: E731 - the number may change
         self._minibatches = MinibatchMaker(args, self.objective, self.scorer, cut, hidden_size)
-        place = (distributed.rank(), distributed.world_size())
         self._tables = Tables(args.report_to)
-        self.journal = Journal(Path(args.output_dir, "completions"), *place, keep=args.journal_keep)
         self.health = SignalHealth(args, has_rewards=bool(self.rewards.names))
         self._fresh_logprobs: list[Tensor] = []  # of this step's micro-batches, if they are visited again
         self._num_sampled_tokens = 0  # sampled since the last addition to `num_tokens`
@@ -259,24 +259,26 @@ class OnlineTrainer(BaseTrainer[Ready]):
         several if the batch of a step has grown.
         """
         if self.buffer.is_spent:
-            generations = {number: self._collect(number) for number in self.plan.units}
+            own = {number: self._collect(number) for number in self.plan.units}
+            generations = {number: collected.of_team() for number, collected in own.items()}
             rollouts = joined(list(generations.values()), num_prompts=self.prompts.num_prompts)
             learned = self._learned(rollouts, num_parts=self.plan.unit // self.args.num_iterations)
             merge(self.metrics["train"], learned.metrics)
-            for number, collected in generations.items():
+            for number, collected in own.items():
                 self._seal(number, [collected])  # with the advantages, and before anything has learned from it
             minibatches, order, args = self._minibatches.of(learned), None, self.args
             if args.shuffle_minibatches:
                 order = visit_order(len(minibatches), args.num_iterations, seed=args.seed, generation=min(generations))
             self.buffer.fill(minibatches, order=order)
-            for collected in generations.values():
-                self._report(collected)
+            for number, collected in generations.items():
+                self._report(own[number], collected)
         minibatch = self.buffer.next()
         merge(self.metrics["train"], minibatch.metrics)
         return list(minibatch.micro_batches), minibatch.num_items
 
+    @distributed.without_teams()
     def _collect(self, number: int) -> Collected:
-        """The scored rollouts of a generation batch: those that an interrupted run has left, otherwise new ones."""
+        """This process's part of a generation batch: what an interrupted run has left, or new scored rollouts."""
         left = self.journal.left(number, step=number * self.plan.unit)
         if left is not None:
             self.prompts.repeat(left[0])
@@ -349,7 +351,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
             merge(self.metrics["train"], minibatch.metrics)
             yield minibatch
         self._seal(number, parts)
-        self._report(Collected.concat(parts))
+        collected = Collected.concat(parts)
+        self._report(collected, collected)
         (num_tokens,) = distributed.sum_over_ranks([self._tokens_seen([])], self.args.device)
         self.state.num_input_tokens_seen += int(num_tokens)
 
@@ -379,6 +382,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         self.prompts.drop_prefetched()
         self.health.end()
 
+    @distributed.without_teams()
     def _sync_generator(self) -> None:
         """Send the current weights to the generator."""
         with self.account.phase("weight_sync" if self.args.use_vllm else "generation"):
@@ -444,16 +448,17 @@ class OnlineTrainer(BaseTrainer[Ready]):
         old_policy = ["old_policy"] if self.args.updates_per_generation > 1 or self.learner.needs else []
         return [*(["weight_sync"] if self.args.use_vllm else []), "generation", "reward", *old_policy, *super().phases]
 
-    def _report(self, collected: Collected) -> None:
-        """Record the metrics of a generation batch, and print its table if that is on."""
+    def _report(self, own: Collected, collected: Collected) -> None:
+        """Record the metrics of a generation batch of this process and its team, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
         step, has_rewards = self.state.global_step, bool(self.rewards.names)
         metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
         metrics |= self.health.check(collected.rollouts)
-        if self.args.use_vllm:
-            metrics |= server_metrics(collected.rollouts, self.generator, step=step)
+        of_process = server_metrics(own.rollouts, self.generator, step=step) if self.args.use_vllm else {}
         if self.args.generation_mode == "async":
-            metrics |= self.prompts.learned(collected)
+            of_process |= self.prompts.learned(own)
+        for part in distributed.gather_in_team(of_process):
+            merge(metrics, part)
         merge(self.metrics["train"], metrics | collected.metrics)
         self.history.show_samples(collected.rollouts)
         if self.args.log_completions:
@@ -478,7 +483,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _save_update_state(self, folder: Path) -> None:
         """See `BaseTrainer`; also writes the rollout buffer, the curriculum and the state of learner and objective."""
         super()._save_update_state(folder)
-        self.buffer.save(folder / distributed.rollouts_file(distributed.rank(), distributed.world_size()))
+        if distributed.place_in_team() == 0:
+            self.buffer.save(folder / distributed.rollouts_file(distributed.rank(), distributed.world_size()))
         self.prompts.save(folder)
         if self.args.should_save:
             (folder / _STATE_FILE).write_text(json.dumps(state_of(self.learner)), encoding="utf-8")
@@ -486,7 +492,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _load_update_state(self, folder: Path) -> None:
         """Read what `_save_update_state` wrote; with another number of processes, redistribute the rollouts."""
         rank, size = distributed.rank(), distributed.world_size()
-        num_files = distributed.writer_of(folder).num_processes
+        num_files = distributed.writer_of(folder).num_ranks
         paths = [folder / distributed.rollouts_file(number, num_files) for number in range(num_files)]
         self.buffer.load_share(paths, cut=self._minibatches.cut, rank=rank, world_size=size)
         self.prompts.load(folder)

@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from prefrl import distributed
+from prefrl import GRPOConfig, distributed
 from prefrl.distributed import check_deepspeed, check_model, processes, set_up_parallelism, tell_ddp
 from prefrl.distributed.launch import check_parallelism
 from prefrl.errors import ConfigError
 from prefrl.models.forward import token_logprobs
 from prefrl.registry import REGISTRY
+from prefrl.trainer.online.prompts import check_prompts
 from tests.assets import ragged_batch, tiny_model
 from tests.contract.cases import make_trainer, ragged_reward
 
@@ -36,23 +37,18 @@ def ulysses(*, sp_size: int = 2, processes: int = 4, handler: dict[str, Any] | N
     """Check a config with sequence parallelism for a trainer that can."""
     sp_handler = DeepSpeedSequenceParallelConfig(**(handler or {}))
     config = ParallelismConfig(sp_size=sp_size, sp_handler=sp_handler, **sizes)
-    check_parallelism(config, trainer="SFTTrainer", splits_rows=True, num_processes=processes)
+    check_parallelism(config, trainer="SFTTrainer", num_processes=processes)
 
 
-@pytest.mark.parametrize("field", ["cp_size", "tp_size", "sp_size"])
-def test_each_size_is_refused_with_its_value_the_trainer_and_a_remedy(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"parallelism_config\.{field}=2: GRPOTrainer cannot .*\. (Set|Load) "):
-        check_parallelism(ParallelismConfig(**{field: 2}), trainer="GRPOTrainer", splits_rows=False, num_processes=2)
-
-
-def test_context_parallelism_gives_way_to_sequence_parallelism_where_that_works() -> None:
-    with pytest.raises(ConfigError, match=r"cp_size=2: SFTTrainer cannot .*\. Use sp_size=2 instead"):
-        check_parallelism(ParallelismConfig(cp_size=2), trainer="SFTTrainer", splits_rows=True, num_processes=2)
+@pytest.mark.parametrize(("field", "remedy"), [("cp_size", "Use sp_size=2 instead"), ("tp_size", "Load the whole")])
+def test_each_size_is_refused_with_its_value_the_trainer_and_a_remedy(field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"parallelism_config\.{field}=2: GRPOTrainer cannot .*\. {remedy}"):
+        check_parallelism(ParallelismConfig(**{field: 2}), trainer="GRPOTrainer", num_processes=2)
 
 
 def test_data_parallelism_is_not_refused() -> None:
     config = ParallelismConfig(dp_shard_size=2, dp_replicate_size=2)
-    check_parallelism(config, trainer="GRPOTrainer", splits_rows=False, num_processes=4)
+    check_parallelism(config, trainer="GRPOTrainer", num_processes=4)
 
 
 def test_sequence_parallelism_is_not_refused_where_all_sizes_agree() -> None:
@@ -82,12 +78,40 @@ def test_options_of_sequence_parallelism_without_effect_are_refused(options: dic
 
 def test_a_size_of_accelerates_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
-    assert set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True, longest_wait=1800) is None
+    assert set_up_parallelism(None, trainer="SFTTrainer", longest_wait=1800) is None
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     with pytest.raises(ConfigError, match=r"parallelism_config\.cp_size=4"):
-        set_up_parallelism(None, trainer="SFTTrainer", splits_rows=True, longest_wait=1800)
+        set_up_parallelism(None, trainer="SFTTrainer", longest_wait=1800)
     given = ParallelismConfig(cp_size=1, dp_shard_size=2)
-    assert set_up_parallelism(given, trainer="SFTTrainer", splits_rows=True, longest_wait=1800) is given
+    assert set_up_parallelism(given, trainer="SFTTrainer", longest_wait=1800) is given
+
+
+def grpo(folder: Path, parallelism: ParallelismConfig | None, **options: Any) -> GRPOConfig:
+    """Options of GRPO for four processes."""
+    options |= {"output_dir": str(folder), "use_cpu": True, "parallelism_config": parallelism}
+    return GRPOConfig.for_processes(4, **options, per_device_train_batch_size=8)
+
+
+def test_a_generation_batch_counts_teams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def completions(parallelism: ParallelismConfig | None) -> int:
+        return grpo(tmp_path, parallelism).completions_of_generation
+
+    assert completions(None) == 32
+    assert completions(ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig())) == 16
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
+    assert completions(None) == 32  # of a file that accelerate does not use
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    assert completions(None) == 8
+
+
+def test_groups_that_arrive_at_other_times_on_each_process_of_a_team_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = grpo(tmp_path, None, generation_mode="overlap", use_vllm=True)
+    check_prompts(config, None)
+    monkeypatch.setattr(processes, "_teams", processes._Teams(2, None, None))
+    with pytest.raises(ConfigError, match=r"generation_mode='overlap' with sp_size=2 of parallelism_config: .* Use "):
+        check_prompts(config, None)
 
 
 def test_a_model_whose_heads_cannot_be_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from prefrl.errors import ConfigError, DataError, RewardError
+from prefrl.metrics import Mean
 from prefrl.options.rollout import CurriculumParams, CurriculumWeighting, ResamplingParams
 from prefrl.rollout.collect import Collected, prompt_seed
 from prefrl.rollout.curriculum import (
@@ -306,6 +307,18 @@ def test_replaced_groups_bring_their_columns_along() -> None:
     assert both.logged_metrics == {"m": 3.0}
     assert both.logged_columns == {"note": ["a", "B", "c"]}
     assert both.reward_s == 1.5
+
+
+def test_a_team_has_what_all_its_processes_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Collected([rollout(1, 1.0)], {"m": 4.0}, {"note": ["b"]}, metrics={"tries": Mean(1.0, 1.0)})
+    other = Collected([rollout(2, 0.0), rollout(0, 0.0)], {"m": 1.0}, metrics={"tries": Mean(8.0, 2.0)})
+    assert own.of_team() is own  # one process
+    monkeypatch.setattr("prefrl.distributed.gather_in_team", lambda mine: [other, mine])
+    team = own.of_team()
+    assert [each.group for each in team.rollouts] == [0, 1, 2]
+    assert team.rollouts[1] is own.rollouts[0]  # gets its advantage
+    assert (team.logged_metrics, team.logged_columns) == ({"m": 2.0}, {"note": [None, "b", None]})
+    assert team.metrics == {"tries": Mean(9.0, 3.0)}
 
 
 def test_tokens_of_replaced_episodes_are_dropped() -> None:
