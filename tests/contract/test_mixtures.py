@@ -140,10 +140,12 @@ def test_with_replay_the_update_is_the_same_however_the_work_is_cut(tmp_path: Pa
 
 
 class Restless(LocalGenerator):
-    """A sampler with other experts: each number is one higher."""
+    """A sampler with other experts, if it says which: each number is one higher."""
 
     def generate(self, *args: Any, **options: Any) -> list[list[Completion]]:
         found = super().generate(*args, **options)
+        if self._replay is None:
+            return found
         return [[replace(one, routes=(one.routes + 1) % 4) for one in group] for group in found]
 
 
@@ -172,14 +174,51 @@ def test_a_reference_that_is_the_policy_without_its_adapter_chooses_itself(tmp_p
 
 
 def test_a_model_that_cannot_replay_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="router_replay=True does not work for Qwen2ForCausalLM: no module of it"):
+    with pytest.raises(ConfigError, match="router_replay does not work for Qwen2ForCausalLM: no module of it"):
         make_trainer("grpo", tmp_path, router_replay=True)
 
 
-def test_a_server_that_samples_from_a_mixture_without_replay_is_warned_of(
+def test_by_default_a_mixture_replays_the_experts_of_its_sampler(tmp_path: Path) -> None:
+    update, logged = restless(tmp_path, **COEF)
+    expected, entry = restless(tmp_path, **REPLAY)
+    assert torch.equal(update, expected)
+    assert logged["sampling/routes_changed"] == entry["sampling/routes_changed"] > 0.5
+    own, plain = restless(tmp_path, router_replay=False, **COEF)
+    assert relative_difference(own, expected) > 0.1
+    assert "sampling/routes_changed" not in plain
+    _, dense = trained("grpo", tmp_path, model=model_of("grpo"))
+    assert "sampling/routes_changed" not in dense
+
+
+def test_by_default_a_mixture_that_cannot_replay_trains_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for value, is_warned in ((None, True), (False, False)):
-        caplog.clear()
-        make_trainer("grpo", tmp_path, model=mixture_of("grpo"), use_vllm=True, router_replay=value)
-        assert ("router_replay=True" in caplog.text) == is_warned
+    model = model_of("grpo", architecture="phimoe", num_local_experts=4, num_experts_per_tok=2)
+    _, logged = trained("grpo", tmp_path, model=model)
+    assert "not replayed in training: router_replay does not work for PhimoeForCausalLM: no module" in caplog.text
+    assert "sampling/routes_changed" not in logged
+    caplog.clear()
+    make_trainer("grpo", tmp_path, model=mixture_of("grpo"), torch_compile=True)
+    assert "torch_compile=True with Qwen3MoeForCausalLM, a mixture of experts" in caplog.text
+
+
+# Router replay: experts of the pass that computes old log-probs.
+
+TWICE = {"num_iterations": 2, "max_steps": 2, "learning_rate": 3.0}
+
+
+def logs_of_two_visits(folder: Path, **options: Any) -> list[dict[str, float]]:
+    trainer = make_trainer("grpo", folder, model=mixture_of("grpo"), **TWICE, **COEF, **options)
+    trainer.generator.__class__ = Restless
+    trainer.train()
+    return trainer.state.log_history[:2]
+
+
+def test_later_updates_keep_the_experts_of_the_pass_that_computed_old_log_probs(tmp_path: Path) -> None:
+    first, second = logs_of_two_visits(tmp_path, router_replay="R2")
+    # The trainer's own experts, whatever the sampler has chosen; after an update, its routers would choose others.
+    assert first["sampling/routes_changed"] == 0
+    assert second["sampling/routes_changed"] > 0.01
+    plain, other = logs_of_two_visits(tmp_path, router_replay=False)
+    assert first["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+    assert second["loss"] != pytest.approx(other["loss"], rel=1e-3)

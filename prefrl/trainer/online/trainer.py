@@ -307,6 +307,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         needs, scores = self.learner.needs, Scores({})
         if needs:
             scores = self.scorer.needed(batch, needs, rows_per_pass=self.args.rows_per_micro_batch)
+            batch = scores.with_routes(batch)
         learned = self.learner.advantages(
             batch, scores, rollouts, num_parts=num_parts, step=self.state.global_step, over_ranks=over_ranks
         )
@@ -441,7 +442,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
     @cached_property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
-        old_policy = ["old_policy"] if self.args.updates_per_generation > 1 or self.learner.needs else []
+        is_scored = self.args.updates_per_generation > 1 or self.learner.needs or self.args.records_routes
+        old_policy = ["old_policy"] if is_scored else []
         return [*(["weight_sync"] if self.args.use_vllm else []), "generation", "reward", *old_policy, *super().phases]
 
     def _report(self, collected: Collected) -> None:
