@@ -185,7 +185,9 @@ class Record:
         self._num_prompt = len(batch.prompt_ids)
         numbers = torch.arange(self._num_prompt + len(batch.response_ids), device=batch.device)[:, None, None]
         # The numbers stand where layouts expect routes, those of one layer with one expert.
-        self.batch = batch.replace(prompt_routes=numbers[: self._num_prompt], response_routes=numbers[self._num_prompt :])
+        self.batch = batch.replace(
+            prompt_routes=numbers[: self._num_prompt], response_routes=numbers[self._num_prompt :]
+        )
         self._numbers: list[Tensor] = []
         self._chosen: list[Tensor] = []
 
@@ -201,7 +203,9 @@ class Record:
 
         All processes of a team must call it: each has run a part of the tokens.
         """
-        own = self.batch.response_ids.new_zeros(self.batch.num_tokens + self._num_prompt, len(owner.layers), owner.top_k)
+        own = self.batch.response_ids.new_zeros(
+            self.batch.num_tokens + self._num_prompt, len(owner.layers), owner.top_k
+        )
         place, num_tokens = place_in_team(), len(own)
         ran = own.new_zeros(num_tokens, team_size())
         for numbers, chosen in zip(self._numbers, self._chosen, strict=True):
@@ -313,6 +317,12 @@ class RouterReplay:
             self._record.add(routes)
         if self.counts is not None and routes.changed:
             self.counts.append(routes.counts)
+
+
+def may_be_mixture(model: PreTrainedModel) -> bool:
+    """Whether the config says that there are experts; a trial tells whether they can replay."""
+    config = model.config.get_text_config().to_dict()
+    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in config.items())
 
 
 def _unsupported(model: PreTrainedModel, reason: str) -> ConfigError:

@@ -15,6 +15,7 @@ from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.adapters import lora_config
 from prefrl.registry import REGISTRY
 from prefrl.types import Completion
+from tests import vlms
 from tests.assets import EXPERTS
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, model_of, relative_difference, update_of, weights_of
 
@@ -222,3 +223,51 @@ def test_later_updates_keep_the_experts_of_the_pass_that_computed_old_log_probs(
     plain, other = logs_of_two_visits(tmp_path, router_replay=False)
     assert first["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     assert second["loss"] != pytest.approx(other["loss"], rel=1e-3)
+
+
+class Asked(LocalGenerator):
+    """Notes whether routers are known when completions are asked for, as those who read servers' answers need."""
+
+    known: list[bool]
+
+    def generate(self, *args: Any, **options: Any) -> list[list[Completion]]:
+        assert self._replay is not None
+        self.known.append(self._replay.is_proven)
+        return super().generate(*args, **options)
+
+
+def test_routers_are_known_before_an_evaluation_that_comes_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as several:  # processes, which leave the trial to their first passes
+        several.setattr("prefrl.trainer.features.replay.distributed.num_processes", lambda: 2)
+        model, evaluated = mixture_of("grpo"), dataset_of("grpo", 4)
+        trainer = make_trainer("grpo", tmp_path, model=model, eval_dataset=evaluated)
+    trainer.generator.__class__, trainer.generator.known = Asked, []
+    trainer.evaluate()
+    assert trainer.generator.known
+    assert all(trainer.generator.known)
+
+
+# Router replay: prompts with images.
+
+
+def with_images(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[torch.Tensor, dict[str, float]]:
+    monkeypatch.setitem(vlms.FAMILIES, "mixture", vlms.qwen3_vl_mixture)
+    trainer = make_trainer("grpo", folder, pictures="mixture", **options)
+    trainer.generator.__class__ = Restless
+    update = update_of(trainer)
+    return update, trainer.state.log_history[0]
+
+
+def test_the_tokens_of_images_have_the_experts_of_the_sampler_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, logged = with_images(tmp_path, monkeypatch)
+    assert logged["sampling/routes_changed"] > 0.5
+    padded, entry = with_images(tmp_path, monkeypatch, forward_plan="padded")
+    assert relative_difference(padded, update) < TOLERANCE
+    own, _ = with_images(tmp_path, monkeypatch, router_replay=False)
+    assert relative_difference(own, update) > 0.1

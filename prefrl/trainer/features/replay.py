@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.metrics import Mean
-from prefrl.models.router_replay import RouterReplay
+from prefrl.models.router_replay import RouterReplay, may_be_mixture
 from prefrl.models.scoring import prepare_for_scoring, user_model
 from prefrl.options.online import OnlineOptions
 from prefrl.trainer.base_config import BaseConfig
@@ -28,7 +28,7 @@ def router_replay(args: BaseConfig, policy: PreTrainedModel) -> ReplayedRouters 
     if not isinstance(args, OnlineOptions) or args.router_replay is False:
         return None
     is_open = args.router_replay is None
-    if is_open and not _may_be_mixture(policy):
+    if is_open and not may_be_mixture(policy):
         return None
     if is_open and args.torch_compile:
         if distributed.is_main():
@@ -40,12 +40,6 @@ def router_replay(args: BaseConfig, policy: PreTrainedModel) -> ReplayedRouters 
             )
         return None
     return ReplayedRouters(records=args.records_routes, is_required=not is_open)
-
-
-def _may_be_mixture(policy: PreTrainedModel) -> bool:
-    """Whether the config says that there are experts; a trial tells whether they can replay."""
-    config = policy.config.get_text_config().to_dict()
-    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in config.items())
 
 
 class ReplayedRouters(Part):

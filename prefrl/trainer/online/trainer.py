@@ -32,7 +32,7 @@ from prefrl.trainer.arguments import (
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.features import SharedDevice
-from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
+from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts, find_routers
 from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
@@ -402,6 +402,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         has_average = self.evaluates_averages  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
+        find_routers(self.policy, self.args.device)
         self._sync_generator()
         state = state_of(self.learner)
         self._evaluation.take()  # what an evaluation that failed has left
