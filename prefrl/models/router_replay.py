@@ -296,7 +296,7 @@ class RouterReplay:
 
     @contextmanager
     def recording(self, batch: TokenBatch) -> Iterator[Record]:
-        """Context in which passes over pieces of `Record.batch` are recorded. Batches in it have no routes to replay."""
+        """Context in which passes over pieces of `Record.batch` are recorded, and nothing is replayed."""
         self._record = record = Record(batch)
         try:
             yield record

@@ -198,7 +198,7 @@ GENERATION_SIZE_RULES = (
     ),
     when(
         lambda o: o.records_routes and o.steps_of_a_generation == 1,
-        "router_replay='R2' with one optimizer step for each generation batch: nothing is learned from twice, so there "
+        "router_replay='R2' with one optimizer step for each generation batch: its own pass is the only one, so there "
         "are no old log-probs whose experts could be replayed. Set num_iterations or steps_per_generation above 1, or "
         "router_replay='R3'.",
         example("grpo", router_replay="R2"),

@@ -45,7 +45,7 @@ def find_routers(policy: PreTrainedModel, device: torch.device) -> None:
     replay = prepare_for_scoring(policy).replay
     if replay is None or replay.is_proven or replay.is_refused:
         return
-    model = policy if distributed.is_sharded(policy) else policy.to(device)  # type: ignore[arg-type]  # as in Evaluation
+    model = policy if distributed.is_sharded(policy) else policy.to(device)
     with torch.no_grad(), eval_mode(model), distributed.usable(model):
         verdict_of(model)
     distributed.release(model)
