@@ -51,7 +51,7 @@ class Learned:
     replay: str
     seed: int
     rewards: list[float]  # mean of each generation batch
-    routes_changed: float | None  # mean over all steps of `sampling/routes_changed`
+    routes_changed: float | None  # mean of `sampling/routes_changed` in the first updates from generation batches
     largest_norm: float  # of the gradients of a step
     seconds: float
 
@@ -166,7 +166,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     seeds = sorted({row["seed"] for row in rows})
     found = {(row["sampler"], row["replay"], row["seed"]): row for row in rows}
     heads = " | ".join(f"seed {seed}" for seed in seeds)
-    lines = [f"| sampler | replay | {heads} | routes changed | largest norm of a gradient |"]
+    lines = [f"| sampler | replay | {heads} | routes changed, first update of a batch | largest norm of a gradient |"]
     lines += [f"|---|---|{'---|' * len(seeds)}---|---|"]
     for sampler in ROUNDINGS:
         for replay in REPLAYS:
