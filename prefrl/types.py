@@ -44,8 +44,9 @@ class Completion:
     trainable: list[bool]
     # Optimizer step of the weights that sampled each token.
     policy_versions: list[int]
-    # [T, L, k] the experts that the L routers of a mixture chose for each token that was run: those that were sent,
-    # and the completion's without the last one; see `models.router_replay`. None: they were not recorded.
+    # [S, L, k] the experts that the L routers of a mixture chose for the last S tokens that were run. All that were
+    # run are those that were sent, and the completion's without the last one; of a turn that continues another one,
+    # only what is new is kept. See `models.router_replay`. None: they were not recorded.
     routes: Tensor | None = field(default=None, compare=False)
 
 

@@ -24,7 +24,7 @@ from prefrl.models.classifier import add_classifier
 if TYPE_CHECKING:
     import pytest  # benchmarks, too, import this module
 
-__all__ = ["FAMILIES", "forget_classifiers", "image", "tiny_vision_judge", "tiny_vlm"]
+__all__ = ["FAMILIES", "forget_classifiers", "image", "qwen3_vl_mixture", "tiny_vision_judge", "tiny_vlm"]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -166,6 +166,20 @@ def _qwen(kind: str) -> tuple[PreTrainedModel, Any]:
         images, tokenizer, _template("<|vision_start|><|image_pad|><|vision_end|>")
     )
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config), processor
+
+
+def qwen3_vl_mixture() -> tuple[PreTrainedModel, Any]:
+    """Qwen3-VL with four experts in each layer, of which two run."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    dense, processor = _qwen("Qwen3VL")
+    config = dense.config.to_dict()
+    for part in ("text_config", "vision_config"):
+        del config[part]["model_type"]
+    config["text_config"] |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    ids = {name: value for name, value in config.items() if name.endswith("_token_id") and value is not None}
+    parts = {name: config[name] for name in ("text_config", "vision_config")}
+    return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**parts, **ids, tie_word_embeddings=True)), processor
 
 
 def _llava() -> tuple[PreTrainedModel, Any]:

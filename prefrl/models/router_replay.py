@@ -11,13 +11,18 @@ accepted only if a trial shows that the replay of its own record changes no bit,
 
 The routes of a pass are a keyword argument of the model's forward, down to the attention of its layers, where they are
 taken for the router that follows. Gradient checkpointing passes it again when it recomputes a layer.
+
+The trainer can also record its own choices (`RouterReplay.recording`). The tokens of a batch then carry numbers where
+routes would stand, so that whatever lays a batch out or cuts it also says whose experts it has run.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +31,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from prefrl.distributed import is_main, place_in_team, sum_over_team, team_size
 from prefrl.errors import ConfigError
 from prefrl.models.modes import eval_mode
+from prefrl.types import TokenBatch
+
+_log = logging.getLogger(__name__)
 
 # Keyword argument of the forward of a model, its layers and their attention: the `Routes` of the pass.
 ROUTES_KWARG = "prefrl_routes"
@@ -54,10 +63,12 @@ class Routes:
     Args:
         owner: What prepared the routers. Those of a copy of the model do not hear of these routes.
         given: [T, L, k] experts to use; None: the routers choose, and their choices are recorded.
+        numbers: [T] int64 the tokens of a `Record`, to which the choices are added; None: of none.
     """
 
     owner: RouterReplay
     given: Tensor | None = None
+    numbers: Tensor | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)  # by router: [T, k] that it chose itself
     # By router: how many tokens have given experts, and for how many of these the router has chosen others.
     changed: dict[int, Tensor] = field(default_factory=dict)
@@ -163,13 +174,65 @@ def _leave_router(router: nn.Module, args: Any, output: Any) -> None:
         mode.__exit__(None, None, None)
 
 
-class RouterReplay:
-    """Record and replay of the routers of a model. `prove` has to come before the first pass with routes."""
+class Record:
+    """The experts of the tokens of a batch, in the passes that run over its pieces.
 
-    def __init__(self) -> None:
+    Args:
+        batch: The tokens, P of prompts and N of responses.
+    """
+
+    def __init__(self, batch: TokenBatch) -> None:
+        self._num_prompt = len(batch.prompt_ids)
+        numbers = torch.arange(self._num_prompt + len(batch.response_ids), device=batch.device)[:, None, None]
+        # The numbers stand where layouts expect routes, those of one layer with one expert.
+        self.batch = batch.replace(
+            prompt_routes=numbers[: self._num_prompt], response_routes=numbers[self._num_prompt :]
+        )
+        self._numbers: list[Tensor] = []
+        self._chosen: list[Tensor] = []
+
+    def add(self, routes: Routes) -> None:
+        """The choices of a pass. Padding has the number that is `unknown`."""
+        assert routes.numbers is not None
+        is_token = routes.numbers != unknown(routes.numbers.dtype)
+        self._numbers.append(routes.numbers[is_token])
+        self._chosen.append(routes.recorded()[is_token])
+
+    def routes(self, owner: RouterReplay) -> tuple[Tensor, Tensor]:
+        """[P, L, k] and [N, L, k] the experts; unknown for tokens that were not run, as the last of a response is not.
+
+        All processes of a team must call it: each has run a part of the tokens.
+        """
+        own = self.batch.response_ids.new_zeros(
+            self.batch.num_tokens + self._num_prompt, len(owner.layers), owner.top_k
+        )
+        place, num_tokens = place_in_team(), len(own)
+        ran = own.new_zeros(num_tokens, team_size())
+        for numbers, chosen in zip(self._numbers, self._chosen, strict=True):
+            own[numbers], ran[numbers, place] = chosen.long(), 1
+        if team_size() > 1:  # a token that several have run has the experts of the first of them
+            ran = sum_over_team(ran)
+            own = sum_over_team(own * (ran.argmax(1) == place)[:, None, None])
+        dtype = routes_dtype(owner.num_experts)
+        whole = own.to(dtype).masked_fill(ran.sum(1)[:, None, None] == 0, unknown(dtype))
+        return whole[: self._num_prompt], whole[self._num_prompt :]
+
+
+class RouterReplay:
+    """Record and replay of the routers of a model. `prove` has to come before the first pass with routes.
+
+    Args:
+        records: Whether the experts of old log-probs are those of the trainer's own pass, instead of the sampler's.
+        is_required: Whether a model that cannot replay is an error; otherwise there is a warning, and routers choose.
+    """
+
+    def __init__(self, *, records: bool = False, is_required: bool = True) -> None:
+        self.records, self.is_required = records, is_required
+        self.is_refused = False  # the trial has failed, and that is no error
         self.layers: tuple[int, ...] = ()  # of each router, the number of its layer
         self.num_experts = self.top_k = 0
         self.counts: list[Tensor] | None = None  # see `Routes.counts`, of each pass; None: they are not kept
+        self._record: Record | None = None  # to which the passes that run now add their choices
 
     @property
     def is_proven(self) -> bool:
@@ -188,8 +251,18 @@ class RouterReplay:
         Raises:
             ConfigError: The model is no mixture of experts, or its routers cannot be replayed; says why.
         """
-        if self.is_proven:
+        if self.is_proven or self.is_refused:
             return
+        try:
+            self._prove(model)
+        except ConfigError as error:
+            if self.is_required:
+                raise
+            self.is_refused = True
+            if is_main():
+                _log.warning("The experts of the sampler are not replayed in training: %s", error)
+
+    def _prove(self, model: PreTrainedModel) -> None:
         with eval_mode(model), torch.no_grad():
             ids = _trial_ids(model)
             routers = _found_routers(model, ids, self)
@@ -221,14 +294,39 @@ class RouterReplay:
             raise ValueError(f"experts are outside 0..{self.num_experts - 1}")
         return routes.to(routes_dtype(self.num_experts))
 
+    @contextmanager
+    def recording(self, batch: TokenBatch) -> Iterator[Record]:
+        """Context in which passes over pieces of `Record.batch` are recorded, and nothing is replayed."""
+        self._record = record = Record(batch)
+        try:
+            yield record
+        finally:
+            self._record = None
+
+    def routes(self, given: Tensor | None) -> Routes | None:
+        """Those of a pass over a batch with the routes `given`, [T, L, k]; None: it has none, or routers cannot."""
+        if not self.is_proven:
+            return None
+        if self._record is None or given is None:
+            return Routes(self, given)
+        return Routes(self, numbers=given.flatten())
+
     def keep(self, routes: Routes) -> None:
-        """Note how many routes a pass has changed, if that is asked for."""
+        """Note what a pass has chosen or changed, if that is asked for."""
+        if self._record is not None and routes.numbers is not None:
+            self._record.add(routes)
         if self.counts is not None and routes.changed:
             self.counts.append(routes.counts)
 
 
+def may_be_mixture(model: PreTrainedModel) -> bool:
+    """Whether the config says that there are experts; a trial tells whether they can replay."""
+    config = model.config.get_text_config().to_dict()
+    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in config.items())
+
+
 def _unsupported(model: PreTrainedModel, reason: str) -> ConfigError:
-    return ConfigError(f"router_replay=True does not work for {_name(model)}: {reason}. Set router_replay=False.")
+    return ConfigError(f"router_replay does not work for {_name(model)}: {reason}. Set router_replay=False.")
 
 
 def _name(model: Any) -> str:

@@ -352,7 +352,7 @@ def read_out(
         predictors = predictors[held]
     record = None if routers is None else partial(routers.add, inputs)
     state: ScoringState = getattr(inner_model(model), _STATE)
-    routes = None if state.replay is None else Routes(state.replay, inputs.routes)
+    routes = None if state.replay is None else state.replay.routes(inputs.routes)
     request = ScoringRequest(predictors, held, width, layout, own_logits, readout, record, routes)
     call = user_model(model).forward if state.is_inside else model
     output: dict[str, Tensor] = call(**inputs.keywords, prefrl_scoring=request)

@@ -102,8 +102,8 @@ PROMPTS_RULES = (
 NUMBERS_RULES = (
     when(
         lambda o: o.router_replay and o.torch_compile,
-        "router_replay=True with torch_compile=True: the choice of experts cannot be replaced inside compiled layers. "
-        "Set one of them to False.",
+        "router_replay={router_replay!r} with torch_compile=True: the choice of experts cannot be replaced inside "
+        "compiled layers. Set one of them to False.",
         example("grpo", router_replay=True, torch_compile=True),
     ),
     when(
@@ -195,6 +195,13 @@ GENERATION_SIZE_RULES = (
         "{updates_per_generation} minibatches. Remove it, or set num_iterations and the optimizer steps of a pass "
         "(steps_per_generation) so that both are above 1.",
         example("grpo", shuffle_minibatches=True),
+    ),
+    when(
+        lambda o: o.records_routes and o.steps_of_a_generation == 1,
+        "router_replay='R2' with one optimizer step for each generation batch: its own pass is the only one, so there "
+        "are no old log-probs whose experts could be replayed. Set num_iterations or steps_per_generation above 1, or "
+        "router_replay='R3'.",
+        example("grpo", router_replay="R2"),
     ),
     when(
         lambda o: o.completions_of_generation % o.num_generations,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
@@ -224,10 +224,11 @@ class OnlineOptions(RolloutOptions):
         False,
         "Visit the minibatches of a generation batch in a new random order in each pass after the first.",
     )
-    router_replay: bool | None = opt(
+    router_replay: Literal["R2", "R3", True, False] | None = opt(
         None,
-        "Whether the routers of a mixture of experts use the experts that the sampler chose for each token; see "
-        "docs/moe.md. The default is False, with a warning if a vLLM server samples from a mixture.",
+        "Which experts the routers of a mixture use in training: those that the sampler chose for each token ('R3', "
+        "which is True), or those of the trainer's own pass that computes the old log-probs ('R2'); see docs/moe.md. "
+        "False: each pass chooses. The default is 'R3' where model and sampler can, with a warning where not.",
     )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(
@@ -278,6 +279,11 @@ class OnlineOptions(RolloutOptions):
     def updates_per_generation(self: Any) -> int:
         """Optimizer steps in one pass over a generation batch."""
         return int(self.micro_batches_per_generation // self.gradient_accumulation_steps)
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether the pass that computes old log-probs decides which experts later passes use."""
+        return self.router_replay == "R2"
 
     @property
     def samples_per_evaluated_prompt(self) -> int:

@@ -282,6 +282,11 @@ CRITIC_RULES = (
 )
 PAIRS_RULES = (
     when(
+        lambda o: o.records_routes,
+        "router_replay='R2': this loss has no old log-probs, whose experts it would replay. Set router_replay='R3'.",
+        example("online_dpo", router_replay="R2", num_iterations=2),
+    ),
+    when(
         lambda o: o.max_length is not None and o.max_length <= (o.max_completion_length or o.max_length),
         "max_length={max_length} with max_completion_length={max_completion_length}: it bounds prompt and completion "
         "together, and no token is left for the prompt. Set max_completion_length to a number below max_length.",
@@ -319,6 +324,11 @@ def _unusable_teachers(o: Any) -> bool:
 
 _SERVED: dict[str, Any] = {"teacher_server_base_url": ["http://a:1"]}
 DISTILLATION_RULES = (
+    when(
+        lambda o: o.records_routes,
+        "router_replay='R2': this loss has no old log-probs, whose experts it would replay. Set router_replay='R3'.",
+        example("distillation", router_replay="R2", num_iterations=2),
+    ),
     when(
         lambda o: wrong_url(o.teacher_urls),
         "teacher_server_base_url={found!r}: must be like http://host:8000",

@@ -80,9 +80,12 @@ def responses_of(rollout: Rollout) -> list[Response]:
 
 
 def _routes_of(turn: Turn) -> Tensor | None:
-    """[T, L, k] of all ids that were sent and sampled; the last one was not run."""
+    """[T, L, k] of all ids that were sent and sampled; the last one was not run, and the first may be left out."""
     routes = turn.completion.routes
-    return None if routes is None else torch.cat([routes, unknown_routes(routes, 1)])
+    if routes is None:
+        return None
+    num_before = len(turn.sent_ids) + len(turn.completion.token_ids) - 1 - len(routes)
+    return torch.cat([unknown_routes(routes, num_before), routes, unknown_routes(routes, 1)])
 
 
 def _longer_routes(routes: Tensor | None, turn: Turn, *, num_before: int) -> Tensor:

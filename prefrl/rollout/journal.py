@@ -294,16 +294,15 @@ def _rows(step: int, number: int, rollout: Rollout, part: Collected) -> Iterator
 
 
 def _packed_routes(routes: Tensor) -> dict[str, Any]:
-    """The columns of a turn's routes: their bytes, layers and experts of each token."""
-    return {"routes": routes.numpy().tobytes(), "routes_shape": [*routes.shape[1:]]}
+    """The columns of a turn's routes: their bytes; tokens, layers and experts of each token."""
+    return {"routes": routes.numpy().tobytes(), "routes_shape": [*routes.shape]}
 
 
 def _routes(row: Mapping[str, Any]) -> Tensor | None:
     """What `_packed_routes` wrote; None if the turn has none."""
     if row.get("routes") is None:
         return None
-    data, num_tokens = bytearray(row["routes"]), len(row["prompt_ids"]) + len(row["completion_ids"]) - 1
-    shape = (num_tokens, *row["routes_shape"])
+    data, shape = bytearray(row["routes"]), row["routes_shape"]
     dtype = torch.uint8 if len(data) == math.prod(shape) else torch.int16
     return torch.frombuffer(data, dtype=dtype).view(shape)
 

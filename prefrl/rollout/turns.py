@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 
 from prefrl.data.chat import ChatTemplate
 from prefrl.data.formats import Message
@@ -60,8 +61,23 @@ def first_tokens(turn: Turn, count: int) -> Turn:
     """The turn as if it had ended with so many tokens."""
     whole = turn.completion
     parts = whole.logprobs[:count], whole.trainable[:count], whole.policy_versions[:count]
-    routes = None if whole.routes is None else whole.routes[: len(turn.sent_ids) + count - 1]
+    routes = None if whole.routes is None else whole.routes[: len(whole.routes) - len(whole.token_ids) + count]
     return Turn(turn.sent_ids, Completion(whole.token_ids[:count], "stop_string", *parts, routes))
+
+
+def with_new_routes(turn: Turn, before: Turn | None) -> Turn:
+    """The turn without the experts of tokens that the turn before it has run, if it continues that one.
+
+    Otherwise, an episode would keep the experts of its first tokens as often as it has turns.
+    """
+    routes = turn.completion.routes
+    if before is None or routes is None or before.completion.routes is None:
+        return turn
+    ids = [*before.sent_ids, *before.completion.token_ids]
+    if turn.sent_ids[: len(ids)] != ids:
+        return turn
+    num_new = len(turn.sent_ids) + len(turn.completion.token_ids) - len(ids)  # with the last one of before
+    return Turn(turn.sent_ids, replace(turn.completion, routes=routes[-num_new:].clone()))
 
 
 def num_thought(template: ChatTemplate, turn: Turn, message: Message) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -14,7 +14,7 @@ from prefrl.losses.kl import ReferenceLogits
 from prefrl.losses.top_logprobs import ReferenceDistribution, TopLogprobs
 from prefrl.models.forward import Scoring, in_pieces, scores_in_pieces, token_logprobs
 from prefrl.models.modes import eval_mode
-from prefrl.models.scoring import inside, packed, unpacked
+from prefrl.models.scoring import inside, packed, prepare_for_scoring, unpacked
 from prefrl.trainer.memory import SCORING, explained, size_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 # What is found out about the tokens of a batch before the first update from it, in nats but for the last two:
 # log-probs, entropies and log sum p^2 of the policy, log-probs of reference and teacher; [N] values of the critic;
 # [N, h] the last hidden states of the reference, or of the teacher, to compute its full distribution; [N, k] the
-# likeliest tokens of a teacher on servers, and their log-probs.
+# likeliest tokens of a teacher on servers, and their log-probs; the experts that the policy's routers chose meanwhile,
+# see `TokenBatch`, which nobody has to ask for.
 ScoreNeed = Literal[
     "old_logprobs",
     "entropies",
@@ -45,6 +46,8 @@ ScoreNeed = Literal[
     "ref_hidden",
     "top_ids",
     "top_logprobs",
+    "prompt_routes",
+    "response_routes",
 ]
 
 _PolicyScore = Literal["entropy", "log_collision"]
@@ -57,6 +60,8 @@ _NOT_OF_POLICY: frozenset[ScoreNeed] = frozenset({*_OF_FROZEN.values(), "ref_hid
 # A no-grad pass keeps the activations of one layer at a time, so it may hold this many times more tokens than a
 # training pass, which keeps those of all layers.
 _NO_GRAD_TOKENS = 4
+
+Batch = TypeVar("Batch", bound="TokenBatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,12 @@ class Scores:
     def get(self, name: ScoreNeed) -> Tensor | None:
         """A score; None if it was not needed."""
         return self.found.get(name)
+
+    def with_routes(self, batch: Batch) -> Batch:
+        """The rows that were scored, with the experts of that pass if it recorded them."""
+        if "prompt_routes" not in self.found:
+            return batch
+        return batch.replace(prompt_routes=self.prompt_routes, response_routes=self.response_routes)
 
     def __getattr__(self, name: str) -> Tensor:
         """A score."""
@@ -173,7 +184,7 @@ class Scorer:
         max_tokens = self.budget(batch.largest_chunk(rows_per_pass))
         found: dict[ScoreNeed, Tensor] = {}
         if set(needs) - _NOT_OF_POLICY:
-            found |= self._of_policy(batch, needs, max_tokens=max_tokens)
+            found |= self._recorded(batch, lambda rows: self._of_policy(rows, needs, max_tokens=max_tokens))
         for frozen, need in _OF_FROZEN.items():
             want: tuple[WantName, ...] = ("hidden",) if "ref_hidden" in needs and frozen == self.compared else ()
             if want or need in needs:
@@ -187,6 +198,18 @@ class Scorer:
                 top = self.teacher_servers.top_logprobs(batch)
             found |= {"top_ids": top.ids, "top_logprobs": top.logprobs}
         return Scores(found)
+
+    def _recorded(
+        self, batch: TokenBatch, score: Callable[[TokenBatch], dict[ScoreNeed, Tensor]]
+    ) -> dict[ScoreNeed, Tensor]:
+        """The scores of the policy and, if its own choices are replayed, the experts that its routers chose."""
+        replay = prepare_for_scoring(self.policy()).replay
+        if replay is None or not replay.records:
+            return score(batch)
+        with replay.recording(batch) as record:
+            found = score(record.batch)
+        prompts, responses = record.routes(replay)
+        return found | {"prompt_routes": prompts, "response_routes": responses}
 
     def _of_policy(
         self, batch: TokenBatch, needs: Collection[ScoreNeed], *, max_tokens: int

@@ -15,6 +15,7 @@ from prefrl.generation.local.generator import LocalGenerator
 from prefrl.models.adapters import lora_config
 from prefrl.registry import REGISTRY
 from prefrl.types import Completion
+from tests import vlms
 from tests.assets import EXPERTS
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, model_of, relative_difference, update_of, weights_of
 
@@ -129,7 +130,7 @@ REPLAY = {"router_replay": True, **COEF}
 
 def test_with_replay_the_update_is_the_same_however_the_work_is_cut(tmp_path: Path) -> None:
     # The sampler has the trainer's weights and precision, so nearly all of its experts are the trainer's own.
-    plain, _ = trained("grpo", tmp_path, **COEF)
+    plain, _ = trained("grpo", tmp_path, router_replay=False, **COEF)
     expected, logged = trained("grpo", tmp_path, **REPLAY)
     assert relative_difference(expected, plain) < TOLERANCE
     assert logged["sampling/routes_changed"] == 0
@@ -140,10 +141,12 @@ def test_with_replay_the_update_is_the_same_however_the_work_is_cut(tmp_path: Pa
 
 
 class Restless(LocalGenerator):
-    """A sampler with other experts: each number is one higher."""
+    """A sampler with other experts, if it says which: each number is one higher."""
 
     def generate(self, *args: Any, **options: Any) -> list[list[Completion]]:
         found = super().generate(*args, **options)
+        if self._replay is None:
+            return found
         return [[replace(one, routes=(one.routes + 1) % 4) for one in group] for group in found]
 
 
@@ -172,14 +175,92 @@ def test_a_reference_that_is_the_policy_without_its_adapter_chooses_itself(tmp_p
 
 
 def test_a_model_that_cannot_replay_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="router_replay=True does not work for Qwen2ForCausalLM: no module of it"):
+    with pytest.raises(ConfigError, match="router_replay does not work for Qwen2ForCausalLM: no module of it"):
         make_trainer("grpo", tmp_path, router_replay=True)
 
 
-def test_a_server_that_samples_from_a_mixture_without_replay_is_warned_of(
+def test_by_default_a_mixture_replays_the_experts_of_its_sampler(tmp_path: Path) -> None:
+    update, logged = restless(tmp_path, **COEF)
+    expected, entry = restless(tmp_path, **REPLAY)
+    assert torch.equal(update, expected)
+    assert logged["sampling/routes_changed"] == entry["sampling/routes_changed"] > 0.5
+    own, plain = restless(tmp_path, router_replay=False, **COEF)
+    assert relative_difference(own, expected) > 0.1
+    assert "sampling/routes_changed" not in plain
+    _, dense = trained("grpo", tmp_path, model=model_of("grpo"))
+    assert "sampling/routes_changed" not in dense
+
+
+def test_by_default_a_mixture_that_cannot_replay_trains_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for value, is_warned in ((None, True), (False, False)):
-        caplog.clear()
-        make_trainer("grpo", tmp_path, model=mixture_of("grpo"), use_vllm=True, router_replay=value)
-        assert ("router_replay=True" in caplog.text) == is_warned
+    model = model_of("grpo", architecture="phimoe", num_local_experts=4, num_experts_per_tok=2)
+    _, logged = trained("grpo", tmp_path, model=model)
+    assert "not replayed in training: router_replay does not work for PhimoeForCausalLM: no module" in caplog.text
+    assert "sampling/routes_changed" not in logged
+    caplog.clear()
+    make_trainer("grpo", tmp_path, model=mixture_of("grpo"), torch_compile=True)
+    assert "torch_compile=True with Qwen3MoeForCausalLM, a mixture of experts" in caplog.text
+
+
+# Router replay: experts of the pass that computes old log-probs.
+
+TWICE = {"num_iterations": 2, "max_steps": 2, "learning_rate": 3.0}
+
+
+def logs_of_two_visits(folder: Path, **options: Any) -> list[dict[str, float]]:
+    trainer = make_trainer("grpo", folder, model=mixture_of("grpo"), **TWICE, **COEF, **options)
+    trainer.generator.__class__ = Restless
+    trainer.train()
+    return trainer.state.log_history[:2]
+
+
+def test_later_updates_keep_the_experts_of_the_pass_that_computed_old_log_probs(tmp_path: Path) -> None:
+    first, second = logs_of_two_visits(tmp_path, router_replay="R2")
+    # The trainer's own experts, whatever the sampler has chosen; after an update, its routers would choose others.
+    assert first["sampling/routes_changed"] == 0
+    assert second["sampling/routes_changed"] > 0.01
+    plain, other = logs_of_two_visits(tmp_path, router_replay=False)
+    assert first["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+    assert second["loss"] != pytest.approx(other["loss"], rel=1e-3)
+
+
+class Asked(LocalGenerator):
+    """Notes whether routers are known when completions are asked for, as those who read servers' answers need."""
+
+    known: list[bool]
+
+    def generate(self, *args: Any, **options: Any) -> list[list[Completion]]:
+        assert self._replay is not None
+        self.known.append(self._replay.is_proven)
+        return super().generate(*args, **options)
+
+
+def test_routers_are_known_before_an_evaluation_that_comes_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as several:  # processes, which leave the trial to their first passes
+        several.setattr("prefrl.trainer.features.replay.distributed.num_processes", lambda: 2)
+        model, evaluated = mixture_of("grpo"), dataset_of("grpo", 4)
+        trainer = make_trainer("grpo", tmp_path, model=model, eval_dataset=evaluated)
+    trainer.generator.__class__, trainer.generator.known = Asked, []
+    trainer.evaluate()
+    assert trainer.generator.known
+    assert all(trainer.generator.known)
+
+
+# Router replay: prompts with images.
+
+
+def test_the_tokens_of_images_have_the_experts_of_the_sampler_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vlms.FAMILIES, "mixture", vlms.qwen3_vl_mixture)
+    # Each token has its own experts: they are those that the trainer would choose.
+    own = make_trainer("grpo", tmp_path, pictures="mixture", forward_plan="padded")
+    expected = update_of(own)
+    assert own.state.log_history[0]["sampling/routes_changed"] == 0
+    other = make_trainer("grpo", tmp_path, pictures="mixture")
+    other.generator.__class__ = Restless
+    assert relative_difference(update_of(other), expected) > 0.1
+    assert other.state.log_history[0]["sampling/routes_changed"] > 0.5

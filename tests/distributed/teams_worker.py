@@ -15,10 +15,12 @@ import torch.distributed as dist
 from prefrl import distributed
 from prefrl.data.collate import flat_batch
 from prefrl.distributed.processes import form_teams, limit_waits
-from prefrl.models.forward import token_logprobs
+from prefrl.models.forward import token_logprobs, verdict_of
+from prefrl.models.router_replay import RouterReplay
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.types import TokenBatch
-from tests.assets import tiny_model
+from tests.assets import tiny_mixture, tiny_model
 from tests.property.test_types import rows_of
 
 NUM_PROCESSES = 4
@@ -89,6 +91,19 @@ def scores_of_a_forest() -> dict[str, list[float]]:
     return {"logprobs": logprobs.tolist(), "gradient": (gradient / NUM_PROCESSES).tolist()}
 
 
+def routes_of_a_forest() -> list[Any]:
+    """The experts that the passes of a mixture record for the same rows in all processes."""
+    model, batch = tiny_mixture(), forest(0)
+    state = prepare_for_scoring(model)
+    state.replay = replay = RouterReplay(records=True)
+    with torch.no_grad():
+        verdict_of(model)
+        with replay.recording(batch) as record:
+            for piece in record.batch.chunks(2):  # of which several run the same prompts
+                token_logprobs(model, piece, plan="packed")
+    return [routes.tolist() for routes in record.routes(replay)]
+
+
 def dealt_rows(process: int) -> dict[str, list[dict[str, Any]]]:
     """The rows that this process brings, and those that it gets."""
     own = forest(process)
@@ -117,13 +132,14 @@ def seconds_of_waits(folder: Path) -> list[float]:
 def main(process: int, path: Path) -> None:
     """Alone, then in teams, then alone again."""
     dist.init_process_group("gloo")
-    alone, scores, rows = seen(process), scores_of_a_forest(), dealt_rows(process)
+    alone, scores, rows, routes = seen(process), scores_of_a_forest(), dealt_rows(process), routes_of_a_forest()
     form_teams(2)
     results = {"alone": alone, "in_teams": seen(process), **exchanged()}
     results |= {"scores": scores, "scores_in_teams": scores_of_a_forest(), "rows": rows}
     with distributed.without_teams():
         results["without_teams"] = seen(process)
     results["in_teams_again"] = seen(process)
+    results |= {"routes": routes, "routes_in_teams": routes_of_a_forest()}
     distributed.wait_for_all()
     form_teams(1)
     results["alone_again"] = seen(process)

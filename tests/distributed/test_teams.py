@@ -83,6 +83,13 @@ def test_processes_that_share_the_tokens_of_a_forest_compute_what_one_does(
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_processes_that_share_tokens_all_know_the_experts_of_each(results: list[dict[str, Any]]) -> None:
+    prompts, responses = results[0]["routes"]
+    assert len({str(experts) for experts in prompts + responses}) > 3
+    for result in results:
+        assert result["routes"] == result["routes_in_teams"] == [prompts, responses]
+
+
 def test_rows_with_several_responses_go_to_another_process_whole(results: list[dict[str, Any]]) -> None:
     own, dealt = ([result["rows"][which] for result in results] for which in ("own", "dealt"))
     assert dealt != own

@@ -39,7 +39,7 @@ from prefrl.models.adapters import is_peft_model
 from prefrl.models.images import RowPositions, image_rules, placeholder_ids
 from prefrl.models.modes import eval_mode
 from prefrl.models.plans import position_limit
-from prefrl.models.router_replay import ROUTES_KWARG, Routes
+from prefrl.models.router_replay import ROUTES_KWARG
 from prefrl.types import Completion
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class LocalGenerator:
             logits = self._forward(input_ids, cache, positions, mask, images)
         except ValueError as error:  # some architectures accept only their own kind of cache
             raise _no_cache_error(self._base, str(error)) from error
-        routes = None if self._replay is None else self._routes[0].view(*input_ids.shape, *self._routes[0].shape[1:])
+        routes = self._routes[0].view(*input_ids.shape, *self._routes[0].shape[1:]) if self._routes else None
         return _Prefill(cache, logits, input_ids, padding, has_padding, places, routes)
 
     def _forward(
@@ -316,12 +316,12 @@ class LocalGenerator:
         if "output_router_logits" in self._arguments:
             # transformers would compute the routers' loss, for which the mask has to be as long as the input.
             arguments["output_router_logits"] = False
-        if self._replay is not None:
-            arguments[ROUTES_KWARG] = record = Routes(self._replay)
+        record = None if self._replay is None else self._replay.routes(None)
+        if record is not None:
+            arguments[ROUTES_KWARG] = record
         with self._autocast():
             output = self._model(**arguments)
-        if self._replay is not None:
-            self._routes = [record.recorded()]
+        self._routes = [] if record is None else [record.recorded()]
         if output.get(self._cache_name) is not cache:
             raise _no_cache_error(self._base, "its forward pass does not fill the cache that is passed to it")
         return output.logits[:, -1].to(input_ids.device, torch.float32)  # type: ignore[no-any-return]  # untyped

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prefrl.distributed import rank
+from prefrl.distributed import is_main, rank
 from prefrl.errors import ConfigError, GenerationError
 from prefrl.generation.vllm.asking import Asker, Balance, Server
 from prefrl.generation.vllm.elastic import ElasticFleet
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from prefrl.http import Http
     from prefrl.models.router_replay import RouterReplay
     from prefrl.types import Images
+
+_log = logging.getLogger(__name__)
 
 
 class ServerAsker(Asker[PromptRequest, list[Completion]]):
@@ -78,6 +81,7 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
         self._never = tuple(never)
         self._guided = guided
         self._replay = replay
+        self._has_warned = False  # of a server without routes
 
     def recover(self) -> None:
         """Wait for all servers, send the weights to those that lost them, and use all servers again."""
@@ -125,9 +129,28 @@ class ServerAsker(Asker[PromptRequest, list[Completion]]):
                 raise OtherWeights(f"refuses the request and has other weights ({other[0]!r}): {error}") from error
             raise self.error(server, request, f"refuses: {error}") from error
 
+    def _replay_of_servers(self) -> RouterReplay | None:
+        """What reads the experts in answers; None: they are not needed, or some server does not return them."""
+        if self._replay is None or not self._replay.is_proven:
+            return None
+        lacking = [url for url, info in self._fleet.infos.items() if not info.returns_routes]
+        if not lacking:
+            return self._replay
+        if not self._has_warned and is_main():
+            _log.warning(
+                "The policy is a mixture of experts, but the vLLM server at %s does not return those that it chooses: "
+                "for some tokens, training will use others. Start it with --enable_return_routed_experts, which needs "
+                "a build for GPUs, or set router_replay='R2' or False; see docs/moe.md.",
+                lacking[0],
+            )
+        self._has_warned = True
+        return None
+
     async def _completions(self, server: Server, prompt: PromptRequest, timeout: float) -> list[Completion]:
-        replay = self._replay if self._replay is not None and self._replay.is_proven else None
-        num_experts = 0 if replay is None else self._fleet.infos[server.url].num_hidden_layers * replay.top_k
+        replay = self._replay_of_servers()
+        num_experts = 0
+        if replay is not None:
+            num_experts = next(iter(self._fleet.infos.values())).num_hidden_layers * replay.top_k
         own_ids = frozenset() if prompt.sampling.ignores_eos else self._stop_ids
         expected = Expected(
             request_id=secrets.token_hex(8),

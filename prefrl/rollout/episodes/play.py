@@ -19,7 +19,7 @@ from prefrl.errors import DataError, EpisodeError, reason_of
 from prefrl.generation.base import SamplingParams
 from prefrl.options.types import EnvironmentErrorMode, ReasoningInHistory, ToolErrorMode
 from prefrl.rollout.episodes.environment import EMPTY_PROMPT, CallTimeout, EnvironmentKind, Observation, Seat
-from prefrl.rollout.turns import call_id, read_turn
+from prefrl.rollout.turns import call_id, read_turn, with_new_routes
 from prefrl.types import Completion, Episode, StopReason, Turn
 
 
@@ -175,6 +175,7 @@ class Player:
 
     def _note(self, turn: Turn) -> ParsedTurn:
         """Read what the model said in a turn, and keep it."""
+        turn = with_new_routes(turn, self.played.turns[-1] if self.played.turns else None)
         self.played.turns.append(turn)
         parsed, message = read_turn(self._task.template, self._task.reader, turn, self._call_id)
         self.played.turn_rewards.append(0.0)

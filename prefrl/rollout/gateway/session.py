@@ -26,7 +26,7 @@ from prefrl.data.tool_calls import ToolCallReader
 from prefrl.errors import ConfigError, DataError, EpisodeError
 from prefrl.rollout.gateway.formats import Asked, ContextOverflow, Ending, EpisodeOver, Reply, RequestError
 from prefrl.rollout.gateway.policy import Policy
-from prefrl.rollout.turns import call_id, first_tokens, num_thought, read_turn
+from prefrl.rollout.turns import call_id, first_tokens, num_thought, read_turn, with_new_routes
 from prefrl.types import Completion, StopReason, Turn
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,8 @@ class Session:
         await asyncio.gather(*self._open, return_exceptions=True)
         turns = dict(zip((node.number for node in self._nodes), self.turns, strict=True))
         self._nodes = _arranged(self._nodes)
-        self.turns = [turns[node.number] for node in self._nodes]
+        ordered = [turns[node.number] for node in self._nodes]
+        self.turns = [with_new_routes(turn, before) for turn, before in zip(ordered, [None, *ordered], strict=False)]
 
     def _earlier(self, key: str, is_retry: bool) -> asyncio.Future[Reply] | None:
         """The answer, or what will be one, that a request asks for again; None: it asks for a new one."""

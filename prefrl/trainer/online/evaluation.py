@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from prefrl import distributed
 from prefrl.errors import ConfigError, reason_of
 from prefrl.metrics import Mean, Metric, merge
+from prefrl.models.forward import verdict_of
+from prefrl.models.modes import eval_mode
+from prefrl.models.scoring import prepare_for_scoring
 from prefrl.rewards.at_k import PromptSamples, at_k_metrics
 from prefrl.rollout.collect import Collected, Collector, add_greedy, prompt_seed
 from prefrl.rollout.journal import Entry, write_entry
@@ -21,6 +26,8 @@ from prefrl.rollout.summary import log_completions, rollout_metrics
 from prefrl.types import Rollout
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from prefrl.trainer.configs import OnlineConfig
     from prefrl.trainer.evaluation import PredictedRows
 
@@ -28,6 +35,20 @@ _log = logging.getLogger(__name__)
 
 _NOT_IN_NAMES = r"[^\w.-]"  # of files
 _SOURCE = "data_source"  # the column that says where a prompt comes from
+
+
+def find_routers(policy: PreTrainedModel, device: torch.device) -> None:
+    """Try the routers that shall replay, if that was left to the first passes: what servers answer before is not read.
+
+    All processes must call it.
+    """
+    replay = prepare_for_scoring(policy).replay
+    if replay is None or replay.is_proven or replay.is_refused:
+        return
+    model = policy if distributed.is_sharded(policy) else policy.to(device)
+    with torch.no_grad(), eval_mode(model), distributed.usable(model):
+        verdict_of(model)
+    distributed.release(model)
 
 
 @dataclass

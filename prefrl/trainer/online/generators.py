@@ -59,6 +59,8 @@ def make_generator(
         ConfigError: `weight_sync` does not fit the model.
     """
     replay = prepare_for_scoring(model).replay
+    if replay is not None and replay.records:  # the trainer's own experts, not the sampler's
+        replay = None
     if not args.use_vllm:
         return LocalGenerator(
             model,
@@ -96,7 +98,7 @@ def make_generator(
             tokenizer,
             has_adapters=method == "adapter",
             shares_device=shares_device,
-            has_routes=replay is not None,
+            has_routes=replay is not None and replay.is_required,
         ),
         stop_ids=end_token_ids(base, tokenizer),
         never=placeholder_ids(base),

@@ -32,7 +32,7 @@ from prefrl.trainer.arguments import (
 from prefrl.trainer.base_trainer import BaseTrainer, Optimizers, Ready
 from prefrl.trainer.checkpointing import saved_at_errors
 from prefrl.trainer.features import SharedDevice
-from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts
+from prefrl.trainer.online.evaluation import EvaluationRollouts, add_rollouts, find_routers
 from prefrl.trainer.online.generators import make_generator, server_metrics
 from prefrl.trainer.online.learner import restore, state_of
 from prefrl.trainer.online.minibatches import LongestRollouts, MinibatchMaker, OverlapStep
@@ -309,6 +309,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         needs, scores = self.learner.needs, Scores({})
         if needs:
             scores = self.scorer.needed(batch, needs, rows_per_pass=self.args.rows_per_micro_batch)
+            batch = scores.with_routes(batch)
         learned = self.learner.advantages(
             batch, scores, rollouts, num_parts=num_parts, step=self.state.global_step, over_ranks=over_ranks
         )
@@ -405,6 +406,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
         has_average = self.evaluates_averages  # other weights of the same version
         if has_average or not self.is_in_train:
             self.generator.invalidate()
+        find_routers(self.policy, self.args.device)
         self._sync_generator()
         state = state_of(self.learner)
         self._evaluation.take()  # what an evaluation that failed has left
@@ -445,7 +447,8 @@ class OnlineTrainer(BaseTrainer[Ready]):
     @cached_property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
-        old_policy = ["old_policy"] if self.args.updates_per_generation > 1 or self.learner.needs else []
+        is_scored = self.args.updates_per_generation > 1 or self.learner.needs or self.args.records_routes
+        old_policy = ["old_policy"] if is_scored else []
         return [*(["weight_sync"] if self.args.use_vllm else []), "generation", "reward", *old_policy, *super().phases]
 
     def _report(self, own: Collected, collected: Collected) -> None:

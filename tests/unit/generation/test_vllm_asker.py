@@ -467,3 +467,22 @@ def test_a_conversation_leaves_a_home_that_is_gone_or_to_be_avoided() -> None:
         assert server.url == "a"
 
     run(scenario)
+
+
+def test_experts_are_read_only_if_all_servers_return_them(
+    asking: MakeAsking, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask = asking(Servers(lambda _, json: completion(json)))
+    ask.asker._replay = SimpleNamespace(is_proven=True, top_k=2)
+    returning = SimpleNamespace(returns_routes=True, num_hidden_layers=2)
+    ask.fleet.infos = {A: returning, B: SimpleNamespace(returns_routes=False)}
+    for _ in range(2):
+        outcome = ask.ask()
+        assert isinstance(outcome, Done)
+        assert outcome.result[0].routes is None
+    assert [record.getMessage().count(f"server at {B} does not return") for record in caplog.records] == [1]
+    ask.fleet.infos[B] = returning
+    outcome = ask.ask()  # of a server that promised experts, and returns none
+    assert not isinstance(outcome, Done)
+    ask.asker._replay.is_proven = False
+    assert isinstance(ask.ask(), Done)

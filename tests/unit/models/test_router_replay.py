@@ -96,7 +96,7 @@ def test_the_own_record_changes_no_bit_and_another_one_is_obeyed(name: str) -> N
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_without_a_proof_is_refused_with_the_reason(name: str) -> None:
     options, reason = REFUSED[name]
-    with pytest.raises(ConfigError, match=rf"router_replay=True does not work for \w+: {reason}"):
+    with pytest.raises(ConfigError, match=rf"router_replay does not work for \w+: {reason}"):
         proven(tiny_model(name, vocab_size=64, **options))
 
 
@@ -321,3 +321,30 @@ def test_the_balancing_loss_counts_the_experts_that_ran() -> None:
     probabilities = torch.stack([logits.softmax(-1) for logits in output.router_logits]).mean((0, 1))
     fractions = torch.tensor([4, 2, 1, 1, 0, 0, 0, 0]) / 4
     assert float(record.losses[0]) == pytest.approx(float(8 * (fractions * probabilities).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_a_pass_chose_is_recorded_for_each_token_however_the_batch_is_cut(plan: ForwardPlan) -> None:
+    model, batch = family("mixtral"), forest()
+    state = prepare_for_scoring(model)
+    state.replay = replay = proven(model)
+    expected = {}  # by response: the experts of each of its tokens, and of those before it
+    for text in batch.texts:
+        record = Routes(replay)
+        logprobs(model, text[None, :-1], record)
+        expected[tuple(text.tolist())] = record.recorded()
+    with replay.recording(batch) as record, torch.no_grad():
+        for piece in reversed(record.batch.split(20)):
+            token_logprobs(model, piece, plan=plan)
+    prompts, responses = record.routes(replay)
+    given = batch.replace(prompt_routes=prompts, response_routes=responses)
+    for number, text in enumerate(batch.texts):
+        of_prompts = torch.split(prompts, list(batch.prompt_lengths))
+        own = torch.split(responses, list(batch.response_lengths))[number]
+        whole = torch.cat([*(of_prompts[prompt] for prompt in batch.contexts[number]), own])
+        assert torch.equal(whole[:-1], expected[tuple(text.tolist())])
+        assert (whole[-1] == unknown(whole.dtype)).all()
+    # Passes that follow replay what was recorded, and record nothing.
+    state.replay.counts = []
+    token_logprobs(model, given, plan=plan)
+    assert state.replay.counts[0][1] == 0

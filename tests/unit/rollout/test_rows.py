@@ -14,7 +14,7 @@ from torch import Tensor
 from prefrl.rewards.runner import RewardRunner
 from prefrl.rollout.batches import responses_of, sampled_batch, token_counts, turn_index, turn_rewards
 from prefrl.rollout.collect import Collector, Request
-from prefrl.rollout.turns import first_tokens
+from prefrl.rollout.turns import first_tokens, with_new_routes
 from prefrl.types import Completion, Episode, FinishReason, Rollout, StopReason, Turn
 
 
@@ -245,6 +245,25 @@ def test_a_token_has_the_experts_of_the_turn_that_ran_it_first() -> None:
     (response,) = responses_of(one)
     assert response.routes is not None
     assert response.routes.flatten().tolist() == [11, 12, 13, 14, 15, 17, 255]
+
+
+def test_a_turn_that_continues_another_one_keeps_only_its_new_experts() -> None:
+    first = routed_turn([1, 2], [3, 4], 11, 12, 13)
+    second = routed_turn([1, 2, 3, 4, 5], [7, 8], 0, 0, 0, 14, 15, 17)
+    kept = with_new_routes(second, first)
+    found = kept.completion.routes
+    assert found is not None
+    assert found.flatten().tolist() == [14, 15, 17]
+    assert found.untyped_storage().nbytes() == 3  # no part of a longer record
+    (response,) = responses_of(rollout(first, kept))
+    assert response.routes is not None
+    assert response.routes.flatten().tolist() == [11, 12, 13, 14, 15, 17, 255]
+    cut = first_tokens(kept, 1).completion.routes
+    assert cut is not None
+    assert cut.flatten().tolist() == [14, 15]
+    # What begins anew, or follows a turn without a record, needs all of its own.
+    for before in (None, turn([1, 2], [3, 4]), routed_turn([1, 2], [3, 9], 0, 0, 0)):
+        assert with_new_routes(second, before) is second
 
 
 def test_turns_without_a_record_are_unknown() -> None:
