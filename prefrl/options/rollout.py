@@ -178,7 +178,9 @@ class VLLMParams(Params):
     )
     sync_timeout: Seconds = opt(300.0, "Time limit of a weight sync, in seconds.")
     delta_over: Literal["nccl", "gloo", "shm"] | None = opt(
-        None, "How weight_sync='delta' sends what has changed. The default is nccl on a GPU and gloo on a CPU."
+        None,
+        "How weight_sync='delta' sends what has changed. The default is nccl on a GPU and gloo on a CPU, and shm with "
+        "vllm_mode='colocate'.",
     )
     min_servers: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -394,12 +396,13 @@ class RolloutOptions(BaseOptions):
         "with truncated_logprobs='exact'.",
         needs=["use_vllm"],
     )
-    weight_sync: Literal["nccl", "gloo", "shm", "adapter", "delta"] | None = opt(
+    weight_sync: Literal["nccl", "gloo", "ipc", "shm", "adapter", "delta"] | None = opt(
         None,
-        "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
-        "the LoRA weights, as files in a shared folder), delta (only what has changed, by the way that delta_over of "
-        "vllm_kwargs names). The default is adapter if only an adapter is trained and there is a shared folder, and "
-        "otherwise shm with vllm_mode='colocate', nccl on a GPU and gloo on a CPU.",
+        "How weights are sent to the servers: nccl (GPUs), gloo (TCP), ipc (memory of one GPU, with "
+        "vllm_mode='colocate'), shm (files in a shared folder), adapter (only the LoRA weights, as files in a shared "
+        "folder), delta (only what has changed, by the way that delta_over of vllm_kwargs names). The default is "
+        "adapter if only an adapter is trained and there is a shared folder, and otherwise shm with "
+        "vllm_mode='colocate', nccl on a GPU and gloo on a CPU.",
         decides=False,
         needs=["use_vllm"],
     )

@@ -2,7 +2,7 @@
 
 The trainer exports the window once for each transfer, and the server maps it once: torch counts those who map it, and
 gives the memory back when the trainer has dropped its tensor and the server its own. CUDA orders nothing between two
-processes, so each side calls `settle` before it says that it has written or read.
+processes: each side must wait for its own work before it says that it has written or read.
 
 Source: torch.multiprocessing.reductions, and "CUDA IPC" in the CUDA C++ programming guide.
 """
@@ -62,12 +62,6 @@ def attach(description: dict[str, Any]) -> Tensor:
             f"weight_sync='ipc': CUDA does not share memory between the trainer and this worker: {error}. In "
             "containers, both need the same /dev/shm and process ids. Otherwise set weight_sync='shm'"
         ) from error
-
-
-def settle(tensor: Tensor) -> None:
-    """Wait until all that was asked of the device of `tensor` is done."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def place_for(num_bytes: int, *, near: Tensor) -> torch.device:

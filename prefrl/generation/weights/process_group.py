@@ -80,7 +80,7 @@ class Group:
         self.invitation = invitation
         self._store: TCPStore | None = None
         self._backend: Any
-        if invitation.transport != "nccl":
+        if invitation.transport in ("gloo", "ipc"):
             self._backend = _gloo(store, rank, invitation, address)
         else:
             self._store = store  # NCCL may read it at any time

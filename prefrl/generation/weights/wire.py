@@ -15,8 +15,9 @@ copying them to the host for the hash would take longer than sending them. There
 headers: they keep out another sender, but do not show that bytes were changed on the way.
 
 Two processes on one device share a window of its memory instead: the first header says where it is. The tensors' bytes
-then pass through it in rounds. In each, the trainer fills the window and gives it to the workers, who copy it and give
-it back. They let go of it before they give it back for the last time, after the end.
+then pass through it in rounds. In each, the trainer fills the window and sends the sum of what is in it, as 64-bit
+integers; the worker copies it, compares the sum of its copy, and gives the window back. After the end, it lets go of
+the window before it gives it back for the last time.
 """
 
 from __future__ import annotations
@@ -158,14 +159,14 @@ def messages_through_window(
         bucket_bytes: Size of the window, and the most bytes of several tensors in one bucket.
     """
     seal = _Seal(key)
-    window = device_memory.allocate(bucket_bytes)
+    window = device_memory.allocate(-(-bucket_bytes // _ALIGNMENT) * _ALIGNMENT)
     description: dict[str, Any] | None = device_memory.describe(window)
     try:
         for bucket in buckets(weights, bucket_bytes=bucket_bytes):
             header = replace(_header(bucket), window=description)
             description = None
             yield from _header_messages(header, HOST_DEVICE, seal)
-            yield from _rounds(bucket, header, window)
+            yield from _rounds(bucket, header, window, seal)
     except Exception as error:
         yield from _header_messages(_Header([], [], [], error=f"{type(error).__name__}: {error}"), HOST_DEVICE, seal)
         raise
@@ -177,7 +178,7 @@ def messages_through_window(
         device_memory.collect()
 
 
-def _rounds(bucket: list[Named], header: _Header, window: Tensor) -> Iterator[Turn]:
+def _rounds(bucket: list[Named], header: _Header, window: Tensor, seal: _Seal) -> Iterator[Tensor | Turn]:
     offsets, total = header.offsets()
     for start in range(0, total, window.numel()):
         end = min(start + window.numel(), total)
@@ -185,19 +186,30 @@ def _rounds(bucket: list[Named], header: _Header, window: Tensor) -> Iterator[Tu
             low, high = max(first, start), min(first + size, end)
             if low < high:
                 window[low - start : high - start].copy_(_bytes(tensor)[low - first : high - first])
-        device_memory.settle(window)
+        content = _sum(window[: end - start])  # waits until the window is filled
+        seal.add(content)
+        yield content
         yield Turn(end - start)
-        yield Turn()
 
 
-def _receive_rounds(group: Group, window: Tensor, total: int) -> Tensor:
+def _sum(content: Tensor) -> Tensor:
+    """The sum of 64-bit integers, modulo 2^64, as eight bytes in host memory."""
+    return content.view(torch.int64).sum().cpu().reshape(1).view(torch.uint8)
+
+
+def _receive_rounds(group: Group, window: Tensor, total: int, seal: _Seal) -> Tensor:
     """The bytes of a bucket, on the device if its memory suffices."""
     target = torch.empty(total, dtype=torch.uint8, device=device_memory.place_for(total, near=window))
     for start in range(0, total, window.numel()):
         end = min(start + window.numel(), total)
-        group.broadcast(Turn())
+        sent = _receive_bytes(group, 8)
+        seal.add(sent)
         target[start:end].copy_(window[: end - start])
-        device_memory.settle(window)
+        if not torch.equal(_sum(target[start:end]), sent):  # which waits until they are copied
+            raise ValueError(
+                "weight_sync='ipc': what was read from the GPU's memory is not what the trainer wrote. Set "
+                "weight_sync='shm'"
+            )
         group.broadcast(Turn())
     return target
 
@@ -227,7 +239,7 @@ def receive(group: Group, key: bytes) -> list[Named]:
         if header.window is not None:
             window = device_memory.attach(header.window)
         if window is not None:
-            buffer = _receive_rounds(group, window, total)
+            buffer = _receive_rounds(group, window, total, seal)
         else:
             buffer = _receive_bytes(group, total)
             if group.device == HOST_DEVICE:
