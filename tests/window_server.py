@@ -23,7 +23,7 @@ def digests(weights: Iterable[wire.Named]) -> dict[str, str]:
     """Dtype, shape and a hash of the bits of each tensor."""
     return {
         name: f"{tensor.dtype} {tuple(tensor.shape)} "
-        + hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        + hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         for name, tensor in weights
     }
 

@@ -61,7 +61,7 @@ def _writes_no_files(o: Any) -> bool:
 
 
 def _lacks_gpu(o: Any) -> str | None:
-    carrier = _carrier(o)
+    carrier: str | None = _carrier(o)
     return carrier if carrier in ("nccl", "ipc") and str(o.device.type) == "cpu" else None
 
 

@@ -52,7 +52,7 @@ def qwen(dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
     return tiny_model(**sizes).to(device="cuda", dtype=dtype)
 
 
-class Weights:
+class _Weights:
     """Tensors by name, as a source of weights."""
 
     is_quantized = has_adapter = False
@@ -65,6 +65,11 @@ class Weights:
         yield from most
         self._before_last()
         yield last
+
+
+def weights_of(tensors: dict[str, torch.Tensor], *, before_last: Callable[[], object] = lambda: None) -> Any:
+    """A source of these tensors."""
+    return _Weights(tensors, before_last)
 
 
 @pytest.fixture(params=["blocks", "expandable segments"])
@@ -99,7 +104,7 @@ def test_a_tensor_larger_than_the_window_and_one_with_its_columns_first_arrive_w
     server = start()
     generator = torch.Generator("cuda").manual_seed(0)
     large = torch.randint(0, 255, (200 * MIB + 7,), dtype=torch.uint8, device="cuda", generator=generator)
-    weights = Weights(
+    weights = weights_of(
         {"a": large[:5], "large": large, "columns": large[: 70 * MIB].view(7 * MIB, 10).T, "none": large[:0]}
     )
     sync = sync_to(server)
@@ -120,7 +125,7 @@ def test_a_server_without_room_on_the_device_receives_into_host_memory(start: St
 
 def test_both_processes_give_all_memory_back(start: Start) -> None:
     server = start()
-    weights = Weights({str(i): torch.ones(32 * MIB, device="cuda") for i in range(4)})  # 512 MiB
+    weights = weights_of({str(i): torch.ones(32 * MIB, device="cuda") for i in range(4)})  # 512 MiB
     sync = sync_to(server)
     before = torch.cuda.memory_allocated()
     for step in range(4):
@@ -135,10 +140,10 @@ def test_a_server_that_dies_in_the_middle_is_reported_and_the_next_gets_everythi
     tensors = {str(i): torch.full((16 * MIB,), float(i), device="cuda") for i in range(4)}
     sync = sync_to(first)
     with pytest.raises(WeightSyncError, match="gone"):
-        sync.send({URL: info()}, Weights(tensors, before_last=first.process.kill), version="0")
+        sync.send({URL: info()}, weights_of(tensors, before_last=first.process.kill), version="0")
     sync.close()
     sync = sync_to(second)
-    sync.send({URL: info()}, Weights(tensors), version="1")
+    sync.send({URL: info()}, weights_of(tensors), version="1")
     assert second.received["digests"] == digests(tensors.items())
     sync.close()
 
@@ -156,7 +161,7 @@ def test_what_1_gb_takes_beside_files(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
 ) -> None:
     """No figure decides: it is printed."""
-    weights = Weights({str(i): torch.rand(GB // 80, device="cuda").bfloat16() for i in range(40)})
+    weights = weights_of({str(i): torch.rand(GB // 80, device="cuda").bfloat16() for i in range(40)})
     figures: dict[str, list[float]] = {"window, device": [], "window, host": [], "files": []}
     for name, spare in {"window, device": None, "window, host": 2**50}.items():
         server = start(spare=spare, hashes=False)

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.multiprocessing import reductions
 
+reduce_tensor: Any = reductions.reduce_tensor
+rebuild_cuda_tensor: Any = reductions.rebuild_cuda_tensor
 # Device memory that a server leaves free beside the weights that it receives, in bytes: what loading them needs.
 _SPARE = 2 * 2**30
 # What the receiver knows itself: a window is a flat tensor of bytes, on its own device.
@@ -56,12 +58,13 @@ def attach(description: dict[str, Any]) -> Tensor:
     }
     known = (Tensor, (size,), (1,), 0, torch.UntypedStorage, torch.uint8, device.index)
     try:
-        return rebuild_cuda_tensor(**dict(zip(_KNOWN, known, strict=True)), **handles)
+        window: Tensor = rebuild_cuda_tensor(**dict(zip(_KNOWN, known, strict=True)), **handles)
     except RuntimeError as error:
         raise RuntimeError(
             f"weight_sync='ipc': CUDA does not share memory between the trainer and this worker: {error}. In "
             "containers, both need the same /dev/shm and process ids. Otherwise set weight_sync='shm'"
         ) from error
+    return window
 
 
 def place_for(num_bytes: int, *, near: Tensor) -> torch.device:
@@ -75,7 +78,8 @@ def place_for(num_bytes: int, *, near: Tensor) -> torch.device:
 def collect() -> None:
     """Give back what nobody maps any more."""
     if torch.cuda.is_initialized():
-        torch.cuda.ipc_collect()
+        release: Any = torch.cuda.ipc_collect  # torch leaves it without types
+        release()
 
 
 def _uuid(device: torch.device) -> str:

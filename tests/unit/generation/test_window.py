@@ -63,7 +63,12 @@ def test_a_window_is_never_larger_than_a_bucket(
     windows: Windows, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(device_memory, "allocate", lambda size: sizes.append(size) or windows.allocate(size))
+
+    def allocate(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return windows.allocate(size)
+
+    monkeypatch.setattr(device_memory, "allocate", allocate)
     weights = [("large", torch.arange(10_000.0))]
     receiving = in_thread(lambda: wire.receive(members.workers[0], KEY))
     send(members, weights, bucket_bytes=1000)
