@@ -79,7 +79,7 @@ def beside_each_other(algorithm: str, model: str, *, device: str, scale: int = 1
     write_rows(algorithm, scale)
     clock = time.perf_counter if device == "cuda" else time.process_time
     options = ["--bf16", "true", "--dtype", "bfloat16"] if device == "cuda" else ["--use_cpu"]
-    run = partial(_run, algorithm, model, options)
+    run = partial(run_of, algorithm, model, options)
     footprint, bound, count = _estimate(run, clock)
     memory = _CudaPeak() if device == "cuda" else _HostPeak()
     seconds = _train(run, model, clock)
@@ -136,7 +136,8 @@ def write_rows(algorithm: str, scale: int) -> None:
     Path("my_rewards.py").write_text(REWARD, encoding="utf-8")
 
 
-def _run(algorithm: str, model: str, options: list[str]) -> tuple[Any, Any, Any]:
+def run_of(algorithm: str, model: str, options: list[str]) -> tuple[Any, Any, Any]:
+    """The algorithm, and the options of its script and its training."""
     from prefrl.registry import REGISTRY
     from prefrl.scripts.inputs import options_of, read
 

@@ -49,7 +49,7 @@ STAGES = {
     "plans": Stage(3, "time, memory and error of each forward plan with each attention kernel"),
     "steps": Stage(12, "steps and generation beside TRL"),
     "doctor": Stage(4, "what the doctor says of memory and time, beside measurements"),
-    "shared": Stage(6, "steps with a vLLM server on the same GPU, which sleeps while the trainer works"),
+    "shared": Stage(8, "what training holds, and steps with a vLLM server on the same GPU, which sleeps meanwhile"),
 }
 
 

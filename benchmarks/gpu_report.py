@@ -96,9 +96,10 @@ def _doctor(records: Records) -> str:
 
 def _shared(records: Records) -> str:
     """Seconds and memory of each step; the first has what is only done once."""
+    held = "".join(_held(record) for record in records if "set_aside" in record)
     problems = [str(record[key]) for record in records for key in ("problem", "left_out") if key in record]
     if problems:
-        return f"Not measured: {problems[0].strip().splitlines()[-1]}"
+        return f"{held}Not measured: {problems[0].strip().splitlines()[-1]}"
     share = next(
         (f"The server had {record['share']:.2f} of the memory.\n\n" for record in records if "share" in record), ""
     )
@@ -114,8 +115,24 @@ def _shared(records: Records) -> str:
         "step_s": "step, s",
     }
     steps = [record for record in records if "step" in record]
-    return share + _table(
-        [*columns.values()], ([f"{one[name]:.3g}" if name in one else "" for name in columns] for one in steps)
+    return (
+        held
+        + share
+        + _table(
+            [*columns.values()], ([f"{one[name]:.3g}" if name in one else "" for name in columns] for one in steps)
+        )
+    )
+
+
+def _held(found: Mapping[str, Any]) -> str:
+    """Whether the doctor sets enough aside: for what training holds beside its weights, and the server's context."""
+    needed = found["beside_gib"] + found["libraries_gib"]
+    verdict = "suffices" if needed <= found["set_aside"] else "is too little: correct `_CONTEXTS` in `resources.py`"
+    return (
+        f"Between its steps, training held {found['held_gib']:.2f} GiB, of which the doctor counts "
+        f"{found['counted_gib']:.2f}; its CUDA context takes {found['context_gib']:.2f}, with libraries "
+        f"{found['libraries_gib']:.2f}, as that of a server does. The doctor sets {found['set_aside']:.2f} GiB aside "
+        f"for the rest and for the server's context, which {verdict}.\n\n"
     )
 
 

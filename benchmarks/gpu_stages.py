@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.held import memory_of_training
 from benchmarks.report import measured_row
 from benchmarks.worker import Library, Machine, Measurement, WorkerError, measure_one_by_one, prepare_environment
 from benchmarks.workloads import CUDA_WORKLOADS, MODEL_1_5B, ModelSizes, Workload
@@ -46,7 +47,7 @@ def tests(record: Record, *, rehearses: bool) -> None:
             if report.when == "call" or not report.passed:
                 found = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
                 says = str(report.longrepr)[-2000:] if report.failed else ""
-                record(found | ({"problem": says} if says else {}))
+                record(found | dict(report.user_properties) | ({"problem": says} if says else {}))
 
     files = sorted({str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()})
     options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", *([] if rehearses else ["--forbid-skips"])]
@@ -218,14 +219,15 @@ _FREED = re.compile(
 _LOGGED = {"time/weight_sync_s": "sync_s", "time/generation_s": "generation_s", "step_time": "step_s"}
 
 
-def shared(record: Record, *, rehearses: bool, minutes: float = 6.0) -> None:
-    """Three steps of `prefrl grpo --vllm_mode colocate`: what sleeping frees, and what it costs. Needs vLLM."""
+def shared(record: Record, *, rehearses: bool, minutes: float = 8.0) -> None:
+    """What training holds, and three steps of `prefrl grpo --vllm_mode colocate`: what sleeping frees and costs.
+
+    The steps need vLLM.
+    """
     from benchmarks.inputs import build_model
     from tests.assets import tiny_tokenizer
 
-    if "PREFRL_VLLM_PYTHON" not in os.environ:
-        record({"left_out": "vLLM: PREFRL_VLLM_PYTHON names the Python of an environment that has it"})
-        return
+    end = time.monotonic() + 60 * (minutes - 1)
     # On a CPU, vLLM's attention knows no head smaller than 32.
     sizes = replace(TINY, hidden_size=128, ffn_size=256, dtype="float32") if rehearses else MODEL_1_5B
     with tempfile.TemporaryDirectory() as name:
@@ -234,33 +236,19 @@ def shared(record: Record, *, rehearses: bool, minutes: float = 6.0) -> None:
         model.save_pretrained(folder / "model")
         tiny_tokenizer().save_pretrained(folder / "model")
         del model
+        _record_held(record, folder / "model", rehearses=rehearses)
+        if "PREFRL_VLLM_PYTHON" not in os.environ:
+            record({"left_out": "vLLM: PREFRL_VLLM_PYTHON names the Python of an environment that has it"})
+            return
         rows = "".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(64))
         (folder / "sums.jsonl").write_text(rows, encoding="utf-8")
         words = ["--model_name_or_path", "model", "--dataset_name", "sums.jsonl", "--reward_funcs", "numeric_reward"]
-        words += [
-            "--use_vllm",
-            "--vllm_mode",
-            "colocate",
-            "--output_dir",
-            "out",
-            "--max_steps",
-            "3",
-            "--logging_steps",
-        ]
-        words += [
-            "1",
-            "--save_strategy",
-            "no",
-            "--report_to",
-            "none",
-            "--optim",
-            "adamw_torch",
-            "--dtype",
-            sizes.dtype,
-        ]
+        words += ["--use_vllm", "--vllm_mode", "colocate", "--output_dir", "out", "--max_steps", "3"]
+        words += ["--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--optim", "adamw_torch"]
+        words += ["--dtype", sizes.dtype]
         words += ["--max_completion_length", "16" if rehearses else "512", "--vllm_args", "--max_model_len 1024"]
         words += ["--use_cpu"] if rehearses else ["--per_device_train_batch_size", "32"]
-        code, said = _ended_in_time(words, folder, seconds=60 * (minutes - 1))
+        code, said = _ended_in_time(words, folder, seconds=end - time.monotonic())
         if code:
             record({"problem": said[-2000:] or f"the run ended with {code}"})
             return
@@ -270,6 +258,18 @@ def shared(record: Record, *, rehearses: bool, minutes: float = 6.0) -> None:
         lines = (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         for found in lives(log, [json.loads(line) for line in lines]):
             record(found)
+
+
+def _record_held(record: Record, model: Path, *, rehearses: bool) -> None:
+    """What the doctor sets aside for contexts and gaps, beside what training takes of it."""
+    from prefrl.scripts.checkup.resources import _CONTEXTS
+
+    try:
+        found = memory_of_training(model, device="cpu" if rehearses else "cuda")
+    except Exception:
+        record({"problem": traceback.format_exc(limit=-4)[-2000:]})
+        return
+    record({"set_aside": _CONTEXTS / 2**30} | {f"{name}_gib": round(value, 3) for name, value in found.items()})
 
 
 def _ended_in_time(words: Sequence[str], folder: Path, *, seconds: float) -> tuple[int, str]:

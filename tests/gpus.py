@@ -132,19 +132,24 @@ class Gpus:
         def set_current(device: Any) -> None:
             self.current, self.is_initialized = self.number_of(device), True
 
+        def stream(device: Any = None) -> Any:
+            gpu = self.of(device)
+            return SimpleNamespace(number=self.number_of(device), synchronize=lambda: gpu.wait(gpu.queued))
+
         def reset_peak(device: Any = None) -> None:
             self.of(device).peak = self.of(device).allocated
 
         def properties(device: Any = None) -> Any:
             major, minor = self.capability[self.number_of(device)]
             total = self.of(device).total
-            return SimpleNamespace(name=self.name(device), total_memory=total, major=major, minor=minor)
+            uuid = f"GPU-{self.number_of(device)}"
+            return SimpleNamespace(name=self.name(device), total_memory=total, major=major, minor=minor, uuid=uuid)
 
         return {
             "Event": lambda **options: _Event(self, **options),
             "_lazy_init": lambda: setattr(self, "is_initialized", True),
             "current_device": lambda: self.current,
-            "current_stream": lambda device=None: SimpleNamespace(number=self.number_of(device)),
+            "current_stream": stream,
             "default_generators": self.generators,
             "device": self.as_current,
             "device_count": lambda: COUNT,
@@ -152,6 +157,7 @@ class Gpus:
             "get_device_capability": lambda device=None: self.capability[self.number_of(device)],
             "get_device_name": self.name,
             "get_device_properties": properties,
+            "ipc_collect": lambda: self.note("ipc_collect", self.current),
             "is_available": lambda: True,
             "is_initialized": lambda: self.is_initialized,
             "max_memory_allocated": lambda device=None: self.of(device).peak,

@@ -28,7 +28,7 @@ from prefrl.errors import ConfigError, GenerationError
 
 INFO_PATH = "/prefrl/info"
 # Increased when a server and a trainer of different releases can no longer work together.
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 @dataclass(frozen=True, slots=True)

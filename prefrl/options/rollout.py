@@ -183,7 +183,7 @@ class VLLMParams(Params):
         None,
         "How weight_sync='delta' sends what has changed: by nccl, gloo or shm as weight_sync says, or as files that "
         "stay in sync_folder, so that a server that comes later reads all weights and the changes since then (store). "
-        "The default is nccl on a GPU and gloo on a CPU.",
+        "The default is nccl on a GPU and gloo on a CPU, and shm with vllm_mode='colocate'.",
     )
     min_servers: Annotated[int, Ge(1)] | None = opt(
         None,
@@ -399,12 +399,13 @@ class RolloutOptions(BaseOptions):
         "with truncated_logprobs='exact'.",
         needs=["use_vllm"],
     )
-    weight_sync: Literal["nccl", "gloo", "shm", "adapter", "delta"] | None = opt(
+    weight_sync: Literal["nccl", "gloo", "ipc", "shm", "adapter", "delta"] | None = opt(
         None,
-        "How weights are sent to the servers: nccl (GPUs), gloo (TCP), shm (files in a shared folder), adapter (only "
-        "the LoRA weights, as files in a shared folder), delta (only what has changed, by the way that delta_over of "
-        "vllm_kwargs names). The default is adapter if only an adapter is trained and there is a shared folder, and "
-        "otherwise shm with vllm_mode='colocate', nccl on a GPU and gloo on a CPU.",
+        "How weights are sent to the servers: nccl (GPUs), gloo (TCP), ipc (memory of one GPU, with "
+        "vllm_mode='colocate'), shm (files in a shared folder), adapter (only the LoRA weights, as files in a shared "
+        "folder), delta (only what has changed, by the way that delta_over of vllm_kwargs names). The default is "
+        "adapter if only an adapter is trained and there is a shared folder, and otherwise shm with "
+        "vllm_mode='colocate', nccl on a GPU and gloo on a CPU.",
         decides=False,
         needs=["use_vllm"],
     )

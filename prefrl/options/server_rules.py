@@ -54,11 +54,15 @@ def _carrier(o: Any) -> Any:
 
 
 def _writes_no_files(o: Any) -> bool:
-    return _carrier(o) in ("nccl", "gloo") or (o.weight_sync, _carrier(o)) == ("delta", None)
+    is_shared = o.vllm_mode == "colocate"  # then files are the default for changes
+    return _carrier(o) in ("nccl", "gloo", "ipc") or (
+        not is_shared and (o.weight_sync, _carrier(o)) == ("delta", None)
+    )
 
 
-def _lacks_nccl(o: Any) -> bool:
-    return _carrier(o) == "nccl" and str(o.device.type) == "cpu"
+def _lacks_gpu(o: Any) -> str | None:
+    carrier: str | None = _carrier(o)
+    return carrier if carrier in ("nccl", "ipc") and str(o.device.type) == "cpu" else None
 
 
 def _masks_nothing(o: Any) -> bool:
@@ -177,8 +181,8 @@ SERVER_RULES = (
         hint=True,
     ),
     when(
-        _lacks_nccl,
-        "weight_sync or delta_over is 'nccl', which needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.",
+        _lacks_gpu,
+        "weight_sync or delta_over is {found!r}, which needs a GPU, and this run is on the CPU. Use 'gloo' or 'shm'.",
         example("grpo", use_vllm=True, weight_sync="nccl"),
     ),
     when(
@@ -229,8 +233,9 @@ SERVER_RULES = (
 _OF_TRL = (0.3, 0.55)  # TRL's defaults of the share
 
 
-def _asks_for_nccl(o: Any) -> bool:
-    return bool(o.weight_sync == "nccl")
+def _asks_for_nccl(o: Any) -> str | None:
+    name = "delta_over" if o.weight_sync == "delta" else "weight_sync"
+    return name if _carrier(o) == "nccl" else None
 
 
 # With use_vllm and vllm_mode="colocate".
@@ -257,13 +262,19 @@ SHARED_DEVICE_RULES = (
     ),
     when(
         _asks_for_nccl,
-        "weight_sync='nccl' with vllm_mode='colocate': NCCL does not connect two processes on one GPU. Leave "
-        "weight_sync out; weights then go through shared memory.",
+        "{found}='nccl' with vllm_mode='colocate': NCCL does not connect two processes on one GPU. Leave {found} out; "
+        "weights then go through shared memory.",
         example("grpo", use_vllm=True, vllm_mode="colocate", weight_sync="nccl"),
     ),
 )
 # Without one of them.
 OWN_DEVICE_RULES = (
+    when(
+        lambda o: o.use_vllm and o.weight_sync == "ipc",
+        "weight_sync='ipc' with vllm_mode={vllm_mode!r}: it sends through the memory of a GPU that trainer and server "
+        "share. Set vllm_mode='colocate', or leave weight_sync out.",
+        example("grpo", use_vllm=True, weight_sync="ipc"),
+    ),
     when(
         lambda o: o.vllm_gpu_memory_utilization not in (None, *_OF_TRL),
         "vllm_gpu_memory_utilization={vllm_gpu_memory_utilization} has no effect because use_vllm={use_vllm} and "

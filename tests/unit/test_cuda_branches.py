@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from prefrl import ConfigError, GRPOConfig, SFTConfig
 from prefrl.distributed import check_devices, processes
 from prefrl.generation.vllm.sleep import Sleep
-from prefrl.generation.weights import process_group, sync, wire
+from prefrl.generation.weights import device_memory, process_group, sync, wire
 from prefrl.models.adapters import _check_init
 from prefrl.models.attention import interface, segments, varlen
 from prefrl.models.attention.interface import Inputs, Kernel, choose_kernel
@@ -43,7 +45,7 @@ from prefrl.trainer.features.profile import StepProfiler
 from prefrl.trainer.features.sizes import AutomaticSizes, EvaluationSize
 from prefrl.trainer.memory import TrialMemory, free_memory
 from prefrl.trainer.offline.rows import RunningMean
-from prefrl.trainer.online.generators import sync_method
+from prefrl.trainer.online.generators import _carrier_of_changes, sync_method
 from prefrl.trainer.steps import LongBatch, StepAccount
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.cuda_lines import lines_that_name_cuda, traced
@@ -251,8 +253,10 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
 @reaches("generation.vllm.sleep:Sleep.wake")
 def test_what_the_allocator_keeps_is_free_when_a_server_takes_its_share(gpus: Gpus) -> None:
     http: Any = SimpleNamespace(request=lambda *_, **__: gpus.note("asked") or {"status": "awake"})
-    Sleep(http, level=2, timeout=1.0).wake("http://a:1", "weights")
-    assert gpus.calls == [("empty_cache", 3), ("asked",)]
+    sleep = Sleep(http, level=2, timeout=1.0)
+    sleep.wake("http://a:1", "weights")
+    sleep.wake("http://a:1", "kv_cache")
+    assert gpus.calls == [("empty_cache", 3), ("asked",)] * 2
 
 
 @reaches("trainer.features.sizes:AutomaticSizes._search", "trainer.features.sizes:_wait")
@@ -533,20 +537,66 @@ def test_weights_go_over_nccl_from_the_gpu_of_the_trainer_to_those_of_the_worker
     "options.server_rules:_asks_for_nccl",
     "generation.weights.sync:_transport",
     "options.server_rules:_writes_no_files",
-    "options.server_rules:_lacks_nccl",
+    "options.server_rules:_lacks_gpu",
 )
 def test_nccl_is_the_way_from_a_gpu(gpus: Gpus) -> None:
     asked: Any = options(weight_sync=None, shared_folder=None, vllm_mode="server")
     assert sync_method(asked, has_adapter=False) == "nccl"
+    assert _carrier_of_changes(asked) == "nccl"
     asked.device = torch.device("cpu")
     assert sync_method(asked, has_adapter=False) == "gloo"
     asked.vllm_mode = "colocate"
     assert sync_method(asked, has_adapter=False) == "shm"
-    with pytest.raises(ConfigError, match="NCCL does not connect two processes on one GPU"):
-        apply(options(**ON_ONE_DEVICE, weight_sync="nccl"), SHARED_DEVICE_RULES)
+    asked.device = OWN
+    assert _carrier_of_changes(asked) == "shm"
+    for method, over in (("nccl", None), ("delta", "nccl")):
+        shared = options(**ON_ONE_DEVICE, weight_sync=method, vllm_params=SimpleNamespace(delta_over=over))
+        with pytest.raises(ConfigError, match="NCCL does not connect two processes on one GPU"):
+            apply(shared, SHARED_DEVICE_RULES)
     with pytest.raises(ConfigError, match="is 'nccl', which needs a GPU"):
         GRPOConfig(output_dir="x", report_to="none", use_cpu=True, use_vllm=True, weight_sync="nccl")
-    assert [sync._transport(method, None, None)._backend for method in ("nccl", "gloo")] == ["nccl", "gloo"]  # type: ignore[attr-defined]
+    for method in ("nccl", "gloo", "ipc"):
+        assert sync._transport(method, None, None)._backend == method  # type: ignore[attr-defined]
+
+
+@reaches("generation.weights.device_memory:allocate")
+@reaches("generation.weights.device_memory:attach", "generation.weights.device_memory:_uuid")
+def test_a_window_is_described_for_json_and_mapped_on_the_own_gpu(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = device_memory.allocate(100)
+    assert (window.device, window.dtype, window.numel()) == (OWN, torch.uint8, 100)
+    names = (*device_memory._KNOWN, "storage_handle", "storage_size_bytes", "event_sync_required")
+    reduced = (torch.Tensor, (100,), (1,), 0, torch.TypedStorage, torch.uint8, 3, b"\x00\xff", 128, True)
+
+    def rebuild(**given: Any) -> Any:
+        rebuilt.append(given)
+        return window
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    rebuild.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    rebuilt: list[dict[str, Any]] = []
+    monkeypatch.setattr(device_memory, "reduce_tensor", lambda tensor: (rebuild, reduced))
+    monkeypatch.setattr(device_memory, "rebuild_cuda_tensor", rebuild)
+    sent = json.loads(json.dumps(device_memory.describe(window)))
+    assert device_memory.attach(sent) is window
+    assert rebuilt == [dict(zip(names, reduced, strict=True)) | {"storage_cls": torch.UntypedStorage}]
+    torch.cuda.set_device(5)
+    with pytest.raises(ValueError, match="the trainer is on the GPU GPU-3, and this worker on GPU-5"):
+        device_memory.attach(sent)
+
+
+@reaches(
+    "generation.weights.device_memory:place_for",
+    "generation.weights.device_memory:collect",
+)
+def test_what_is_received_stays_on_the_gpu_if_its_memory_suffices(gpus: Gpus) -> None:
+    window, own = torch.zeros(8, device=OWN), gpus[3]
+    places = [device_memory.place_for(own.free - spare * GIB, near=window) for spare in (1, 2, 3)]
+    assert places == [torch.device("cpu"), OWN, OWN]
+    assert device_memory.place_for(10**15, near=torch.zeros(8)) == torch.device("cpu")
+    device_memory.collect()
+    gpus.is_initialized = False
+    device_memory.collect()
+    assert gpus.calls == [("ipc_collect", 3)]
 
 
 @reaches("distributed.processes:_end_group")

@@ -56,7 +56,7 @@ def register() -> None:
 class InitInfo(WeightTransferInitInfo):
     """`process_group.Invitation` in vLLM's form. With "shm" there is no group, and the other fields are not set."""
 
-    transport: Literal["nccl", "gloo", "shm"]
+    transport: Literal["nccl", "gloo", "ipc", "shm"]
     host: str = ""
     port: int = 0
     tag: str = ""
@@ -80,7 +80,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Engine(WeightTransferEngine):  # type: ignore[type-arg, unused-ignore]
-    """Receives all weights into host memory, checks them, and only then changes the model."""
+    """Receives all weights, into host memory or beside the model, checks them, and only then changes the model."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

@@ -56,8 +56,7 @@ class Sleep:
             GenerationError: The server does not wake up, most likely because the memory does not suffice.
             HttpError: It does not answer.
         """
-        if tag == "weights":
-            torch.cuda.empty_cache()  # what the trainer's allocator keeps for its next step
+        torch.cuda.empty_cache()  # what the trainer's allocator keeps of its last step, and of the sync
         try:
             answer = self._post(url, f"/wake_up?tags={tag}")
         except Refused as error:

@@ -27,7 +27,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-GroupKind = Literal["nccl", "gloo"]
+# "ipc": one machine, over gloo; the weights themselves stay in a window of the device's memory, see `device_memory`.
+GroupKind = Literal["nccl", "gloo", "ipc"]
 
 HOST_DEVICE = torch.device("cpu")
 _POLL_SECONDS = 0.0005
@@ -35,6 +36,13 @@ _CONNECT_SECONDS = 10.0  # less than a trainer that is started again takes to as
 _JOIN_POLL_SECONDS = 0.005
 _ABORT_SECONDS = 1.0  # gloo takes microseconds
 _ABORT_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message without content: the window that all members see changes hands, with this many bytes in it."""
+
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ class Group:
         self.invitation = invitation
         self._store: TCPStore | None = None
         self._backend: Any
-        if invitation.transport == "gloo":
+        if invitation.transport in ("gloo", "ipc"):
             self._backend = _gloo(store, rank, invitation, address)
         else:
             self._store = store  # NCCL may read it at any time
@@ -81,8 +89,11 @@ class Group:
         # NCCL connects in its first collective.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
-    def start(self, message: Tensor) -> None:
+    def start(self, message: Tensor | Turn) -> None:
         """Begin to send `message`, or on ranks above 0, to receive it in place."""
+        if isinstance(message, Turn):
+            self._under_way = self._backend.barrier()
+            return
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -110,7 +121,7 @@ class Group:
             pause = _POLL_SECONDS
         self._under_way.wait()
 
-    def broadcast(self, message: Tensor) -> None:
+    def broadcast(self, message: Tensor | Turn) -> None:
         """Send or receive `message`; see `wait`."""
         self.start(message)
         self.wait()

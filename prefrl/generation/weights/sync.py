@@ -12,6 +12,7 @@ from prefrl.errors import ConfigError, WeightSyncError
 from prefrl.generation.base import WeightSource
 from prefrl.generation.server import ServerInfo
 from prefrl.generation.weights.delta import DeltaSync
+from prefrl.generation.weights.process_group import GroupKind
 from prefrl.generation.weights.store import Store, StoreSync
 from prefrl.generation.weights.transfer import (
     AdapterSync,
@@ -24,7 +25,7 @@ from prefrl.generation.weights.transfer import (
 )
 from prefrl.http import Http, HttpError, Refused, Unreachable
 
-SyncMethod = Literal["nccl", "gloo", "shm", "adapter", "delta"]
+SyncMethod = Literal["nccl", "gloo", "ipc", "shm", "adapter", "delta"]
 Carrier = Literal["nccl", "gloo", "shm", "store"]
 # The server's weight version during an update, so that an incomplete update is never mistaken for a complete one.
 UPDATING = "updating"
@@ -35,10 +36,11 @@ class WeightSync:
 
     Args:
         http: HTTP client, with the servers' key.
-        method: "nccl", "gloo": all weights through one process group for each server. "shm": all weights as files that
-            the server reads. "adapter": like "shm", but only the adapter once the server has the base weights.
-            "delta": only what has changed, by the way that `over` names; "store" keeps the messages in a folder or an
-            object store, from which servers read what they lack.
+        method: "nccl", "gloo": all weights through one process group for each server. "ipc": all weights through
+            memory of the device that trainer and server share. "shm": all weights as files that the server reads.
+            "adapter": like "shm", but only the adapter once the server has the base weights. "delta": only what has
+            changed, by the way that `over` names; "store" keeps the messages in a folder or an object store, from
+            which servers read what they lack.
         folder: Where to create private folders for the files. Trainer and servers must see it under the same path; a
             file system in memory is fastest. For "store", also a URL of fsspec. Only where files are written.
         timeout: Time limit of one `send`, in seconds; also how long a server waits for the trainer. A server that
@@ -164,7 +166,8 @@ def _transport(method: SyncMethod, over: Carrier | None, folder: PrivateFolder |
         return StoreSync(folder)
     if method == "adapter" and folder is not None:
         return AdapterSync(folder)
-    whole = GroupSync("nccl" if "nccl" in (method, over) else "gloo") if folder is None else FileSync(folder)
+    kind: GroupKind = "ipc" if method == "ipc" else "nccl" if "nccl" in (method, over) else "gloo"
+    whole = GroupSync(kind) if folder is None else FileSync(folder)
     return whole if over is None else DeltaSync(whole)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from prefrl.errors import ConfigError, WeightSyncError
 from prefrl.generation.base import WeightSource
@@ -144,7 +145,11 @@ class GroupSync:
         for server in live:
             _begin_request(transfer, server, "/update_weights", {"update_info": {"key": key.hex()}})
         device = next((group.device for group in live.values()), process_group.HOST_DEVICE)
-        messages = wire.messages(weights, device=device, key=key)
+        messages: Iterator[Tensor | process_group.Turn] = (
+            wire.messages_through_window(weights, key=key)
+            if self._backend == "ipc"
+            else wire.messages(weights, device=device, key=key)
+        )
         while any(server.error is None for server in live) and (message := next(messages, None)) is not None:
             transfer.bytes_sent += message.nbytes
             _broadcast(transfer, live, message)
@@ -158,6 +163,10 @@ class GroupSync:
         """Form new groups with servers."""
         joining: dict[Receiver, tuple[process_group.Host, Future[process_group.Group]]] = {}
         for server in servers:
+            if self._backend == "ipc" and server.info.num_workers > 1:
+                message = f"it has {server.info.num_workers} workers, but weight_sync='ipc' is for one, on one GPU"
+                server.fail("forming the process group", ConfigError(f"{message}. Set weight_sync='shm'"))
+                continue
             try:
                 host = self._invite(transfer, server)
             except (OSError, RuntimeError) as error:
@@ -184,7 +193,9 @@ class GroupSync:
         )
 
 
-def _broadcast(transfer: Transfer, groups: Mapping[Receiver, process_group.Group], message: Any) -> None:
+def _broadcast(
+    transfer: Transfer, groups: Mapping[Receiver, process_group.Group], message: Tensor | process_group.Turn
+) -> None:
     """Send one message to all servers that have not failed."""
     for server, group in groups.items():
         if server.error is None:

@@ -13,6 +13,11 @@ The seals show that the bytes are those that the trainer sent, whoever has joine
 transfer, and travels in the authorized request for the update. Over NCCL the tensors' bytes stay on the GPUs, and
 copying them to the host for the hash would take longer than sending them. There the seals cover only lengths and
 headers: they keep out another sender, but do not show that bytes were changed on the way.
+
+Two processes on one device share a window of its memory instead: the first header says where it is. The tensors' bytes
+then pass through it in rounds. In each, the trainer fills the window and sends the sum of what is in it, as 64-bit
+integers; the worker copies it, compares the sum of its copy, and gives the window back. After the end, it lets go of
+the window before it gives it back for the last time.
 """
 
 from __future__ import annotations
@@ -23,12 +28,14 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prefrl.generation.weights.process_group import HOST_DEVICE, Group
+from prefrl.generation.weights import device_memory
+from prefrl.generation.weights.process_group import HOST_DEVICE, Group, Turn
 
 Named = tuple[str, Tensor]
 
@@ -47,12 +54,16 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """A description of a bucket's tensors, in order; or an `error` because of which the sender stops."""
+    """A description of a bucket's tensors, in order; or an `error` because of which the sender stops.
+
+    The first one of a transfer through a window of device memory also has the window.
+    """
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     error: str | None = None
+    window: dict[str, Any] | None = None
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor."""
@@ -137,8 +148,74 @@ def messages(
     yield from _header_messages(None, device, seal)
 
 
+def messages_through_window(
+    weights: Iterable[Named], *, key: bytes, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Tensor | Turn]:
+    """What `messages` is for a group of processes on one device: the tensors' bytes stay in its memory.
+
+    Args:
+        weights: Read once, in order.
+        key: See `new_key`.
+        bucket_bytes: Size of the window, and the most bytes of several tensors in one bucket.
+    """
+    seal = _Seal(key)
+    window = device_memory.allocate(-(-bucket_bytes // _ALIGNMENT) * _ALIGNMENT)
+    description: dict[str, Any] | None = device_memory.describe(window)
+    try:
+        for bucket in buckets(weights, bucket_bytes=bucket_bytes):
+            header = replace(_header(bucket), window=description)
+            description = None
+            yield from _header_messages(header, HOST_DEVICE, seal)
+            yield from _rounds(bucket, header, window, seal)
+    except Exception as error:
+        yield from _header_messages(_Header([], [], [], error=f"{type(error).__name__}: {error}"), HOST_DEVICE, seal)
+        raise
+    else:
+        yield from _header_messages(None, HOST_DEVICE, seal)
+        yield Turn()
+    finally:
+        del window
+        device_memory.collect()
+
+
+def _rounds(bucket: list[Named], header: _Header, window: Tensor, seal: _Seal) -> Iterator[Tensor | Turn]:
+    offsets, total = header.offsets()
+    for start in range(0, total, window.numel()):
+        end = min(start + window.numel(), total)
+        for (_, tensor), first, size in zip(bucket, offsets, header.sizes(), strict=True):
+            low, high = max(first, start), min(first + size, end)
+            if low < high:
+                window[low - start : high - start].copy_(_bytes(tensor)[low - first : high - first])
+        content = _sum(window[: end - start])  # waits until the window is filled
+        seal.add(content)
+        yield content
+        yield Turn(end - start)
+
+
+def _sum(content: Tensor) -> Tensor:
+    """The sum of 64-bit integers, modulo 2^64, as eight bytes in host memory."""
+    return content.view(torch.int64).sum().cpu().reshape(1).view(torch.uint8)
+
+
+def _receive_rounds(group: Group, window: Tensor, total: int, seal: _Seal) -> Tensor:
+    """The bytes of a bucket, on the device if its memory suffices."""
+    target = torch.empty(total, dtype=torch.uint8, device=device_memory.place_for(total, near=window))
+    for start in range(0, total, window.numel()):
+        end = min(start + window.numel(), total)
+        sent = _receive_bytes(group, 8)
+        seal.add(sent)
+        target[start:end].copy_(window[: end - start])
+        if not torch.equal(_sum(target[start:end]), sent):  # which waits until they are copied
+            raise ValueError(
+                "weight_sync='ipc': what was read from the GPU's memory is not what the trainer wrote. Set "
+                "weight_sync='shm'"
+            )
+        group.broadcast(Turn())
+    return target
+
+
 def receive(group: Group, key: bytes) -> list[Named]:
-    """Receive all weights from rank 0 into host memory.
+    """Receive all weights from rank 0 into host memory, or through a window into that of the device.
 
     Args:
         group: The group.
@@ -151,6 +228,7 @@ def receive(group: Group, key: bytes) -> list[Named]:
     """
     seal = _Seal(key)
     received: list[Named] = []
+    window: Tensor | None = None
     while (header := _receive_header(group, seal)) is not None:
         if header.error is not None:
             raise ValueError(f"the trainer stopped sending: {header.error}")
@@ -158,10 +236,18 @@ def receive(group: Group, key: bytes) -> list[Named]:
         if unknown:
             raise ValueError(f"cannot receive tensors of the dtypes {unknown}; supported: {sorted(_DTYPES)}")
         offsets, total = header.offsets()
-        buffer = _receive_bytes(group, total)
-        if group.device == HOST_DEVICE:
-            seal.add(buffer)
+        if header.window is not None:
+            window = device_memory.attach(header.window)
+        if window is not None:
+            buffer = _receive_rounds(group, window, total, seal)
+        else:
+            buffer = _receive_bytes(group, total)
+            if group.device == HOST_DEVICE:
+                seal.add(buffer)
         received.extend(_unpack(header, offsets, buffer))
+    if window is not None:
+        del window  # before the trainer drops it
+        group.broadcast(Turn())
     return received
 
 

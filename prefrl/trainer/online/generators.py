@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from prefrl.generation.base import Generator, WeightSource
-    from prefrl.generation.weights.sync import SyncMethod
+    from prefrl.generation.weights.sync import Carrier, SyncMethod
     from prefrl.trainer.configs import OnlineConfig
     from prefrl.types import Rollout
 
@@ -112,7 +112,7 @@ def make_generator(
 
 
 def _weight_sync(args: OnlineConfig, http: Http, method: SyncMethod) -> WeightSync:
-    over = args.vllm_params.delta_over or _group_kind(args) if method == "delta" else None
+    over = args.vllm_params.delta_over or _carrier_of_changes(args) if method == "delta" else None
     needs_folder = (over or method) in ("shm", "adapter", "store")
     return WeightSync(
         http,
@@ -161,6 +161,11 @@ def sync_method(args: OnlineConfig, *, has_adapter: bool, reads_images: bool = F
     if args.vllm_mode == "colocate":
         return "shm"
     return _group_kind(args)
+
+
+def _carrier_of_changes(args: OnlineConfig) -> Carrier:
+    # NCCL does not connect two processes on one GPU.
+    return "shm" if args.vllm_mode == "colocate" else _group_kind(args)
 
 
 def _group_kind(args: OnlineConfig) -> Literal["nccl", "gloo"]:

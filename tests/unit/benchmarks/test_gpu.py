@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, gpu_report
+from benchmarks import gpu, gpu_report, gpu_stages
 from benchmarks.gpu import Stage, main
 from benchmarks.gpu_stages import _tiny_workloads, lives, plans, shared
 from benchmarks.workloads import CUDA_WORKLOADS
@@ -131,9 +131,17 @@ def test_a_step_has_the_sleep_after_its_completions() -> None:
     assert table.endswith("| 1 | 0.2 | 0.7 | 0.3 | 2 | 0.4 | 12.5 | 7.25 | 5 |")
 
 
-def test_a_machine_without_vllm_leaves_the_stage_out(monkeypatch: pytest.MonkeyPatch) -> None:
+HELD = {"context": 0.5, "libraries": 0.625, "held": 6.0, "allocated": 4.25, "counted": 4.625, "beside": 1.375}
+
+
+def test_a_machine_without_vllm_measures_the_trainer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFRL_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(gpu_stages, "memory_of_training", lambda model, device: HELD)
     records: list[dict[str, Any]] = []
     shared(records.append, rehearses=True)
-    assert [*records[0]] == ["left_out"]
-    assert gpu_report._shared(records).startswith("Not measured: vLLM")
+    assert [*records[1]] == ["left_out"]
+    says, left_out = gpu_report._shared(records).split("\n\n")
+    assert left_out.startswith("Not measured: vLLM")
+    assert says.endswith("2.00 GiB aside for the rest and for the server's context, which suffices.")
+    records[0]["beside_gib"] += 0.125
+    assert "too little: correct `_CONTEXTS`" in gpu_report._shared(records)

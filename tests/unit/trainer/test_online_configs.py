@@ -346,7 +346,7 @@ def config(tmp_path: Path, **options: Any) -> GRPOConfig:
         ({**UNCUT, "vllm_server_port": 70000}, "vllm_server_port=70000: must be a number >= 1 and <= 65535"),
         ({**UNCUT, "vllm_server_timeout": 0}, "vllm_server_timeout=0: must be a number > 0"),
         ({**UNCUT, "vllm_server_base_url": "host:8000"}, "vllm_server_base_url='host:8000': must be like http"),
-        ({**UNCUT, "weight_sync": "udp"}, "weight_sync='udp': must be one of 'nccl', 'gloo', 'shm', 'adapter'"),
+        ({**UNCUT, "weight_sync": "udp"}, "weight_sync='udp': must be one of 'nccl', 'gloo', 'ipc', 'shm', 'adapter'"),
         ({**UNCUT, "vllm_kwargs": "[1]"}, "vllm_kwargs='[1]': must be a JSON object"),
         (
             {
