@@ -1,7 +1,7 @@
 """What the package says of itself and pyproject.toml does not know: where the repository is.
 
-Releases set PREFRL_REPOSITORY to the address of their repository, which may be a fork. The package's page then has links to
-it, and the relative links and pictures of the README lead to the files of the released version.
+Releases set PREFRL_REPOSITORY to the address of their repository, which may be a fork. The package's page then has
+links to it, and the relative links and pictures of the README lead to the files of the released version.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Install each extra alone into a new environment, and run what it promises: `python .ci/extras.py WHEEL [EXTRA ...]`.
 
-`base` is the package without extras. The environments are made by `uv` where it is installed, else by `venv` and `pip`, with the
-versions of constraints.txt, and are removed afterwards. The commands run outside of the clone, with an empty home, without a
-network for models and data. A check that fails does not end the run: the last lines are a table of all extras.
+`base` is the package without extras. The environments are made by `uv` where it is installed, else by `venv` and
+`pip`, with the versions of constraints.txt, and are removed afterwards. The commands run outside of the clone, with an
+empty home, and fetch no models and no data. A check that fails does not end the run: a table of all extras comes last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 TINY = "--model_name_or_path model --use_cpu --per_device_train_batch_size 2 --max_steps 2 --output_dir out"
 QUESTIONS = f"{TINY} --dataset_name questions.jsonl --num_generations 2 --max_completion_length 8"
-EXAMPLE = "python -c \"import sys; sys.path[:0] = ['examples']; import {0}; print({0}.main(None, 'out', max_steps=1{1}))\""
+EXAMPLE = "python -c \"import sys; sys.path[:0] = ['examples']; import {0} as e; e.main(None, 'out', max_steps=1{1})\""
 
 
 class Promise(NamedTuple):
@@ -71,7 +71,7 @@ PROMISES = {
     ),
     "reasoning-gym": Promise(
         (
-            "python -c \"from prefrl.rewards import reasoning_gym_dataset as d; d('chain_sum', size=8).to_json('q.jsonl')\"",
+            "python gym.py",
             f"prefrl grpo --reward_funcs reasoning_gym:chain_sum {QUESTIONS} --dataset_name q.jsonl",
         )
     ),
@@ -89,7 +89,7 @@ PROMISES = {
     "plot": Promise(
         (
             f"prefrl grpo --reward_funcs numeric_reward {QUESTIONS}",
-            "python -c \"from pathlib import Path; from prefrl.scripts.demo import _plot_rewards as p; p(Path('out'))\"",
+            "python -c \"import pathlib; from prefrl.scripts import demo; demo._plot_rewards(pathlib.Path('out'))\"",
             "python -c \"assert open('out/reward_curve.png', 'rb').read(4)[1:] == b'PNG'\"",
         )
     ),
@@ -97,7 +97,7 @@ PROMISES = {
     "docs": Promise((f"python -m mkdocs build --quiet --strict -f {ROOT / 'mkdocs.yml'} -d {{folder}}/site",)),
     "bench": Promise((imports("trl", "gguf", "PIL"),), "the comparison itself, which `make bench` runs"),
 }
-# An environment of its own, which `make test` fills with a build for CPUs; what continuous integration installs anyway.
+# An environment of its own, which `make test` fills with a build for CPUs; what each test run installs anyway.
 LEFT_OUT = {"vllm", "dev"}
 
 BCO = """
@@ -115,6 +115,11 @@ BCOTrainer(
     embedding_tokenizer=AutoTokenizer.from_pretrained("model"),
 ).train()
 """
+GYM = """
+from prefrl.rewards import reasoning_gym_dataset
+
+reasoning_gym_dataset("chain_sum", size=8, seed=0).to_json("q.jsonl")
+"""
 
 
 def main(wheel: Path, names: list[str]) -> int:
@@ -122,7 +127,7 @@ def main(wheel: Path, names: list[str]) -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     missing = project["optional-dependencies"].keys() ^ (PROMISES.keys() - {"base"} | LEFT_OUT)
     if missing or (unknown := set(names) - PROMISES.keys()):
-        raise SystemExit(f"extras.py: {', '.join(sorted(missing or unknown))}: not in both PROMISES and pyproject.toml")
+        raise SystemExit(f"{', '.join(sorted(missing or unknown))}: not both in PROMISES and in pyproject.toml")
     rows = [("extra", "install s", "run s", "MB", "result", "not shown here")]
     for name in names or PROMISES:
         with environment() as folder:
@@ -145,6 +150,7 @@ def environment() -> Iterator[Path]:
         write(folder / "texts.jsonl", [{"text": "1 + 1 = 2"}] * 8)
         write(folder / "pairs.jsonl", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 8)
         (folder / "bco.py").write_text(BCO, encoding="utf-8")
+        (folder / "gym.py").write_text(GYM, encoding="utf-8")
         yield folder
 
 
@@ -191,7 +197,8 @@ def output(*command: str | Path) -> str:
 
 def run(folder: Path, line: str) -> None:
     """Run a line of the shell in the folder, with its environment and its home."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_", "VIRTUAL"))}
+    mine = ("PYTHON", "HF_", "VIRTUAL")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
     variables |= {"HOME": str(folder / "home"), "PATH": f"{folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"}
     variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     print(f"$ {line}", flush=True)

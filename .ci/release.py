@@ -1,4 +1,4 @@
-"""Whether a tag can be released: `python .ci/release.py v1.2.3`. It is the version of the code, and the changelog has its date."""
+"""Whether a tag can be released: `python .ci/release.py v1.2.3`. It is the version, and the changelog has its date."""
 
 import re
 import sys

@@ -29,7 +29,7 @@ TOP = f"prefrl-{__version__}"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution, and below `unpacked` what is in it; the wheel is built of that, as by pip."""
+    """A folder with the source distribution, and below `unpacked` what is in it, of which the wheel is built."""
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
@@ -62,11 +62,13 @@ def metadata_of(wheel: Path) -> Message:
 
 
 def test_the_wheel_has_all_files_of_the_package_and_no_others(built: Path) -> None:
-    """Also those that are no code: configs of accelerate, tables, the page of a run, and the mark of typed packages."""
+    """Also those that are no code: configs of accelerate, tables, the page of a run, the mark of typed packages."""
     with zipfile.ZipFile(wheel_of(built)) as archive:
         names = set(archive.namelist())
-    about = {f"{TOP}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    assert names == about | {f"prefrl/{name}" for name in files_in(ROOT / "prefrl")}
+    about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    assert names == {f"{TOP}.dist-info/{name}" for name in about} | {
+        f"prefrl/{name}" for name in files_in(ROOT / "prefrl")
+    }
     assert {"prefrl/py.typed", "prefrl/scripts/launch/accelerate_configs/zero3.yaml"} <= names
 
 
@@ -148,8 +150,8 @@ def test_commands_that_train_nothing_need_two_small_packages_and_others_name_wha
     assert [code for _, code in rows] == [0] * len(lines)
     assert "#resume_from_checkpoint: null" in rows[-1][0]
     ((text, code),) = outcomes(ONLY, "look runs/grpo")
-    missing = "prefrl look: ModuleNotFoundError: No module named 'pyarrow'. "
-    assert text.splitlines() == [f"{missing}prefrl --debug look shows where; pip install prefrl installs what it needs"]
+    missing = "prefrl look: ModuleNotFoundError: No module named 'pyarrow'. prefrl --debug look shows where; "
+    assert text.splitlines() == [f"{missing}pip install prefrl installs what it needs"]
     assert code == 1
 
 
@@ -159,8 +161,8 @@ import asyncio, concurrent.futures.process, importlib, multiprocessing.pool, os,
 import pyarrow.parquet, signal, subprocess, sys, tempfile, yaml
 for module in ('fcntl', 'grp', 'pwd', 'resource', 'termios'):
     sys.modules[module] = None
-for name in ('O_CLOEXEC', 'O_DIRECTORY', 'O_NOFOLLOW', 'O_NONBLOCK', 'fork', 'geteuid', 'getuid', 'killpg', 'pread', 'pwrite',
-             'register_at_fork', 'setsid', 'uname'):
+for name in ('O_CLOEXEC', 'O_DIRECTORY', 'O_NOFOLLOW', 'O_NONBLOCK', 'fork', 'geteuid', 'getuid', 'killpg', 'pread',
+             'pwrite', 'register_at_fork', 'setsid', 'uname'):
     delattr(os, name)
 for name in ('SIGALRM', 'SIGHUP', 'SIGKILL', 'SIGRTMAX', 'SIGUSR1', 'pthread_kill', 'pthread_sigmask', 'setitimer'):
     delattr(signal, name)
