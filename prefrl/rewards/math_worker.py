@@ -95,9 +95,9 @@ def _is_bare_latex(text: str) -> bool:
 
 
 def _limit_memory() -> None:
-    if sys.platform == "win32":
+    if sys.platform != "linux":  # macOS refuses a limit below the addresses that each process has reserved
         return
-    import resource  # not on Windows
+    import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)

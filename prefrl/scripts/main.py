@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import prefrl
-from prefrl.errors import ConfigError, PrefrlError, printable
+from prefrl.errors import ConfigError, PrefrlError, printable, require_posix
 from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
 
@@ -27,10 +27,12 @@ class Listed(NamedTuple):
             called as `main(argv) -> exit code`, see `prefrl.scripts.declaration`. The words follow the command's name,
             and what the user has to change raises PrefrlError.
         text: What it does, for the help.
+        is_anywhere: Whether it runs on Windows, too.
     """
 
     module: str
     text: str
+    is_anywhere: bool = False
 
     def __call__(self, argv: Sequence[str]) -> int:
         """Import the module, and run the command with the words after its name."""
@@ -39,16 +41,16 @@ class Listed(NamedTuple):
 
 
 OTHERS = {
-    "init": Listed("schema:init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml"),
+    "init": Listed("schema:init", "print a commented YAML file for an algorithm: prefrl init grpo > run.yaml", True),
     "doctor": Listed("commands:doctor", "check a run before it starts: data, rewards, server, batches, memory, time"),
     "launch": Listed("launch.command", "run an algorithm on several GPUs or nodes, optionally with a vLLM server"),
     "resume": Listed(
         "commands:resume", "continue a run from its last checkpoint, with the options that it was started with"
     ),
     "demo": Listed("commands:demo", "train a tiny model on arithmetic, SFT then GRPO, offline on the CPU"),
-    "watch": Listed("report:watch", "show a run in the browser while it trains"),
-    "report": Listed("report:report", "write one HTML file about a run, or about two"),
-    "look": Listed("report:look", "show the best and the worst completions of a run"),
+    "watch": Listed("report:watch", "show a run in the browser while it trains", True),
+    "report": Listed("report:report", "write one HTML file about a run, or about two", True),
+    "look": Listed("report:look", "show the best and the worst completions of a run", True),
     "play": Listed("play", "play an episode of an environment, by hand or with a model, turn by turn"),
     "gateway": Listed("gateway:serve", "serve a model over the APIs of OpenAI and Anthropic, and keep the sessions"),
     "pairs": Listed("gateway:pairs", "make preference pairs of the best and the worst completion of each prompt"),
@@ -63,8 +65,8 @@ OTHERS = {
     "replay": Listed("commands:replay", "compute a past step of a run again, and compare it with what was logged"),
     "verify": Listed("oracle.command", "compute the exact bias of your own loss, advantage or KL estimate"),
     "vllm-serve": Listed("launch.vllm_serve", "serve a model to trainers, with vLLM in its own environment"),
-    "migrate": Listed("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig"),
-    "env": Listed("commands:env", "print the versions and devices of this machine, for bug reports"),
+    "migrate": Listed("migrate.command", "rewrite scripts and configs of TRL, verl, cosmos-rl and Ludwig", True),
+    "env": Listed("commands:env", "print the versions and devices of this machine, for bug reports", True),
 }
 
 
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments.command, arguments.arguments)
         sys.stdout.flush()
         return code
-    except (KeyboardInterrupt, OSError, PrefrlError) as error:
+    except (KeyboardInterrupt, ModuleNotFoundError, OSError, PrefrlError) as error:
         if arguments.debug:
             raise
         return _report(arguments.command, error)
@@ -103,8 +105,9 @@ def _report(command: str, error: BaseException) -> int:
     words = printable(f"prefrl {command}: {type(error).__name__}: {error}")
     if not isinstance(error, PrefrlError):
         _leave_stdout()
+        remedy = "; pip install prefrl installs what it needs" if isinstance(error, ImportError) else ""
         if not isinstance(error, BrokenPipeError):  # head and the like have read enough
-            print(f"{words}. prefrl --debug {command} shows where", file=sys.stderr)
+            print(f"{words}. prefrl --debug {command} shows where{remedy}", file=sys.stderr)
         return 1
     if not _is_reported():
         # A single write, because processes that start together often fail together.
@@ -159,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(command: str, arguments: Sequence[str]) -> int:
     if command in OTHERS:
+        if not OTHERS[command].is_anywhere:
+            require_posix(f"prefrl {command}")
         return OTHERS[command](list(arguments))
     if command in REGISTRY:
         return _train(command, arguments)
@@ -174,6 +179,7 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     algorithm = REGISTRY[command]
     given = read(algorithm, arguments)  # refuses mistakes before torch is imported
     check_files(given)
+    require_posix(f"prefrl {command}")
     options = launch_options(given, os.environ)
     if options is not None:
         from prefrl.scripts.launch.command import start

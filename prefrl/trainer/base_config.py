@@ -20,7 +20,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, MissingPackageError, is_installed, masked, plain, require
+from prefrl.errors import ConfigError, MissingPackageError, is_installed, masked, plain, require, require_posix
 from prefrl.losses.truncation import Truncation
 from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
@@ -186,13 +186,14 @@ class BaseConfig(BaseOptions, TrainingArguments):
         check_made(name, self)
 
     def check_packages_installed(self) -> None:
-        """Refuse trackers and optimizers whose packages are missing.
+        """Refuse Windows, and trackers and optimizers whose packages are missing.
 
         Commands and trainers call this, because a config may be read on another machine.
 
         Raises:
             ConfigError: See above.
         """
+        require_posix("a training")
         for name in self.report_to:
             if name in _TRACKERS and name not in get_available_reporting_integrations():
                 raise ConfigError(

@@ -138,7 +138,7 @@ def _command_lines(command: str | None = None) -> list[object]:
         (page, line)
         for page in PAGES
         for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-        for line in block.splitlines()
+        for line in block.replace("\\\n", "").splitlines()
     ]
     found = [(page, line, words) for page, line in lines for words in [shlex.split(line, comments=True)]]
     return [
@@ -327,7 +327,7 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
-    *("cd", "export", "ln", "mkdir", "vllm"),
+    *("cd", "docker", "export", "ln", "mkdir", "vllm"),
 }
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -40,7 +41,7 @@ def test_an_editable_install_puts_the_folder_on_the_path() -> None:
     assert project["build-system"]["build-backend"] == "hatchling.build"
     build = project["tool"]["hatch"]["build"]
     assert "dev-mode-exact" not in build
-    assert build["targets"] == {"wheel": {"packages": ["prefrl"]}}
+    assert build["targets"]["wheel"] == {"packages": ["prefrl"]}
 
 
 def test_the_version_of_the_installation_is_that_of_the_code() -> None:
@@ -59,6 +60,9 @@ def pins(name: str) -> dict[str, Version]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines()]
     pairs = [line.split("==") for line in lines if line]
     return {canonicalize_name(package): Version(version) for package, version in pairs}
+
+
+INSTALLED = {canonicalize_name(package.name) for package in distributions()}
 
 
 def lower_bounds() -> dict[str, Version]:
@@ -86,6 +90,24 @@ def test_every_dependency_has_a_lower_bound_and_a_ceiling_above_it() -> None:
     floors, ceilings = lower_bounds(), pins("constraints.txt")
     assert {canonicalize_name(Requirement(text).name) for text in project["dependencies"]} <= floors.keys()
     assert {name for name, floor in floors.items() if floor > ceilings[name]} == set()
+
+
+def test_every_package_that_an_installation_brings_is_pinned() -> None:
+    """The dependencies of prefrl, those of its extras that are installed here, and theirs."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    found: set[tuple[str, str]] = set()
+    left = [("prefrl", extra) for extra in ("", *extras.keys() - {"liger", "vllm", "bench"})]
+    while left:
+        name, extra = package = left.pop()
+        if package in found or name not in INSTALLED:
+            continue
+        found.add(package)
+        for need in map(Requirement, requires(name) or ()):
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                left += [(canonicalize_name(need.name), wanted) for wanted in ("", *need.extras)]
+    assert len(found) > 40
+    names = {name for name, _ in found if not name.startswith(("nvidia-", "cuda-"))}  # torch pins these itself
+    assert names - pins("constraints.txt").keys() <= {"prefrl", "setuptools", "triton"}
 
 
 def test_make_installs_every_extra_whose_floor_is_tested() -> None:
