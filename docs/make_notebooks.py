@@ -73,7 +73,7 @@ def _as_cell(language: str, text: str) -> str:
         return f"%%writefile {first.split()[-1]}\n{text}"
     if language == "python":
         return text
-    return re.sub(r"^(?=[^# \n])", "!", text, flags=re.M).replace("!cd ", "%cd ")
+    return re.sub(r"(?<!\\\n)^(?=[^# \n])", "!", text, flags=re.M).replace("!cd ", "%cd ")
 
 
 def _code(text: str) -> dict[str, Any]:

@@ -64,6 +64,7 @@ KEY_PAGES = {
     ),
 }
 ARXIV = re.compile(r"arXiv (\d+\.\d+)")
+WIDTH = 78  # of lines of code
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # In texts without markup: the name of an option, perhaps with its value.
 OPTION = re.compile(r"(?<![\w'\"/.:{-])(?:--)?[a-z]\w*_\w+(?:=(?:'[^']*'|\{[^}]*\}|[\w.]+))?(?![\w/]|\.\w)")
@@ -141,9 +142,21 @@ def papers_of(algorithm: str) -> str:
         entries = {name: (source, {"loss_type": name} | needed.get(name, {})) for name, source in papers.items()}
         start = f"--model_name_or_path {MODEL} --dataset_name pairs.jsonl --output_dir runs/{algorithm}"
     return "\n\n".join(
-        f"**`{name}`**: {ARXIV.sub(LINK, source)}\n\n```bash\nprefrl {algorithm} {start} {_flags(options)}\n```"
+        f"**`{name}`**: {ARXIV.sub(LINK, source)}\n\n```bash\n{_wrapped(f'prefrl {algorithm} {start}', options)}\n```"
         for name, (source, options) in entries.items()
     )
+
+
+def _wrapped(start: str, options: dict[str, Any]) -> str:
+    """The command with the options, in lines that fit into the column of a page."""
+    first, *parts = re.split(r" (?=--)", f"{start} {_flags(options)}".rstrip())
+    lines = [first]
+    for part in parts:
+        if len(f"{lines[-1]} {part} \\") > WIDTH:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
+    return " \\\n".join(lines)
 
 
 def _flags(options: dict[str, Any]) -> str:

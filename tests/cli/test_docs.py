@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -138,7 +139,7 @@ def _command_lines(command: str | None = None) -> list[object]:
         (page, line)
         for page in PAGES
         for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-        for line in block.splitlines()
+        for line in block.replace("\\\n", "").splitlines()
     ]
     found = [(page, line, words) for page, line in lines for words in [shlex.split(line, comments=True)]]
     return [
@@ -327,7 +328,7 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
-    *("cd", "export", "ln", "mkdir", "vllm"),
+    *("cd", "export", "git", "hf", "ln", "mkdir", "vllm"),
 }
 
 
@@ -335,6 +336,19 @@ def blocks_of(text: str) -> list[str]:
     """The shell blocks of a page, without the prompts of a console."""
     blocks = [textwrap.dedent(block) for _, block in BLOCK.findall(text)]
     return [re.sub(r"^\$ ", "", block, flags=re.M) for block in blocks]
+
+
+CODE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
+# What fits into the column of the site at 1280 pixels; output is set in a smaller size, see docs/site.css.
+WIDTH, WIDTH_OF_OUTPUT = 78, 98
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_fits_into_its_column(page: Path) -> None:
+    blocks = CODE.findall(page.read_text(encoding="utf-8"))
+    lines = [(line, language) for _, language, code in blocks for line in textwrap.dedent(code).splitlines()]
+    limits = {"text": WIDTH_OF_OUTPUT, "math": math.inf}
+    assert [line for line, language in lines if len(line) > limits.get(language, WIDTH)] == []
 
 
 def check(script: str) -> None:
