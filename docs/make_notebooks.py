@@ -22,7 +22,7 @@ START = "# Paths are those of a clone, whose notebooks are in docs/notebooks.\n%
 
 def pages() -> list[Path]:
     """The tutorials."""
-    return [*sorted((DOCS / "tutorials").glob("*.md")), *DOCS.glob("tutorial_*.md")]
+    return sorted((DOCS / "tutorials").glob("*.md"))
 
 
 def notebook_of(page: Path) -> Path:
