@@ -153,11 +153,13 @@ def _command_lines(command: str | None = None) -> list[object]:
 def test_command_lines_parse(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a folder with the examples and the file that `prefrl init` prints."""
+    """In a folder with the examples, the files of the quickstart and the one that `prefrl init` prints."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     assert main(["init", words[0]]) == 0
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    for text, file in FILE.findall((ROOT / "docs/quickstart.md").read_text(encoding="utf-8")):
+        (tmp_path / file).write_text(text, encoding="utf-8")
     script, _, _ = parser_of(REGISTRY[words[0]]).parse_args_and_config([*words[1:], "--use_cpu"])
     assert script.model_name_or_path == MODEL
 
@@ -374,7 +376,7 @@ WORDS = {
     "FAQ": "faq.md",
     "wandb": "watching.md",
 }
-WITHIN = {"wandb": "^.*`wandb`", "colocate": "^.*`?colocate`?"}
+WITHIN = {"wandb": "^.*`wandb`", "colocate": "^.*`?colocate`?", "SLURM": "^.*SLURM"}
 
 
 @pytest.mark.parametrize(("word", "page"), WORDS.items())
