@@ -22,7 +22,7 @@ START = "# Paths are those of a clone, whose notebooks are in docs/notebooks.\n%
 
 def pages() -> list[Path]:
     """The tutorials."""
-    return [*sorted((DOCS / "tutorials").glob("*.md")), *DOCS.glob("tutorial_*.md")]
+    return sorted((DOCS / "tutorials").glob("*.md"))
 
 
 def notebook_of(page: Path) -> Path:
@@ -73,7 +73,7 @@ def _as_cell(language: str, text: str) -> str:
         return f"%%writefile {first.split()[-1]}\n{text}"
     if language == "python":
         return text
-    return re.sub(r"^(?=[^# \n])", "!", text, flags=re.M).replace("!cd ", "%cd ")
+    return re.sub(r"(?<!\\\n)^(?=[^# \n])", "!", text, flags=re.M).replace("!cd ", "%cd ")
 
 
 def _code(text: str) -> dict[str, Any]:

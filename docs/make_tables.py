@@ -8,9 +8,10 @@ A page says where with a pair of markers; what stands between them is replaced.
 `<!-- keys: loss_kwargs -->`, `<!-- end of keys -->`: keys of options that are mappings
 `<!-- rows: losses -->`, `<!-- end of rows -->`: tables of losses, advantages, KL estimates, presets, ...
 `<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
-`<!-- api: prefrl -->`, `<!-- end of api -->`: public names of a module, whose docstrings mkdocstrings shows
+`<!-- api: prefrl errors -->`, `<!-- end of api -->`: public names of a module or of a part, with docstrings
 `<!-- demo -->`, `<!-- end of demo -->`: what `make demo` reached, from benchmarks/results/demo.json
 `<!-- kernels -->`, `<!-- end of kernels -->`: what `make kernels` found, from benchmarks/results/kernels.json
+`<!-- recipes -->`, `<!-- end of recipes -->`: what `python -m benchmarks.recipes` found
 `<!-- ready first -->`, `<!-- end of ready first -->`: what `python -m benchmarks.ready_first` found
 `<!-- gpu: steps -->`, `<!-- end of gpu -->`: a stage of `make gpu`, from benchmarks/results/gpu.json
 """
@@ -40,11 +41,12 @@ DOCS = Path(__file__).parent
 MARKERS = re.compile(r"(<!-- options: ([\w.]+) -->\n).*?(<!-- end of options -->)", re.S)
 SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", re.S)
 COMMAND = re.compile(r"(<!-- command options -->\n).*?(<!-- end of options -->)", re.S)
-API = re.compile(r"(<!-- api: ([\w.]+) -->\n).*?(<!-- end of api -->)", re.S)
+API = re.compile(r"(<!-- api: ([\w.]+) ?(\w*) -->\n).*?(<!-- end of api -->)", re.S)
 DEMO = re.compile(r"(<!-- demo -->\n).*?(<!-- end of demo -->)", re.S)
 KERNELS = re.compile(r"(<!-- kernels -->\n).*?(<!-- end of kernels -->)", re.S)
 GPU = re.compile(r"(<!-- gpu: (\w+) -->\n).*?(<!-- end of gpu -->)", re.S)
 READY = re.compile(r"(<!-- ready first -->\n).*?(<!-- end of ready first -->)", re.S)
+RECIPES = re.compile(r"(<!-- recipes -->\n).*?(<!-- end of recipes -->)", re.S)
 PAPERS = re.compile(r"(<!-- papers: (\w+) -->\n).*?(<!-- end of papers -->)", re.S)
 ROWS = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.S)
 KEYS = re.compile(r"(<!-- keys: ([\w ]+) -->\n).*?(<!-- end of keys -->)", re.S)
@@ -54,7 +56,7 @@ KEY_PAGES = {
     **dict.fromkeys(
         ("lr_scheduler_kwargs", "reduce_on_plateau_kwargs", "weight_decay_schedule_kwargs"), "schedules.md"
     ),
-    "auto_size_kwargs": "automatic_sizes.md",
+    "auto_size_kwargs": "batch_sizes.md",
     "profile_kwargs": "profiling.md",
     "teacher_weights_kwargs": "trainers/distillation.md",
     **dict.fromkeys(("checkpoint_kwargs", "upload_kwargs"), "checkpoints.md"),
@@ -64,6 +66,7 @@ KEY_PAGES = {
     ),
 }
 ARXIV = re.compile(r"arXiv (\d+\.\d+)")
+WIDTH = 78  # of lines of code
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # In texts without markup: the name of an option, perhaps with its value.
 OPTION = re.compile(r"(?<![\w'\"/.:{-])(?:--)?[a-z]\w*_\w+(?:=(?:'[^']*'|\{[^}]*\}|[\w.]+))?(?![\w/]|\.\w)")
@@ -80,20 +83,39 @@ def render(page: str) -> str:
     page = MARKERS.sub(lambda found: f"{found[1]}\n{own_tables(load(found[2]))}\n{found[3]}", page)
     page = SHARED.sub(lambda found: f"{found[1]}\n{shared_tables()}\n{found[2]}", page)
     page = COMMAND.sub(lambda found: f"{found[1]}\n{command_tables()}\n{found[2]}", page)
-    page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2])}\n\n{found[3]}", page)
+    page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2], found[3])}\n\n{found[4]}", page)
     page = DEMO.sub(lambda found: f"{found[1]}\n{demo_figures()}\n\n{found[2]}", page)
     page = KERNELS.sub(lambda found: f"{found[1]}\n{kernel_figures()}\n\n{found[2]}", page)
     page = GPU.sub(lambda found: f"{found[1]}\n{load('benchmarks.gpu_report.markdown')(found[2])}\n\n{found[3]}", page)
     page = READY.sub(lambda found: f"{found[1]}\n{load('benchmarks.ready_first.markdown')()}\n\n{found[2]}", page)
+    page = RECIPES.sub(lambda found: f"{found[1]}\n{load('benchmarks.recipes.markdown')()}\n\n{found[2]}", page)
     page = PAPERS.sub(lambda found: f"{found[1]}\n{papers_of(found[2])}\n\n{found[3]}", page)
     page = KEYS.sub(lambda found: f"{found[1]}\n{keys_of(found[2].split())}\n\n{found[3]}", page)
     return ROWS.sub(lambda found: f"{found[1]}\n{rows_of(found[2])}\n\n{found[3]}", page)
 
 
-def api_of(module: str) -> str:
-    """A directive of mkdocstrings for each public name of a module, in alphabetical order."""
+# The names of `prefrl` that are on a page of their own; those that match none are in the last one.
+API_PARTS = {
+    "trainers": r"Trainer$",
+    "configs": r"Config$|Arguments$|Parser$|^get_(peft|quantization|kbit)",
+    "errors": r"Error$",
+    "callbacks": r"Callback$",
+    "environments": r"Agent$|Client$|Env$|Environment$|Spec$|Observation$",
+    "data": r"",
+}
+
+
+def api_of(module: str, part: str = "") -> str:
+    """A directive of mkdocstrings for each public name of a module, or of a part of it, in alphabetical order.
+
+    The signature of a config is left out: it repeats all options, which are in the tables of its trainer's page.
+    """
     names = importlib.import_module(module).__all__
-    return "\n\n".join(f"::: {module}.{name}" for name in sorted(names, key=str.lower))
+    if part:
+        parts = {name: next(key for key, ending in API_PARTS.items() if re.search(ending, name)) for name in names}
+        names = [name for name in names if parts[name] == part]
+    options = {name: "\n    options: {show_signature: false}" for name in names if name.endswith("Config")}
+    return "\n\n".join(f"::: {module}.{name}{options.get(name, '')}" for name in sorted(names, key=str.lower))
 
 
 def demo_figures() -> str:
@@ -141,9 +163,21 @@ def papers_of(algorithm: str) -> str:
         entries = {name: (source, {"loss_type": name} | needed.get(name, {})) for name, source in papers.items()}
         start = f"--model_name_or_path {MODEL} --dataset_name pairs.jsonl --output_dir runs/{algorithm}"
     return "\n\n".join(
-        f"**`{name}`**: {ARXIV.sub(LINK, source)}\n\n```bash\nprefrl {algorithm} {start} {_flags(options)}\n```"
+        f"**`{name}`**: {ARXIV.sub(LINK, source)}\n\n```bash\n{_wrapped(f'prefrl {algorithm} {start}', options)}\n```"
         for name, (source, options) in entries.items()
     )
+
+
+def _wrapped(start: str, options: dict[str, Any]) -> str:
+    """The command with the options, in lines that fit into the column of a page."""
+    first, *parts = re.split(r" (?=--)", f"{start} {_flags(options)}".rstrip())
+    lines = [first]
+    for part in parts:
+        if len(f"{lines[-1]} {part} \\") > WIDTH:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
+    return " \\\n".join(lines)
 
 
 def _flags(options: dict[str, Any]) -> str:
@@ -380,53 +414,82 @@ def options_of(group: type[Any]) -> list[str]:
 
 @functools.cache
 def audiences() -> dict[type[Any], str]:
-    """The title of the trainers that have an option group in common, for each group that several have."""
+    """The trainers that have an option group in common, for each group that several have."""
     users: dict[type[Any], list[str]] = {}
     for algorithm in load("prefrl.registry.REGISTRY").values():
         config = algorithm.load_config()
         for group in groups(config):
             users.setdefault(group, []).append(config.__name__.removesuffix("Config"))
     largest = max(map(len, users.values()))
-    titles = {group: "All trainers" if len(names) == largest else ", ".join(names) for group, names in users.items()}
-    return {group: title for group, title in titles.items() if len(users[group]) > 1}
+    return {
+        group: "all" if len(names) == largest else ", ".join(names) for group, names in users.items() if len(names) > 1
+    }
 
 
-def own_tables(config: type[Any]) -> str:
-    """The tables of the option groups that only this config has, and links to those that it shares."""
-    own = [table(config, group) for group in groups(config) if group not in audiences()]
-    titles = dict.fromkeys(audiences()[group] for group in groups(config) if group in audiences())
-    links = [f"- [{title}](options.md#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
-    lead = "The other options are shared by these trainers; a default above overrides the one in a shared table:"
-    return "\n".join([*own, lead, "", *links, ""])
-
-
-# What the options of a class that several trainers share are about.
-_TOPICS = {
-    "BaseOptions": "Checkpoints, logs, memory and what happens when a step goes wrong",
-    "TrainingOptions": "Optimizer, schedules, batch sizes, evaluation and tokenizer",
-    "OfflineOptions": "Lengths and rows of a dataset",
-    "OfflineReferenceOptions": "Reference log-probs",
-    "ReferenceOptions": "KL term and reference model",
-    "SampleOptions": "Samples during evaluation",
+# What shared options are about: the first topic whose pattern matches a name; else that of the class of the option.
+TOPICS = {
+    "Optimizer and learning rate": r"optim$|learning_rate|^lr_|^warmup|^reduce_on|^weight_decay|^max_grad|^regul",
+    "Batch sizes": r"(?<!_ref_)batch_size|max_tokens_per|auto_size|steps_per_gen|num_iterations|minibatches",
+    "Model and tokenizer": r"^model_init|trust_remote|dropout|freeze|router_|tokenizer|chat_templ|^eos_|pad_t|image",
+    "Memory, speed and precision": r"forward_plan|activation|liger|fp8|flops|profile|ds3_|cache_|num_proc",
+    "Checkpoints, resuming and what ends a run": r"checkpoint|upload|resume|save_|max_train_|stop_at|on_nan|^nan_",
+    "Early stopping, averages and spikes": r"^early_|soup|^ema_|spike",
+    "Evaluation": r"^eval_(?!reward)|_eval_samp|during_eval|evaluate_|pass_at_k|log_val",
+    "Logs": r"^log_|logging_|completions_to_print|journal_keep|strict_options|remove_unused",
+    "Lengths and rows": r"max_length|truncation_mode|invalid_rows|max_prompt|filter_over|shuffle_dataset",
+    "Reference model and KL term": r"^beta$|(?<!_)ref_|_reference|_ref_|^kl_",
+    "Teacher": r"^teacher_",
+    "Policy loss and entropy": r"^loss_|epsilon|delta|entropy|importance_sampling_level",
+    "Advantages": r"advantage|^turn_|selection|balance|truncated_logprobs",
+    "Sampling": r"num_gen|max_completion|temperature|^top_|min_p|repetition|^stop$|include_stop|ignore_eos",
+    "Agents, tools and turns": r"max_turns|tool|episode|environment|reasoning_in",
+    "Rewards": r"reward|stop_without_signal|mask_truncated",
+    "Choice of prompts": r"dynamic_sampling|curriculum",
+    "vLLM": r"vllm|weight_sync|generation_mode|max_staleness|async",
+}
+_CLASS_TOPICS = {
+    "TrainingOptions": "Memory, speed and precision",
+    "OfflineOptions": "Lengths and rows",
+    "OfflineReferenceOptions": "Reference model and KL term",
+    "ReferenceOptions": "Reference model and KL term",
+    "SampleOptions": "Evaluation",
     "TeacherOptions": "Teacher",
-    "PolicyGradientOptions": "Policy loss, KL and entropy",
-    "CreditOptions": "Advantages: credit, selection and balance of rewards",
-    "OnlineOptions": "Sampling, episodes and generation batches",
-    "RolloutOptions": "Rewards, prompts and vLLM",
+    "PolicyGradientOptions": "Policy loss and entropy",
+    "CreditOptions": "Advantages",
+    "OnlineOptions": "Sampling",
+    "RolloutOptions": "Rewards",
 }
 
 
+def topic_of(name: str, group: type[Any]) -> str:
+    """What an option that several trainers share is about."""
+    found = (topic for topic, pattern in TOPICS.items() if re.search(pattern, name))
+    return next(found, _CLASS_TOPICS.get(group.__name__, "Checkpoints, resuming and what ends a run"))
+
+
+def own_tables(config: type[Any]) -> str:
+    """The tables of the option groups that only this config has, and links to the topics of those that it shares."""
+    own = [table(config, group) for group in groups(config) if group not in audiences()]
+    shared = [group for group in groups(config) if group in audiences()]
+    topics = {topic_of(name, group) for group in shared for name in options_of(group)}
+    links = [f"[{topic}](options.md#{re.sub('[^a-z -]', '', topic.lower()).replace(' ', '-')})" for topic in TOPICS]
+    listed = [link for topic, link in zip(TOPICS, links, strict=True) if topic in topics]
+    lead = "Options that other trainers have, too; a default above overrides the one in a shared table:"
+    return "\n".join([*own, lead, "", *(f"- {link}" for link in listed), ""])
+
+
 def shared_tables() -> str:
-    """A section for each set of trainers that have options in common, with a table for each option group."""
-    sections: dict[str, list[str]] = {}
+    """A table of options for each topic, with the trainers that have them."""
+    sections: dict[str, list[str]] = {topic: [] for topic in TOPICS}
     for algorithm in load("prefrl.registry.REGISTRY").values():
         config = algorithm.load_config()
         for group in groups(config):
-            if group in audiences():
-                text = f"### {_TOPICS[group.__name__]}\n\n{table(config, group)}"
-                sections.setdefault(audiences()[group], []).append(text)
-    ordered = sorted(sections.items(), key=lambda section: section[0] != "All trainers")
-    return "\n".join(f"## {title}\n\n" + "\n".join(dict.fromkeys(parts)) for title, parts in ordered)
+            for name, line in rows_of_options(config, group) if group in audiences() else ():
+                sections[topic_of(name, group)].append(f"{line} {audiences()[group]} |")
+    head = "| option | value | default | meaning | trainers |\n|---|---|---|---|---|"
+    return "\n".join(
+        f"## {topic}\n\n{head}\n" + "\n".join(dict.fromkeys(lines)) + "\n" for topic, lines in sections.items()
+    )
 
 
 def command_tables() -> str:
@@ -437,16 +500,21 @@ def command_tables() -> str:
 
 def table(config: type[Any], group: type[Any]) -> str:
     """The table of an option group of a config under the group's description, with the group's own defaults."""
+    assert group.__doc__ is not None
+    title = group.__doc__.strip().splitlines()[0]
+    rows = [line for _, line in rows_of_options(config, group)]
+    return "\n".join([title, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def rows_of_options(config: type[Any], group: type[Any]) -> list[tuple[str, str]]:
+    """Name and line of each option of a group, with the group's own defaults."""
     hints = typing.get_type_hints(group, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(group)}
     meanings = {
         option.name: f"{option.description} [Keys](../{KEY_PAGES.get(option.name, 'losses.md')}#keys)."
         for option in kwargs_options(config)
     }
-    assert group.__doc__ is not None
-    title = group.__doc__.strip().splitlines()[0]
-    rows = [row(name, hints[name], fields[name], meanings.get(name)) for name in options_of(group)]
-    return "\n".join([title, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""])
+    return [(name, row(name, hints[name], fields[name], meanings.get(name))) for name in options_of(group)]
 
 
 def row(name: str, hint: Any, field: dataclasses.Field[Any], meaning: str | None = None) -> str:

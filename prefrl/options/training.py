@@ -289,7 +289,7 @@ class TrainingOptions:
         None,
         "Split the rows of a step into micro-batches of at most this many tokens. Their number of rows is then not "
         "fixed; a prompt counts once for its group. With 'auto', the number of tokens is found by trial; see "
-        "docs/automatic_sizes.md. This changes memory and speed, but never the update.",
+        "docs/batch_sizes.md. This changes memory and speed, but never the update.",
         decides=False,
     )
     effective_batch_size: BatchSize | None = opt(

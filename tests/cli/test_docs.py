@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -152,11 +153,13 @@ def _command_lines(command: str | None = None) -> list[object]:
 def test_command_lines_parse(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a folder with the examples and the file that `prefrl init` prints."""
+    """In a folder with the examples, the files of the quickstart and the one that `prefrl init` prints."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     assert main(["init", words[0]]) == 0
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    for text, file in FILE.findall((ROOT / "docs/quickstart.md").read_text(encoding="utf-8")):
+        (tmp_path / file).write_text(text, encoding="utf-8")
     script, _, _ = parser_of(REGISTRY[words[0]]).parse_args_and_config([*words[1:], "--use_cpu"])
     assert script.model_name_or_path == MODEL
 
@@ -287,6 +290,19 @@ def test_the_tutorials_on_gsm8k_train(folder: Path) -> None:
     assert (folder / "runs/gsm8k-dpo/model.safetensors").exists()
 
 
+def test_the_quickstart_trains(workspace: Path, model_folder: Path) -> None:
+    """On rows like those of `openai/gsm8k`, which is on the Hub."""
+    write_jsonl(workspace / "rows.jsonl", [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(16)])
+    here = ["--model_name_or_path", str(model_folder), "--dataset_name", "rows.jsonl", "--dataset_config", "None"]
+    for text, name in FILE.findall((ROOT / "docs/quickstart.md").read_text(encoding="utf-8")):
+        Path(name).write_text(text, encoding="utf-8")
+        options = [*here, *STEP, "--bf16", "false", "--gradient_accumulation_steps", "1"]
+        if name == "grpo.yaml":
+            options += ["--max_completion_length", "4"]
+        assert main([name.partition(".")[0], name, *options]) == 0
+    assert Path("runs/gsm8k-grpo/completions").is_dir()
+
+
 def test_the_distillation_tutorial_trains(folder: Path) -> None:
     module(ROOT / "examples/first_layers.py").main("smollm2", "1", "small")
     runpy.run_path("make_questions.py")
@@ -327,7 +343,7 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
-    *("cd", "docker", "export", "ln", "mkdir", "vllm"),
+    *("cd", "docker", "export", "git", "hf", "lm_eval", "ln", "mkdir", "ollama", "vllm"),
 }
 
 
@@ -335,6 +351,59 @@ def blocks_of(text: str) -> list[str]:
     """The shell blocks of a page, without the prompts of a console."""
     blocks = [textwrap.dedent(block) for _, block in BLOCK.findall(text)]
     return [re.sub(r"^\$ ", "", block, flags=re.M) for block in blocks]
+
+
+# What people type into the search, and the page that they want: its title, or a heading of it, has the word.
+WORDS = {
+    "install": "installation.md",
+    "quickstart": "quickstart.md",
+    "out of memory": "memory.md",
+    "OOM": "memory.md",
+    "multi-turn": "environments.md",
+    "colocate": "vllm.md",
+    "QLoRA": "peft.md",
+    "chat template": "chat_templates.md",
+    "GGUF": "serve_and_export.md",
+    "Ollama": "serve_and_export.md",
+    "serve": "serve_and_export.md",
+    "lm-eval": "serve_and_export.md",
+    "generate": "after_training.md",
+    "evaluate": "after_training.md",
+    "resume": "checkpoints.md",
+    "sweep": "sweeps.md",
+    "SLURM": "distributed.md",
+    "tools": "environments.md",
+    "FAQ": "faq.md",
+    "wandb": "watching.md",
+}
+WITHIN = {"wandb": "^.*`wandb`", "colocate": "^.*`?colocate`?", "SLURM": "^.*SLURM"}
+
+
+@pytest.mark.parametrize(("word", "page"), WORDS.items())
+def test_words_that_people_type_are_on_the_page_that_they_want(word: str, page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert re.search(WITHIN.get(word, rf"^#+ .*{re.escape(word)}"), text, re.M | re.I)
+
+
+def test_the_site_has_each_page_in_its_navigation_and_the_search_none_of_the_python_api() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == set(re.findall(r": ([\w/]+\.md)$", navigation, re.M))
+    for path in (ROOT / "docs/api").glob("*.md"):
+        assert path.read_text(encoding="utf-8").startswith("---\nsearch:\n  exclude: true\n---\n")
+
+
+CODE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
+# What fits into the column of the site at 1280 pixels; output is set in a smaller size, see docs/site.css.
+WIDTH, WIDTH_OF_OUTPUT = 78, 98
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_fits_into_its_column(page: Path) -> None:
+    blocks = CODE.findall(page.read_text(encoding="utf-8"))
+    lines = [(line, language) for _, language, code in blocks for line in textwrap.dedent(code).splitlines()]
+    limits = {"text": WIDTH_OF_OUTPUT, "math": math.inf}
+    assert [line for line, language in lines if len(line) > limits.get(language, WIDTH)] == []
 
 
 def check(script: str) -> None:

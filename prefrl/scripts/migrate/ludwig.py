@@ -147,7 +147,7 @@ LUDWIG_KEYS: dict[str, Counterpart] = {
     "preprocessing.global_max_sequence_length": renamed("max_length"),
     "preprocessing.split": instead(_SPLIT),
     "preprocessing.sample_ratio": instead("name the rows, such as dataset_train_split: train[:10%]"),
-    "preprocessing": instead("prepare the dataset; see docs/howto/your_data.md"),
+    "preprocessing": instead("prepare the dataset; see docs/datasets.md"),
     "backend": instead("set num_processes and accelerate_config; see docs/distributed.md"),
     "model_parameters": instead("set model_init_kwargs"),
     "ludwig_version": not_needed("it is the version of Ludwig"),
