@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.util
 import re
-import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -107,18 +106,15 @@ def require(package: str, *, extra: str | None, feature: str) -> ModuleType:
         raise MissingPackageError(f"{feature} needs {package}: pip install {name}") from error
 
 
-def require_posix(feature: str) -> None:
-    """Refuse Windows, which cannot lock a run's folder or end processes with all that they have started.
+def not_on_windows(feature: str) -> ConfigError:
+    """The error for Windows, which cannot lock a run's folder or end processes with all that they have started.
 
     Args:
-        feature: What the user asked for; the error message starts with it.
-    Raises:
-        ConfigError: This is Windows.
+        feature: What the user asked for; the message starts with it.
     """
-    if sys.platform == "win32":
-        raise ConfigError(
-            f"{feature} needs Linux or macOS, not Windows. Run it in the Windows Subsystem for Linux: `wsl --install`."
-        )
+    return ConfigError(
+        f"{feature} needs Linux or macOS, not Windows. Run it in the Windows Subsystem for Linux: `wsl --install`."
+    )
 
 
 MASK = "***"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import prefrl
-from prefrl.errors import ConfigError, PrefrlError, printable, require_posix
+from prefrl.errors import ConfigError, PrefrlError, not_on_windows, printable
 from prefrl.options.names import nearest
 from prefrl.registry import REGISTRY
 
@@ -162,8 +162,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(command: str, arguments: Sequence[str]) -> int:
     if command in OTHERS:
-        if not OTHERS[command].is_anywhere:
-            require_posix(f"prefrl {command}")
+        if sys.platform == "win32" and not OTHERS[command].is_anywhere:
+            raise not_on_windows(f"prefrl {command}")
         return OTHERS[command](list(arguments))
     if command in REGISTRY:
         return _train(command, arguments)
@@ -179,7 +179,8 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     algorithm = REGISTRY[command]
     given = read(algorithm, arguments)  # refuses mistakes before torch is imported
     check_files(given)
-    require_posix(f"prefrl {command}")
+    if sys.platform == "win32":
+        raise not_on_windows(f"prefrl {command}")
     options = launch_options(given, os.environ)
     if options is not None:
         from prefrl.scripts.launch.command import start

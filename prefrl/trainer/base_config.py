@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
@@ -20,7 +21,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from prefrl import distributed
-from prefrl.errors import ConfigError, MissingPackageError, is_installed, masked, plain, require, require_posix
+from prefrl.errors import ConfigError, MissingPackageError, is_installed, masked, not_on_windows, plain, require
 from prefrl.losses.truncation import Truncation
 from prefrl.models.kernels import liger_options
 from prefrl.models.plans import PositionLimit
@@ -193,7 +194,8 @@ class BaseConfig(BaseOptions, TrainingArguments):
         Raises:
             ConfigError: See above.
         """
-        require_posix("a training")
+        if sys.platform == "win32":
+            raise not_on_windows("a training")
         for name in self.report_to:
             if name in _TRACKERS and name not in get_available_reporting_integrations():
                 raise ConfigError(
