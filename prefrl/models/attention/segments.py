@@ -20,6 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 Made = TypeVar("Made")
 
+# From this many keys on, plain causal attention is so much faster on some chips that queries are worth repeating.
+_LONG = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -29,6 +32,8 @@ class Segment:
     length: int
     position: int  # of its first token: the number of tokens of its ancestors
     ancestors: tuple[int, ...]  # numbers of the segments that it continues, root first
+    # Whether the queries of its ancestors are computed once more, and dropped, to make its attention plainly causal.
+    repeats_ancestors: bool
 
     @property
     def stop(self) -> int:
@@ -68,7 +73,8 @@ class Layout:
                 path = path[:-1]
             if not path and parent >= 0:
                 raise ValueError(f"segment {number} follows no descendant of its parent {parent}: needs to")
-            self.segments.append(Segment(start, length, position, path))
+            is_long = position + length >= _LONG and 2 * position <= length
+            self.segments.append(Segment(start, length, position, path, is_long))
             path = (*path, number)
             start, position = start + length, position + length
             self.longest = max(self.longest, position)
@@ -83,8 +89,6 @@ class Layout:
 
 # Number of queries that share one explicit mask, which bounds the mask's memory.
 _ROWS_PER_MASK = 512
-# From this many keys on, plain causal attention is so much faster on some chips that queries are worth repeating.
-_LONG = 4096
 
 
 def attend(
@@ -110,7 +114,7 @@ def attend(
         if segment.ancestors:
             seen = [*segment.ancestors, number]
             k, v = (torch.cat([parts[each] for each in seen], 2) for parts in (keys, values))
-            if window is None and not is_block and _repeats_ancestors(segment):
+            if window is None and not is_block and segment.repeats_ancestors:
                 q = torch.cat([queries[each] for each in seen], 2)
         pieces = [_block(q, k, v, window)] if is_block else _visible(q, k, v, layout, window)
         for rows, k, v, mask in pieces:
@@ -131,17 +135,12 @@ def attend(
     return torch.cat(outputs, dim=1)
 
 
-def _repeats_ancestors(segment: Segment) -> bool:
-    """Whether the queries of ancestors are computed once more, and dropped, to make attention plainly causal."""
-    return segment.position + segment.length >= _LONG and 2 * segment.position <= segment.length
-
-
 def is_long(layout: Layout) -> bool:
     """Whether most of the work of a layout is plain causal attention of long sequences, if ancestors are repeated."""
 
     def count() -> bool:
         work = [segment.length * (segment.position + segment.length / 2) for segment in layout.segments]
-        long = sum(each for each, segment in zip(work, layout.segments, strict=True) if _repeats_ancestors(segment))
+        long = sum(each for each, segment in zip(work, layout.segments, strict=True) if segment.repeats_ancestors)
         return not layout.blocks and long >= 0.8 * sum(work)
 
     return layout.once("is long", count)

@@ -255,8 +255,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def micro_batches_of_step(self, items: list[list[dict[str, Any]]]) -> tuple[list[Ready], float]:
         """The next minibatch of the buffer, which is filled with new rollouts when it is spent.
 
-        `items` are empty: prompts are read by the number of their generation batch. There is one such batch, or
-        several if the batch of a step has grown.
+        `items` are empty: prompts are read by the number of their generation batch, or several if a step has grown.
         """
         if self.buffer.is_spent:
             own = {number: self._collect(number) for number in self.plan.units}
@@ -288,8 +287,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
             # Nothing that is saved has changed yet, so a single process can be stopped meanwhile.
             stoppable = nullcontext() if distributed.num_processes() > 1 else self.stop_request.interruptible()
             with stoppable, self.account.phase("generation"):
-                # The completions are requested now, or were in an earlier step.
-                request = self.prompts.request(number, last=self.plan.last_unit)
+                request = self.prompts.request(number, last=self.plan.last_unit)  # or that of an earlier step
                 collected = self.prompts.collect(request, number)
                 self.account.move("reward", collected.reward_s)
             self.parts.tell("sampled", self)
@@ -454,19 +452,18 @@ class OnlineTrainer(BaseTrainer[Ready]):
     def _report(self, own: Collected, collected: Collected) -> None:
         """Record the metrics of a generation batch of this process and its team, and print its table if that is on."""
         self._num_sampled_tokens += sum(len(r.prompt_ids) + len(r.sampled_ids) for r in collected.rollouts)
-        step, has_rewards = self.state.global_step, bool(self.rewards.names)
-        metrics = rollout_metrics(collected.rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
-        metrics |= self.health.check(collected.rollouts)
-        of_process = server_metrics(own.rollouts, self.generator, step=step) if self.args.use_vllm else {}
-        if self.args.generation_mode == "async":
-            of_process |= self.prompts.learned(own)
+        rollouts, has_rewards = collected.rollouts, bool(self.rewards.names)
+        metrics = rollout_metrics(rollouts, has_rewards=has_rewards, logged=collected.logged_metrics)
+        of_process = self.prompts.learned(own) if self.args.generation_mode == "async" else {}
+        if self.args.use_vllm:
+            of_process |= server_metrics(own.rollouts, self.generator, step=self.state.global_step)
         for part in distributed.gather_in_team(of_process):
             merge(metrics, part)
-        merge(self.metrics["train"], metrics | collected.metrics)
-        self.history.show_samples(collected.rollouts)
+        merge(self.metrics["train"], metrics | self.health.check(rollouts) | collected.metrics)
+        self.history.show_samples(rollouts)
         if self.args.log_completions:
             limit, unique = self.args.num_completions_to_print, self.args.log_unique_prompts
-            log_collected(collected, step=step, limit=limit, unique=unique, tables=self._tables)
+            log_collected(own, step=self.state.global_step, limit=limit, unique=unique, tables=self._tables)
 
     def decisive(self) -> dict[str, Any]:
         """See `BaseTrainer`. The updates also depend on the rewards and on the number of prompts in a generation."""
