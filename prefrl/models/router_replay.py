@@ -319,12 +319,6 @@ class RouterReplay:
             self.counts.append(routes.counts)
 
 
-def may_be_mixture(model: PreTrainedModel) -> bool:
-    """Whether the config says that there are experts; a trial tells whether they can replay."""
-    config = model.config.get_text_config().to_dict()
-    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in config.items())
-
-
 def _unsupported(model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(f"router_replay does not work for {_name(model)}: {reason}. Set router_replay=False.")
 

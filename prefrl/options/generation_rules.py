@@ -197,7 +197,7 @@ GENERATION_SIZE_RULES = (
         example("grpo", shuffle_minibatches=True),
     ),
     when(
-        lambda o: o.records_routes and o.steps_of_a_generation == 1,
+        lambda o: o.router_replay == "R2" and o.steps_of_a_generation == 1,
         "router_replay='R2' with one optimizer step for each generation batch: its own pass is the only one, so there "
         "are no old log-probs whose experts could be replayed. Set num_iterations or steps_per_generation above 1, or "
         "router_replay='R3'.",

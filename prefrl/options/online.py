@@ -281,11 +281,6 @@ class OnlineOptions(RolloutOptions):
         return int(self.micro_batches_per_generation // self.gradient_accumulation_steps)
 
     @property
-    def records_routes(self) -> bool:
-        """Whether the pass that computes old log-probs decides which experts later passes use."""
-        return self.router_replay == "R2"
-
-    @property
     def samples_per_evaluated_prompt(self) -> int:
         """The effective value of `num_generations_eval`."""
         return int(self.num_generations_eval or self.num_generations)

@@ -282,7 +282,7 @@ CRITIC_RULES = (
 )
 PAIRS_RULES = (
     when(
-        lambda o: o.records_routes,
+        lambda o: o.router_replay == "R2",
         "router_replay='R2': this loss has no old log-probs, whose experts it would replay. Set router_replay='R3'.",
         example("online_dpo", router_replay="R2", num_iterations=2),
     ),
@@ -325,7 +325,7 @@ def _unusable_teachers(o: Any) -> bool:
 _SERVED: dict[str, Any] = {"teacher_server_base_url": ["http://a:1"]}
 DISTILLATION_RULES = (
     when(
-        lambda o: o.records_routes,
+        lambda o: o.router_replay == "R2",
         "router_replay='R2': this loss has no old log-probs, whose experts it would replay. Set router_replay='R3'.",
         example("distillation", router_replay="R2", num_iterations=2),
     ),

@@ -20,7 +20,7 @@ from prefrl.generation.server import INFO_PATH, ServerInfo
 from prefrl.generation.vllm.handshake import PROBE_SECONDS, Requirements
 from prefrl.generation.vllm.members import source_of
 from prefrl.http import Http, Overdue, Refused, Unreachable
-from prefrl.models.router_replay import found_routers, may_be_mixture
+from prefrl.models.router_replay import found_routers
 from prefrl.options.names import about_evaluations
 from prefrl.registry import Algorithm
 from prefrl.rewards.runner import RewardRunner
@@ -59,7 +59,7 @@ def check_servers(section: Section, subject: Subject) -> None:
         subject.tokenizer,
         has_adapters=adapters,
         shares_device=subject.shares_device,
-        has_routes=bool(config.router_replay) and not config.records_routes,
+        has_routes=config.router_replay in (True, "R3"),
     )
     place = config.engine_urls[0]
     found = source_of(config.engine_urls, key=key or "").find()
@@ -232,7 +232,7 @@ def check_run(
 
 
 def check_model(section: Section, subject: Subject) -> None:
-    """Say what is trained and, of a mixture of experts, which of its routers would replay.
+    """Say what is trained and, with `router_replay`, which of its routers would replay.
 
     Raises:
         ConfigError: It has no router that could.
@@ -242,15 +242,10 @@ def check_model(section: Section, subject: Subject) -> None:
     section.ok(f"{type(subject.tokenizer).__name__} with {len(subject.tokenizer):,} tokens")
     if (adapter := lora_of(subject.script)) is not None:
         section.ok(f"trains an adapter: {adapter.peft_type.value}, r={adapter.r}")
-    asked = subject.config.router_replay if subject.is_online else False
-    if asked is False or (asked is None and not may_be_mixture(subject.model)):
+    if not (subject.is_online and subject.config.router_replay):
         return
     try:
         section.ok(found_routers(subject.model))
-    except ConfigError as error:
-        if asked is not None:
-            raise
-        section.warn(str(error))
     except (RuntimeError, NotImplementedError) as error:  # a model's own code that needs data
         section.note(f"router_replay: routers were not looked at, since the model needs data ({type(error).__name__})")
 

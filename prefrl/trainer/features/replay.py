@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from prefrl import distributed
 from prefrl.metrics import Mean
-from prefrl.models.router_replay import RouterReplay, may_be_mixture
+from prefrl.models.router_replay import RouterReplay
 from prefrl.models.scoring import prepare_for_scoring, user_model
 from prefrl.options.online import OnlineOptions
 from prefrl.trainer.base_config import BaseConfig
@@ -27,8 +27,10 @@ def router_replay(args: BaseConfig, policy: PreTrainedModel) -> ReplayedRouters 
     """What makes the policy's routers replay, if the options ask for it, or leave it open and it is a mixture."""
     if not isinstance(args, OnlineOptions) or args.router_replay is False:
         return None
-    is_open = args.router_replay is None
-    if is_open and not may_be_mixture(policy):
+    is_open, config = args.router_replay is None, policy.config.get_text_config().to_dict()
+    # A trial tells whether they can replay.
+    has_experts = any("experts" in name and isinstance(value, int) and value > 1 for name, value in config.items())
+    if is_open and not has_experts:
         return None
     if is_open and args.torch_compile:
         if distributed.is_main():
@@ -39,7 +41,7 @@ def router_replay(args: BaseConfig, policy: PreTrainedModel) -> ReplayedRouters 
                 type(policy).__name__,
             )
         return None
-    return ReplayedRouters(records=args.records_routes, is_required=not is_open)
+    return ReplayedRouters(records=args.router_replay == "R2", is_required=not is_open)
 
 
 class ReplayedRouters(Part):

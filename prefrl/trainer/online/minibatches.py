@@ -80,7 +80,7 @@ class MinibatchMaker(Generic[Rows, Ready]):
             # Score before cutting, so that a prompt is computed once for its whole group. Later minibatches are scored
             # now, too: by the time the policy learns from them, earlier minibatches have updated it.
             # So is the first one, if its own experts shall be those of all visits.
-            is_first = i == 0 and not self.args.records_routes
+            is_first = i == 0 and self.args.router_replay != "R2"
             micro_batches = self.cut(self.objective.ready(batch, self._score, is_first=is_first))
             minibatches.append(Minibatch(micro_batches, num_items, metrics))
         return minibatches

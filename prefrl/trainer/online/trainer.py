@@ -445,7 +445,7 @@ class OnlineTrainer(BaseTrainer[Ready]):
     @cached_property
     def phases(self) -> list[str]:
         """See `BaseTrainer.phases`."""
-        is_scored = self.args.updates_per_generation > 1 or self.learner.needs or self.args.records_routes
+        is_scored = self.args.updates_per_generation > 1 or self.learner.needs or self.args.router_replay == "R2"
         old_policy = ["old_policy"] if is_scored else []
         return [*(["weight_sync"] if self.args.use_vllm else []), "generation", "reward", *old_policy, *super().phases]
 
