@@ -46,9 +46,9 @@ def trained(tmp_path: Path, **options: Any) -> tuple[OnlineTrainer, list[list[Ro
     batches: list[list[Rollout]] = []
     original = trainer._report
 
-    def report(collected: Any) -> None:
+    def report(own: Any, collected: Any) -> None:
         batches.append(collected.rollouts)
-        original(collected)
+        original(own, collected)
 
     trainer._report = report  # type: ignore[method-assign]
     trainer.train()
