@@ -228,7 +228,7 @@ class OnlineOptions(RolloutOptions):
         None,
         "Which experts the routers of a mixture use in training: those that the sampler chose for each token ('R3', "
         "which is True), or those of the trainer's own pass that computes the old log-probs ('R2'); see docs/moe.md. "
-        "False: each pass chooses. The default is 'R3' where model and sampler can, with a warning where not.",
+        "With False, each pass chooses. The default is 'R3' where model and sampler can, with a warning where not.",
     )
     shuffle_dataset: bool = opt(True, "Visit prompts in a new random order each epoch.")
     log_completions: bool = opt(

@@ -30,9 +30,8 @@ from tests.cli.conftest import write_jsonl
 from tests.unit.rewards.endpoint import Endpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "after_training.md"
-LINES = [
-    line.split(maxsplit=1)[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("prefrl ")
-]
+TEXT = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
+LINES = [line.split(maxsplit=1)[1] for line in TEXT.splitlines() if line.startswith("prefrl ")]
 SHORT = ["--max_completion_length", "4"]
 
 
