@@ -102,7 +102,7 @@ def test_runs_are_resumed_and_exported_under_every_backend(tmp_path: Path) -> No
         backend, name = job.split(":")
         checkpoint = folder_of(tmp_path, backend, name) / f"checkpoint-{SAVED_AT}"
         written_by = json.loads((checkpoint / "written_by.json").read_text(encoding="utf-8"))
-        assert written_by == {"backend": SIGNATURES[backend], "num_processes": 2}
+        assert written_by == {"backend": SIGNATURES[backend], "num_processes": 2, "team_size": 1}
         assert results[job]["steps"] == 6, job
         assert distance(results[job]["resumed"], results[job]["whole"]) == 0, job
         averages, resumed_averages = results[job]["averages"], results[job]["resumed_averages"]
