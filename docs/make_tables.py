@@ -10,7 +10,6 @@ A page says where with a pair of markers; what stands between them is replaced.
 `<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
 `<!-- api: prefrl errors -->`, `<!-- end of api -->`: public names of a module or of a part, with docstrings
 `<!-- demo -->`, `<!-- end of demo -->`: what `make demo` reached, from benchmarks/results/demo.json
-`<!-- kernels -->`, `<!-- end of kernels -->`: what `make kernels` found, from benchmarks/results/kernels.json
 `<!-- recipes -->`, `<!-- end of recipes -->`: what `python -m benchmarks.recipes` found
 `<!-- ready first -->`, `<!-- end of ready first -->`: what `python -m benchmarks.ready_first` found
 `<!-- gpu: steps -->`, `<!-- end of gpu -->`: a stage of `make gpu`, from benchmarks/results/gpu.json
@@ -43,7 +42,6 @@ SHARED = re.compile(r"(<!-- shared options -->\n).*?(<!-- end of options -->)", 
 COMMAND = re.compile(r"(<!-- command options -->\n).*?(<!-- end of options -->)", re.S)
 API = re.compile(r"(<!-- api: ([\w.]+) ?(\w*) -->\n).*?(<!-- end of api -->)", re.S)
 DEMO = re.compile(r"(<!-- demo -->\n).*?(<!-- end of demo -->)", re.S)
-KERNELS = re.compile(r"(<!-- kernels -->\n).*?(<!-- end of kernels -->)", re.S)
 GPU = re.compile(r"(<!-- gpu: (\w+) -->\n).*?(<!-- end of gpu -->)", re.S)
 READY = re.compile(r"(<!-- ready first -->\n).*?(<!-- end of ready first -->)", re.S)
 RECIPES = re.compile(r"(<!-- recipes -->\n).*?(<!-- end of recipes -->)", re.S)
@@ -85,7 +83,6 @@ def render(page: str) -> str:
     page = COMMAND.sub(lambda found: f"{found[1]}\n{command_tables()}\n{found[2]}", page)
     page = API.sub(lambda found: f"{found[1]}\n{api_of(found[2], found[3])}\n\n{found[4]}", page)
     page = DEMO.sub(lambda found: f"{found[1]}\n{demo_figures()}\n\n{found[2]}", page)
-    page = KERNELS.sub(lambda found: f"{found[1]}\n{kernel_figures()}\n\n{found[2]}", page)
     page = GPU.sub(lambda found: f"{found[1]}\n{load('benchmarks.gpu_report.markdown')(found[2])}\n\n{found[3]}", page)
     page = READY.sub(lambda found: f"{found[1]}\n{load('benchmarks.ready_first.markdown')()}\n\n{found[2]}", page)
     page = RECIPES.sub(lambda found: f"{found[1]}\n{load('benchmarks.recipes.markdown')()}\n\n{found[2]}", page)
@@ -132,20 +129,6 @@ def demo_figures() -> str:
         f"runs took between {seconds} seconds of CPU time, with one thread."
     )
     return "\n".join(textwrap.wrap(text, 128))
-
-
-def kernel_figures() -> str:
-    """How far Liger's kernels differ from the model without them, for each model type and forward plan."""
-    read = json.loads((DOCS.parent / "benchmarks/results/kernels.json").read_text(encoding="utf-8"))
-    plans = ("padded", "packed", "shared_prefix")
-    rows = [["model type", "kernels", *(f"`{plan}`" for plan in plans)], ["---"] * 5]
-    for name, found in read["findings"].items():
-        pairs = (found["differences"].get(plan) for plan in plans)
-        cells = ("-" if pair is None else ", ".join(f"{x:.0e}" if x else "0" for x in pair) for pair in pairs)
-        rows.append([f"`{name}`", found["kernels"], *cells])
-    *most, last = (f"{name} {number}" for name, number in read["versions"].items())
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"{table}\n\nMeasured with {', '.join(most)} and {last}."
 
 
 def papers_of(algorithm: str) -> str:
@@ -230,17 +213,26 @@ def rows_of(name: str) -> str:
         "trl_names": (["name", "prefrl"], _trl_names),
         "transformers": (["transformers 4", "prefrl"], lambda: _foreign("rows.TRANSFORMERS")),
         "trl_defaults": (["option", "of", "TRL", "prefrl"], _trl_defaults),
-        "verl": (["verl", "prefrl"], lambda: _foreign("verl_keys.VERL")),
+        "verl": (["verl", "prefrl"], lambda: _needed("verl_keys.VERL")),
         "verl_sft": (["verl", "prefrl"], _verl_sft),
-        "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _foreign("cosmos_rl.COSMOS_RL")),
+        "cosmos_rl": (["cosmos-rl", "prefrl"], lambda: _needed("cosmos_rl.COSMOS_RL")),
         "axolotl": (["axolotl", "prefrl"], lambda: _foreign("others.AXOLOTL")),
         "ms_swift": (["ms-swift", "prefrl"], lambda: _foreign("others.MS_SWIFT")),
-        "ludwig": (["Ludwig", "prefrl"], lambda: _foreign("ludwig.LUDWIG")),
+        "ludwig": (["Ludwig", "prefrl"], lambda: _needed("ludwig.LUDWIG")),
         "ludwig_keys": (["Ludwig", "prefrl"], lambda: _of_sections("ludwig.LUDWIG_KEYS", "trainer.")),
         "errors": (["class", "meaning"], _errors),
     }[name]
     head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines())])
+    rows = _together(lines()) if len(titles) == 2 else lines()
+    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in rows)])
+
+
+def _together(rows: Iterable[list[str]]) -> Iterator[list[str]]:
+    """The rows of a table of names, those that say the same as one row."""
+    names: dict[str, list[str]] = {}
+    for name, text in rows:
+        names.setdefault(text, []).append(name)
+    yield from ([", ".join(found), text] for text, found in names.items())
 
 
 _AVERAGES = {
@@ -363,15 +355,20 @@ def _foreign(path: str) -> Iterator[list[str]]:
         yield [f"`{name}`", text if text.startswith("`") else OPTION.sub(r"`\g<0>`", text)]
 
 
+def _needed(path: str) -> Iterator[list[str]]:
+    """The rows that say what to do."""
+    yield from (row for row in _foreign(path) if not row[1].startswith("Not needed"))
+
+
 def _verl_sft() -> Iterator[list[str]]:
-    """The rows that are not those of the other trainer."""
-    others = [*_foreign("verl_keys.VERL")]
-    yield from (row for row in _foreign("verl.VERL_SFT") if row not in others)
+    """The rows that are not those of the other trainer, whose optimizer is below its actor."""
+    others = [[name.replace("actor_rollout_ref.actor.", ""), text] for name, text in _foreign("verl_keys.VERL")]
+    yield from (row for row in _needed("verl.VERL_SFT") if row not in others)
 
 
 def _of_sections(path: str, without: str) -> Iterator[list[str]]:
     """The rows of all sections but one."""
-    yield from (row for row in _foreign(path) if not row[0].startswith(f"`{without}"))
+    yield from (row for row in _needed(path) if not row[0].startswith(f"`{without}"))
 
 
 def _trl_arguments() -> Iterator[list[str]]:
