@@ -6,7 +6,7 @@ A page says where with a pair of markers; what stands between them is replaced.
 `<!-- shared options -->`, `<!-- end of options -->`: options of several configs
 `<!-- command options -->`, `<!-- end of options -->`: options of commands that are in no config: model, data, rewards
 `<!-- keys: loss_kwargs -->`, `<!-- end of keys -->`: keys of options that are mappings
-`<!-- rows: losses -->`, `<!-- end of rows -->`: tables of losses, advantages, KL estimates, presets, ...
+`<!-- rows: losses -->`, `<!-- end of rows -->`: tables of losses, advantages, KL estimates, ...
 `<!-- papers: grpo -->`, `<!-- end of papers -->`: papers that options of an algorithm implement, with their commands
 `<!-- api: prefrl errors -->`, `<!-- end of api -->`: public names of a module or of a part, with docstrings
 `<!-- demo -->`, `<!-- end of demo -->`: what `make demo` reached, from benchmarks/results/demo.json
@@ -203,7 +203,6 @@ def rows_of(name: str) -> str:
         "losses": (["`loss_type`", "averaged over", "`importance_sampling_level`", "options", "source"], _losses),
         "advantages": (["`advantage_estimator`", "of", "options", "source"], _advantages),
         "kl": (["`kl_estimator`", "value unbiased", "gradient unbiased", "source"], _kl),
-        "presets": (["preset", "options", "source"], _presets),
         "schedules": (["`lr_scheduler_type`", "options", *map(str, STEPS)], _schedules),
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
         "commands": (["command", "what it does"], _commands),
@@ -269,12 +268,6 @@ def _kl() -> Iterator[list[str]]:
     says = {True: "yes", False: "no"}
     for name, row in load("prefrl.losses.kl.KL_ESTIMATORS").items():
         yield [f"`{name}`", says[row.unbiased_value], says[row.unbiased_gradient], row.source]
-
-
-def _presets() -> Iterator[list[str]]:
-    for name, preset in load("prefrl.options.algorithms.PRESETS").items():
-        options = _code(f"{key}={value!r}" for key, value in preset.options.items())
-        yield [f"`{name}`", options, f"{preset.source}. {preset.note}".removesuffix(". ")]
 
 
 def _optimizers() -> Iterator[list[str]]:
