@@ -543,11 +543,11 @@ def environment() -> Iterator[None]:
 
 ABOUT = """# The same faults in TRL and prefrl
 
-Written by `python -m benchmarks.faults`: what TRL 1.16 and prefrl do when the same thing goes wrong in SFT, DPO and GRPO. All
-runs train a model with 0.03 M parameters for six or eight steps on a CPU, with the same rows and options. Each run had its
-own process and was stopped after 60 seconds. "Exact" and "other weights" compare the SHA-256 of all weights with that of a run
-without the fault. Warnings that also appear without a fault are left out. TRL with a vLLM server that hangs is not covered,
-because its client needs vLLM in the trainer's environment.
+Written by `python -m benchmarks.faults`: what TRL 1.16 and prefrl do when the same thing goes wrong in SFT, DPO and
+GRPO. All runs train a model with 0.03 M parameters for six or eight steps on a CPU, with the same rows and options.
+Each run had its own process and was stopped after 60 seconds. "Exact" and "other weights" compare the SHA-256 of all
+weights with that of a run without the fault. Warnings that also appear without a fault are left out. TRL with a vLLM
+server that hangs is not covered, because its client needs vLLM in the trainer's environment.
 """
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.server sync modes  some of it
 
 The servers are real ones, on the CPU, in the environment of the tests. Results are written to `results/server.json`,
-and with `--write-docs` as tables into docs/vllm.md.
+and as tables to `results/server.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from benchmarks.report import replace_between_markers
 from prefrl.generation.base import SamplingParams
 from prefrl.generation.local.generator import LocalGenerator
 from prefrl.generation.vllm.client import VLLMGenerator
@@ -47,8 +46,6 @@ from tests.contract.cases import dataset_of, ragged_reward
 from tests.vllm.server import KEY, Server, living
 
 RESULTS = Path(__file__).parent / "results" / "server.json"
-DOCS = Path(__file__).parents[1] / "docs" / "vllm.md"
-BEGIN, END = "<!-- vllm measurements -->", "<!-- end of vllm measurements -->"
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 32}
 SMALL |= {"num_hidden_layers": 2, "vocab_size": 512}
@@ -99,7 +96,6 @@ def main(argv: list[str] | None = None) -> int:
     """Measure; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="what to measure; nothing: everything")
-    parser.add_argument("--write-docs", action="store_true", help="put the stored results into docs/vllm.md")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     os.environ["VLLM_API_KEY"] = KEY
@@ -111,8 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     text = tables(stored)
     print(text)
-    if arguments.write_docs:
-        replace_between_markers(DOCS, f"\n{text}", begin=BEGIN, end=END)
+    RESULTS.with_suffix(".md").write_text(f"Written by `python -m benchmarks.server`.\n\n{text}\n", encoding="utf-8")
     return 0
 
 
