@@ -67,7 +67,7 @@ def together(text: str, *options: str) -> Counterpart:
 
 def asked(option: str, values: Mapping[Any, Any], text: str | None = None) -> Counterpart:
     """An option whose values have other names."""
-    listed = ", ".join(f"{theirs} is {ours!r}" for theirs, ours in values.items() if theirs != ours)
+    listed = ", ".join(f"{theirs} is {ours!r}" for theirs, ours in values.items())
     return Counterpart(
         "becomes", text or f"{option}, where {listed}", (option,), lambda value: {option: values[value]}
     )
