@@ -1,10 +1,10 @@
 """What help and mistakes cost on the command line of prefrl and of TRL, in CPU seconds.
 
-    .venv-bench/bin/python -m benchmarks.commands [--runs 3] [--write-docs]
+    .venv-bench/bin/python -m benchmarks.commands [--runs 3]
 
 Every command runs in a process of its own, in turn for both libraries; the least of its runs counts. CPU seconds are
 those of the command and its children, so other work on the machine hardly matters. Results are written to
-`results/commands.json`, and with `--write-docs` as a table into docs/commands.md.
+`results/commands.json`, and as a table to `results/commands.md`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -23,8 +22,7 @@ from tests.assets import tiny_model, tiny_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "commands.json"
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "commands.md"
-MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- end of commands -->)", re.S)
+TITLE = "What help and mistakes cost on the command line (`python -m benchmarks.commands`)."
 LIBRARIES = {
     "prefrl": [sys.executable, "-m", "prefrl.scripts.main"],
     "trl": [str(Path(sys.executable).with_name("trl"))],
@@ -46,26 +44,16 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, write down, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--write-docs", action="store_true")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         _prepare(Path(folder))
         results = {case: _measure(case, words, Path(folder), options.runs) for case, words in CASES.items()}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if options.write_docs:
-        write_docs()
-
-
-def write_docs() -> None:
-    """Put the results into the docs."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
     lines = ["| | prefrl: CPU seconds | lines | TRL 1.16: CPU seconds | lines |", "|---|---|---|---|---|"]
     for case, row in results.items():
         cells = [f"{row[name]['cpu_s']:.2f} | {row[name]['lines']}" for name in LIBRARIES]
         lines.append(f"| {case} | {' | '.join(cells)} |")
-    text = DOCS.read_text(encoding="utf-8")
-    table = "\n".join(lines)
-    DOCS.write_text(MARKERS.sub(lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text), encoding="utf-8")
+    RESULTS.with_suffix(".md").write_text("\n".join([TITLE, "", *lines, ""]), encoding="utf-8")
 
 
 def _prepare(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Which optimizers learn, resume exactly, and make the update of one process under ZeRO-2 and FSDP2.
 
-    python -m benchmarks.optimizers [NAME ...]     prints the table of docs/optimizers.md
-    python -m benchmarks.optimizers --write-docs   puts it there
+    python -m benchmarks.optimizers               writes the table to results/optimizers.md
+    python -m benchmarks.optimizers NAME ...      prints the rows of some
 
 Each learns the sums of `prefrl demo` from examples. Then a tiny model is trained, and trained again from a checkpoint
 on the way, alone and on two gloo processes; what prefrl refuses under a backend is tried there, too. The optimizers
@@ -10,7 +10,6 @@ are those of prefrl, and of transformers those that need no package besides bits
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from tests.distributed.cases import Case
 from tests.distributed.worker import make, weights_of
 from tests.launch import launch
 
-PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
+RESULTS = Path(__file__).parent / "results" / "optimizers.md"
 BACKENDS = {"single": "", "zero2": "ZeRO", "fsdp2": "FSDP2"}
 STEPS, SAVED_AT = 6, 3
 DEMO_STEPS, DEMO_ROWS, LAST = 60, 64, 10
@@ -150,13 +149,10 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["worker"]:
         worker(arguments[1], Path(arguments[2]), arguments[3:])
         return
-    names = [argument for argument in arguments if argument != "--write-docs"] or [*OPTIMIZERS, *OF_TRANSFORMERS]
-    text = table(names)
+    text = table(arguments or [*OPTIMIZERS, *OF_TRANSFORMERS])
     print(text)
-    if "--write-docs" in arguments:
-        page = PAGE.read_text(encoding="utf-8")
-        marked = re.compile(r"(<!-- measured -->\n).*?(\n<!-- end of measured -->)", re.S)
-        PAGE.write_text(marked.sub(lambda part: f"{part[1]}\n{text}\n{part[2]}", page), encoding="utf-8")
+    if not arguments:
+        RESULTS.write_text(f"Measured by `python -m benchmarks.optimizers`.\n\n{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
