@@ -203,7 +203,6 @@ def rows_of(name: str) -> str:
         "losses": (["`loss_type`", "averaged over", "`importance_sampling_level`", "options", "source"], _losses),
         "advantages": (["`advantage_estimator`", "of", "options", "source"], _advantages),
         "kl": (["`kl_estimator`", "value unbiased", "gradient unbiased", "source"], _kl),
-        "schedules": (["`lr_scheduler_type`", "options", *map(str, STEPS)], _schedules),
         "optimizers": (["`optim`", "class", "`weight_decay`", "keys of `optim_args`", "ZeRO", "FSDP2"], _optimizers),
         "commands": (["command", "what it does"], _commands),
         "names": (["TRL", "prefrl"], _names),
@@ -279,36 +278,6 @@ def _optimizers() -> Iterator[list[str]]:
         works = ["yes" if value else "refused" for value in works_under(name).values()]
         class_name = "Muon` and `torch.optim.AdamW" if name == "muon" else row.class_name
         yield [f"`{name}`", f"`{places[row.package]}.{class_name}`", decay, _code(row.keys), *works]
-
-
-# Steps of a training of 100.
-STEPS = (0, 5, 10, 25, 50, 75, 90, 95, 100)
-_WARM = {"warmup_steps": 10}
-CURVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # schedule, options, lr_scheduler_kwargs
-    ("constant_with_warmup", _WARM, {}),
-    ("constant_with_warmup", {**_WARM, "warmup_start_factor": 0.1}, {}),
-    ("linear", _WARM, {}),
-    ("linear", {**_WARM, "lr_decay_steps": 75}, {}),
-    ("cosine", _WARM, {}),
-    ("cosine_with_min_lr", _WARM, {"min_lr_rate": 0.1}),
-    ("inverse_sqrt", _WARM, {}),
-    ("wsd", {}, {"decay_fraction": 0.25}),
-    ("wsd", {}, {"decay_fraction": 0.25, "decay_type": "1-sqrt"}),
-    ("wsd", _WARM, {"decay_fraction": 1.0, "decay_type": "exponential", "min_lr_ratio": 0.1}),
-    ("one_cycle", {}, {}),
-    ("exponential", {}, {"decay_rate": 0.5, "decay_steps": 25}),
-    ("exponential", {}, {"decay_rate": 0.5, "decay_steps": 25, "staircase": True}),
-    ("cosine_warm_restarts", {}, {"t_0": 30, "t_mult": 2}),
-]
-
-
-def _schedules() -> Iterator[list[str]]:
-    for name, options, kwargs in CURVES:
-        common = {"output_dir": "unused", "use_cpu": True, "learning_rate": 1.0}
-        args = load("prefrl.SFTConfig")(**common, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, **options)
-        factor = args.learning_rate_factor(100)
-        shown = _code(f"{key}={value}" for key, value in {**options, **kwargs}.items())
-        yield [f"`{name}`", shown, *(f"{factor(step):.3g}" for step in STEPS)]
 
 
 def _commands() -> Iterator[list[str]]:
