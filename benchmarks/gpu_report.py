@@ -32,15 +32,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _tests(records: Records) -> str:
-    files = dict.fromkeys(record["test"].partition("::")[0] for record in records if "test" in record)
-    rows = []
-    for file in files:
-        outcomes = [record["outcome"] for record in records if record.get("test", "").startswith(f"{file}::")]
-        rows.append([f"`{file}`", str(outcomes.count("passed")), str(len(outcomes) - outcomes.count("passed"))])
-    return _table(["tests", "passed", "failed"], rows)
-
-
 def _plans(records: Records) -> str:
     heads = ["plan", "kernel of flat attention", "ms", "MiB", "error of log-probs", "error of gradients"]
     return _table(
@@ -137,5 +128,5 @@ def _held(found: Mapping[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    **{"tests": _tests, "plans": _plans, "steps": _steps, "doctor": _doctor, "shared": _shared}
+    **{"plans": _plans, "steps": _steps, "doctor": _doctor, "shared": _shared}
 }
