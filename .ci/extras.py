@@ -163,8 +163,8 @@ import subprocess
 import agents
 import anthropic
 import openai
+from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
-from langgraph.prebuilt import create_react_agent
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -188,7 +188,7 @@ try:
     assert asyncio.run(agents.Runner.run(agents.Agent(name="one", model=model), "1 + 1 =")).final_output
     provider = OpenAIProvider(base_url=f"{url}/v1", api_key="pydantic")
     assert asyncio.run(Agent(OpenAIChatModel("model", provider=provider)).run("1 + 1 =")).output
-    graph = create_react_agent(ChatOpenAI(model="model", base_url=f"{url}/v1", api_key="langgraph"), [])
+    graph = create_agent(ChatOpenAI(model="model", base_url=f"{url}/v1", api_key="langgraph"), [])
     assert graph.invoke({"messages": [("user", "1 + 1 =")]})["messages"][-1].content
     assert OpenAIServerModel("model", api_base=f"{url}/v1", api_key="smolagents")(ASKED).content
 finally:
@@ -204,7 +204,7 @@ import numpy as np
 
 from prefrl.scripts import demo
 
-WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", demo.PADDING, *"abcdefghijklmnopqrstuvwxyz0123456789+= "]
+WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", demo.PADDING, "ab", *"abcdefghijklmnopqrstuvwxyz0123456789+= "]
 WIDTH, LAYERS = 64, 2
 random = np.random.default_rng(0)
 path = pathlib.Path("weights/model.gguf")
