@@ -38,11 +38,6 @@ class Promise(NamedTuple):
     unseen: str = ""
 
 
-def imports(*names: str) -> str:
-    """A command that imports modules."""
-    return f'python -c "import {", ".join(names)}"'
-
-
 PROMISES = {
     "base": Promise(
         (
@@ -76,13 +71,12 @@ PROMISES = {
         )
     ),
     "images": Promise((EXAMPLE.format("grpo_images", ""),)),
-    "fp8": Promise((imports("torchao.float8"),), "fp8=True needs a GPU"),
-    "liger": Promise((imports("liger_kernel.transformers.monkey_patch"),), "use_liger_kernel=True needs a GPU"),
-    "agents": Promise((EXAMPLE.format("grpo_coding_agent", ", num_generations=2"),)),
-    "agent-clients": Promise(
-        (imports("openai", "anthropic", "agents", "pydantic_ai", "langchain_openai", "langgraph", "smolagents"),),
-        "what they ask of a gateway: tests/unit/rollout/gateway",
+    "fp8": Promise(("python eight.py",), "fp8=True, which needs a GPU: products were rounded as there"),
+    "liger": Promise(
+        ("TRITON_INTERPRET=1 python fused.py",), "use_liger_kernel=True, which needs a GPU: kernels were interpreted"
     ),
+    "agents": Promise((EXAMPLE.format("grpo_coding_agent", ", num_generations=2"),)),
+    "agent-clients": Promise(("python clients.py",)),
     "deepspeed": Promise(
         (f"prefrl launch sft --accelerate_config zero2 --num_processes 2 --dataset_name texts.jsonl {TINY}",)
     ),
@@ -93,9 +87,15 @@ PROMISES = {
             "python -c \"assert open('out/reward_curve.png', 'rb').read(4)[1:] == b'PNG'\"",
         )
     ),
-    "gguf": Promise((imports("gguf"),), "the demo with a real model, which `make demo-real` runs"),
+    "gguf": Promise(
+        ("python quantized.py", "prefrl sft --dataset_name texts.jsonl " + TINY.replace("model ", "converted ", 1)),
+        "the demo with a real model, which `make demo-real` runs",
+    ),
     "docs": Promise((f"python -m mkdocs build --quiet --strict -f {ROOT / 'mkdocs.yml'} -d {{folder}}/site",)),
-    "bench": Promise((imports("trl", "gguf", "PIL"),), "the comparison itself, which `make bench` runs"),
+    "bench": Promise(
+        ("python -m benchmarks --only reward --turns 1 --output found.json",),
+        "the table, which `make bench` makes",
+    ),
 }
 # An environment of its own, which `make test` fills with a build for CPUs; what each test run installs anyway.
 LEFT_OUT = {"vllm", "dev"}
@@ -120,6 +120,136 @@ from prefrl.rewards import reasoning_gym_dataset
 
 reasoning_gym_dataset("chain_sum", size=8, seed=0).to_json("q.jsonl")
 """
+EIGHT = """
+import torch
+from transformers import AutoModelForCausalLM
+
+from prefrl.models.kernels import compute_in_fp8
+
+model = AutoModelForCausalLM.from_pretrained("model")
+ids = torch.arange(8)[None]
+exact = model(ids).logits.detach()
+compute_in_fp8(model, emulate=True)
+error = (model(ids).logits - exact).norm() / exact.norm()
+model(ids).logits.sum().backward()
+assert 0 < error < 0.2, error
+assert model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+"""
+FUSED = """
+import copy
+
+import interpreter
+import torch
+from transformers import AutoModelForCausalLM
+
+from prefrl.models.kernels import apply_liger, liger_options
+
+interpreter.repair()
+model = AutoModelForCausalLM.from_pretrained("model")
+fused = copy.deepcopy(model)
+apply_liger(fused, liger_options(None))
+ids = torch.arange(8)[None]
+assert "liger" in vars(fused.model.norm)["forward"].__module__
+for one in (model, fused):
+    one(ids).logits.square().sum().backward()
+for one, other in zip(model.parameters(), fused.parameters(), strict=True):
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+"""
+CLIENTS = """
+import asyncio
+import re
+import subprocess
+
+import agents
+import anthropic
+import openai
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+from smolagents import OpenAIServerModel
+
+ASKED = [{"role": "user", "content": "1 + 1 ="}]
+command = "prefrl gateway model --port 0 --max_completion_length 4 --output_dir sessions"
+gateway = subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True)
+try:
+    printed = "".join(iter(gateway.stdout.readline, "  API key: any, each of which is a session\\n"))
+    url = re.search(r"Anthropic: (\\S+)", printed)[1]
+    place = {"base_url": f"{url}/v1", "api_key": "openai"}
+    plain = openai.OpenAI(**place)
+    assert plain.chat.completions.create(model="model", messages=ASKED).usage.completion_tokens <= 4
+    assert plain.responses.create(model="model", input="1 + 1 =").usage.output_tokens <= 4
+    told = anthropic.Anthropic(base_url=url, api_key="anthropic")
+    assert told.messages.create(model="model", max_tokens=4, messages=ASKED).usage.output_tokens <= 4
+
+    agents.set_tracing_disabled(True)
+    model = agents.OpenAIResponsesModel("model", openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="agents"))
+    assert asyncio.run(agents.Runner.run(agents.Agent(name="one", model=model), "1 + 1 =")).final_output
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="pydantic")
+    assert asyncio.run(Agent(OpenAIChatModel("model", provider=provider)).run("1 + 1 =")).output
+    graph = create_agent(ChatOpenAI(model="model", base_url=f"{url}/v1", api_key="langgraph"), [])
+    assert graph.invoke({"messages": [("user", "1 + 1 =")]})["messages"][-1].content
+    assert OpenAIServerModel("model", api_base=f"{url}/v1", api_key="smolagents")(ASKED).content
+finally:
+    gateway.terminate()
+    ended = gateway.communicate(timeout=60)[0]
+assert "6 sessions are in sessions" in ended, ended
+"""
+QUANTIZED = """
+import pathlib
+
+import gguf
+import numpy as np
+
+from prefrl.scripts import demo
+
+WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", demo.PADDING, "ab", *"abcdefghijklmnopqrstuvwxyz0123456789+= "]
+WIDTH, LAYERS = 64, 2
+random = np.random.default_rng(0)
+path = pathlib.Path("weights/model.gguf")
+path.parent.mkdir()
+writer = gguf.GGUFWriter(path, "llama")
+writer.add_block_count(LAYERS)
+writer.add_context_length(64)
+writer.add_embedding_length(WIDTH)
+writer.add_feed_forward_length(WIDTH)
+writer.add_head_count(2)
+writer.add_head_count_kv(2)
+writer.add_rope_dimension_count(WIDTH // 2)
+writer.add_rope_freq_base(10000.0)
+writer.add_layer_norm_rms_eps(1e-5)
+writer.add_vocab_size(len(WORDS))
+writer.add_tokenizer_model("gpt2")
+writer.add_token_list(WORDS)
+writer.add_token_merges(["a b"])
+writer.add_token_types([3] * 4 + [1] * (len(WORDS) - 4))
+writer.add_bos_token_id(1)
+writer.add_eos_token_id(2)
+shapes = {"token_embd": (len(WORDS), WIDTH)}
+for layer in range(LAYERS):
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        shapes[f"blk.{layer}.{name}"] = (WIDTH, WIDTH)
+for name, shape in shapes.items():
+    weight = random.normal(0, 0.1, shape).astype(np.float32)
+    packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+for name in ("output_norm", *(f"blk.{layer}.{kind}_norm" for layer in range(LAYERS) for kind in ("attn", "ffn"))):
+    writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+demo.convert(path, pathlib.Path("converted"))
+"""
+SCRIPTS = {
+    "bco.py": BCO,
+    "gym.py": GYM,
+    "eight.py": EIGHT,
+    "fused.py": FUSED,
+    "clients.py": CLIENTS,
+    "quantized.py": QUANTIZED,
+}
 
 
 def main(wheel: Path, names: list[str]) -> int:
@@ -129,10 +259,10 @@ def main(wheel: Path, names: list[str]) -> int:
     if missing or (unknown := set(names) - PROMISES.keys()):
         raise SystemExit(f"{', '.join(sorted(missing or unknown))}: not both in PROMISES and in pyproject.toml")
     rows = [("extra", "install s", "run s", "MB", "result", "not shown here")]
-    with tempfile.TemporaryDirectory() as models:
+    with tempfile.TemporaryDirectory(prefix="prefrl-extras-") as root:
         for name in names or PROMISES:
-            with environment() as folder:
-                rows.append((name, *check(wheel.resolve(), name, folder, Path(models, "tiny")), PROMISES[name].unseen))
+            with environment(Path(root)) as folder:
+                rows.append((name, *check(wheel.resolve(), name, folder), PROMISES[name].unseen))
             print("  ".join(rows[-1]), flush=True)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print("\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
@@ -140,19 +270,26 @@ def main(wheel: Path, names: list[str]) -> int:
 
 
 @contextmanager
-def environment() -> Iterator[Path]:
-    """A new folder with an environment in `venv`, an empty home, data, and the examples."""
-    with tempfile.TemporaryDirectory(prefix="prefrl-extra-") as name:
-        folder = Path(name)
-        (folder / "home").mkdir()
-        shutil.copytree(ROOT / "examples", folder / "examples")
+def environment(root: Path) -> Iterator[Path]:
+    """A new folder for an environment in `venv`, with an empty home, data, and the examples.
+
+    It is always at the same place, for which Python compiles what all environments have only once.
+    """
+    folder = root / "extra"
+    (folder / "home").mkdir(parents=True)
+    try:
+        for room in ("examples", "benchmarks"):
+            shutil.copytree(ROOT / room, folder / room)
+        shutil.copy(ROOT / "tests/interpreter.py", folder)
         rows = [{"prompt": f"{i} + 1 =", "answer": f"{i + 1}", "solution": f"${i + 1}$"} for i in range(8)]
         write(folder / "questions.jsonl", rows)
         write(folder / "texts.jsonl", [{"text": "1 + 1 = 2"}] * 8)
         write(folder / "pairs.jsonl", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 8)
-        (folder / "bco.py").write_text(BCO, encoding="utf-8")
-        (folder / "gym.py").write_text(GYM, encoding="utf-8")
+        for script, text in SCRIPTS.items():
+            (folder / script).write_text(text, encoding="utf-8")
         yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
@@ -160,12 +297,12 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def check(wheel: Path, name: str, folder: Path, model: Path) -> tuple[str, str, str, str]:
+def check(wheel: Path, name: str, folder: Path) -> tuple[str, str, str, str]:
     """Seconds of the installation and of the commands, the size of the environment, and the result.
 
     The first environment makes the model, which is that of all.
     """
-    start = time.monotonic()
+    start, model = time.monotonic(), folder.parent / "tiny"
     try:
         install(folder, f"prefrl{'' if name == 'base' else f'[{name}]'} @ {wheel.as_uri()}")
         installed = time.monotonic()
@@ -206,7 +343,11 @@ def run(folder: Path, line: str) -> None:
     mine = ("PYTHON", "HF_", "VIRTUAL")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
     variables |= {"HOME": str(folder / "home"), "PATH": f"{folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"}
-    variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    variables |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPYCACHEPREFIX": str(folder.parent / "compiled"),
+    }
     print(f"$ {line}", flush=True)
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     subprocess.run(line, shell=True, cwd=folder, env=variables, check=True, text=True, timeout=900, **streams)

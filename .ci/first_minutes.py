@@ -1,8 +1,8 @@
 """The first ten minutes: every command of the README, in its order, in a new clone with an empty home.
 
 `python .ci/first_minutes.py` runs them, compares what they print with what the page says of it, and prints the seconds
-that each has taken. Commands that start servers are printed instead of run (`--dry_run`), and the model is a tiny one,
-which needs no network.
+and the CPU seconds that each has taken. Commands that start servers are printed instead of run (`--dry_run`), and the
+model is a tiny one, which needs no network.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ def main() -> int:
     """Run all commands, print the table, and return 1 if one failed or showed something else."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = [(block, bool(no_run)) for no_run, block in BLOCK.findall(text)]
-    rows: list[tuple[str, ...]] = [("command", "seconds", "result")]
+    rows: list[tuple[str, ...]] = [("command", "seconds", "CPU s", "result")]
     with tempfile.TemporaryDirectory(prefix="prefrl-first-") as name:
         clone = Path(name) / "prefrl"
         (Path(name) / "home").mkdir()
@@ -44,31 +45,34 @@ def main() -> int:
         for block, is_left_out in blocks:
             for line in filter(None, (line.partition(" #")[0].strip() for line in block.splitlines())):
                 if not line.startswith("#"):
-                    rows.append(("not run: " + line, "", "") if is_left_out else step(line, clone, text))
+                    rows.append(("not run: " + line, "", "", "") if is_left_out else step(line, clone, text))
                     print("  ".join(rows[-1]), flush=True)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print("\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
-    print(f"{sum(float(row[1]) for row in rows[1:] if row[1]):.0f} s")
-    return int(any(row[2].startswith("FAILED") for row in rows))
+    total, of_cpu = (sum(float(row[column]) for row in rows[1:] if row[column]) for column in (1, 2))
+    print(f"{total:.0f} s, {of_cpu:.0f} CPU s")
+    return int(any(row[3].startswith("FAILED") for row in rows))
 
 
-def step(line: str, clone: Path, page: str) -> tuple[str, str, str]:
-    """Run a line of the page; the line, its seconds and what came of it."""
+def step(line: str, clone: Path, page: str) -> tuple[str, str, str, str]:
+    """Run a line of the page; the line, its seconds, those of the CPU, and what came of it."""
     if line.startswith("prefrl init"):
         prepare(clone)
     shown, line = line, line.replace(MODEL, "model")
     if "--vllm auto" in line:
         line = line.replace("prefrl grpo", "prefrl launch grpo") + " --dry_run"
-    start = time.monotonic()
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = shell(line, clone)
-    seconds = f"{time.monotonic() - start:.0f}"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    of_cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds = (f"{time.monotonic() - start:.0f}", f"{of_cpu:.0f}")
     if line.startswith("prefrl init"):
         fill(clone / line.split()[-1])
     expected = next((pattern for start, pattern in SHOWS.items() if line.startswith(start)), "")
     if done.returncode or not re.search(expected, done.stdout):
         print(done.stdout, flush=True)
-        return shown, seconds, f"FAILED: exit code {done.returncode}, expected output {expected!r}"
-    return shown, seconds, compared(done.stdout, page) if line == "make demo" else "as shown"
+        return shown, *seconds, f"FAILED: exit code {done.returncode}, expected output {expected!r}"
+    return shown, *seconds, compared(done.stdout, page) if line == "make demo" else "as shown"
 
 
 def compared(printed: str, page: str) -> str:

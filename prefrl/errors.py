@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -115,6 +116,17 @@ def not_on_windows(feature: str) -> ConfigError:
     return ConfigError(
         f"{feature} needs Linux or macOS, not Windows. Run it in the Windows Subsystem for Linux: `wsl --install`."
     )
+
+
+def only_on_linux(feature: str, remedy: str) -> ConfigError:
+    """The error for systems that have neither packages of vLLM nor the walls of a sandbox.
+
+    Args:
+        feature: What the user asked for; the message starts with it.
+        remedy: What the user can do instead.
+    """
+    system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+    return ConfigError(f"{feature} needs Linux, not {system}. {remedy}")
 
 
 MASK = "***"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, only_on_linux
 from prefrl.sandbox.protocol import AssertionTest, InputOutputTest, SandboxError, SandboxLimits, Verdict
 from prefrl.sandbox.walls import Jailed, Output, isolation_problem, number_of, run_jailed, seccomp_filter
 
@@ -300,7 +300,7 @@ def working_launcher(sandbox: LocalSandbox) -> Launcher:
 def _check_machine() -> None:
     """What no kind of sandbox can do without."""
     if sys.platform != "linux":
-        raise ConfigError(f"a sandbox on this machine needs Linux, not {sys.platform}; use RemoteSandbox(url)")
+        raise only_on_linux("a sandbox on this machine", "Use RemoteSandbox(url).")
     seccomp_filter(platform.machine())
     ids = [Path("/proc/self", name).read_text(encoding="ascii") for name in ("uid_map", "gid_map")]
     if os.getuid() == 0 and not all(map(_has_ids, ids)):

@@ -302,9 +302,14 @@ def _devices() -> dict[str, str]:
     """The GPUs and the CUDA of torch, which is imported only where there is a driver: it takes seconds."""
     if sys.platform == "linux" and not any(map(os.path.exists, _DRIVERS)):
         return {"GPU": "none (no driver of CUDA or ROCm)"}
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        return {"GPU": f"unknown ({error})"}
 
     found = {"CUDA of torch": torch.version.cuda or "none"}
+    if torch.backends.mps.is_available():
+        found["GPU"] = "Apple's, which torch calls mps"
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         found[f"GPU {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"

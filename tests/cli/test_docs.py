@@ -343,7 +343,7 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
-    *("cd", "docker", "export", "git", "hf", "lm_eval", "ln", "mkdir", "ollama", "vllm"),
+    *("cd", "docker", "echo", "export", "git", "hf", "lm_eval", "ln", "mkdir", "ollama", "source", "uvx", "vllm"),
 }
 
 

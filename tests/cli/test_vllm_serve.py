@@ -252,6 +252,15 @@ def test_what_cannot_work_is_one_line_on_stderr(
     assert captured.out == ""
 
 
+def test_on_macos_the_server_runs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(["vllm-serve", "--model", "m"]) == 2
+    error = "prefrl vllm-serve: ConfigError: prefrl vllm-serve needs Linux, not macOS. Start prefrl vllm-serve on a "
+    assert capsys.readouterr().err.startswith(error)
+
+
 def test_an_unknown_option_in_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("model: m\ntensor_parallel: 2\n", encoding="utf-8")

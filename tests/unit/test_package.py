@@ -155,6 +155,12 @@ def test_commands_that_train_nothing_need_two_small_packages_and_others_name_wha
     assert code == 1
 
 
+def test_without_torch_no_gpu_is_known_where_no_driver_tells_of_it() -> None:
+    ((text, code),) = outcomes(f"{ONLY}\nsys.platform = 'darwin'\n", "env")
+    assert "\n- GPU: unknown (No module named 'torch')\n" in text
+    assert code == 0
+
+
 # What Python has not on Windows. Other libraries are imported before: theirs for Windows are not here.
 WINDOWS = """
 import asyncio, concurrent.futures.process, importlib, multiprocessing.pool, os, rich.console, rich.progress

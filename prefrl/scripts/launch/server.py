@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, only_on_linux
 from prefrl.scripts.arguments.launch import COLOCATE, LaunchArguments
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.vllm_serve import HOST, PORT, ServeArguments, serve_command
+from prefrl.scripts.launch.vllm_serve import ELSEWHERE, HOST, PORT, ServeArguments, serve_command
 
 _SHARE = "gpu_memory_utilization"  # of the server
 # The values that vLLM accepts for its maximum LoRA rank.
@@ -78,6 +78,8 @@ def check_start(server: ServerProgram) -> None:
     python = server.command[0]
     done = subprocess.run([python, "-P", "-c", _MISSING], capture_output=True, text=True)
     missing = done.stdout.split() if done.returncode == 0 else ["Python"]
+    if "vllm" in missing and sys.platform != "linux":
+        raise only_on_linux("a vLLM server", ELSEWHERE)
     if missing:
         raise ConfigError(
             f"vllm_python={python!r}: {' and '.join(missing)} not found there. Set vllm_python, or the variable "

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from prefrl.errors import ConfigError
+from prefrl.errors import ConfigError, only_on_linux
 from prefrl.generation.server import KEY_VARIABLE, check_key, key_of_user
 from prefrl.generation.vllm.members import Registration, url_of
 from prefrl.options.fields import check_fields, opt, parse_json
@@ -27,6 +27,7 @@ from prefrl.scripts.launch.processes import Supervisor
 
 HOST = "127.0.0.1"  # of a server that a run starts
 PORT = "vllm_server_port"  # the run's option
+ELSEWHERE = "Start prefrl vllm-serve on a machine with Linux, and set vllm_server_host of the run: see docs/vllm.md."
 _OLDEST_VLLM = (0, 32)
 _PLUGIN = "prefrl"
 
@@ -306,6 +307,8 @@ def _check_vllm() -> None:
         "Install it in the server's environment, with the trainer's version of prefrl: pip install 'prefrl[vllm]'."
     )
     found = _version_of_vllm()
+    if found is None and sys.platform != "linux":
+        raise only_on_linux("prefrl vllm-serve", ELSEWHERE)
     if found is None:
         raise ConfigError(f"vLLM is not installed for {sys.executable}. {remedy}")
     if tuple(int(number) for number in found.split(".")[:2]) < _OLDEST_VLLM:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -55,6 +56,13 @@ def printed(sandbox: LocalSandbox, code: str, text: str = "") -> str:
 
 def program(sandbox: LocalSandbox, code: str, output: str = "done") -> Verdict:
     return sandbox.check("python", code, InputOutputTest("", output))
+
+
+@pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows"), ("freebsd14", "freebsd14")])
+def test_other_systems_are_refused_with_what_to_do(platform: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(ConfigError, match=rf"^a sandbox on this machine needs Linux, not {name}\. Use RemoteSandbox"):
+        LocalSandbox(limits=SandboxLimits(wall_s=8.5)).setup()
 
 
 def asserted(code: str, test: str) -> bool:

@@ -331,12 +331,16 @@ def test_a_server_that_could_not_sleep_and_go_on_is_refused(vllm_args: str, mess
         server("--use_vllm", "--vllm_mode", "colocate", vllm="0", vllm_args=vllm_args)
 
 
-def test_a_server_that_could_not_start_is_refused_before(tmp_path: Path) -> None:
+def test_a_server_that_could_not_start_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho vllm prefrl\n")
     python.chmod(0o755)
     with pytest.raises(ConfigError, match=r"vllm_python='.*/python': vllm and prefrl not found there\. Set"):
         check_start(ServerProgram([str(python)], {}, port=1, start_timeout=1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        with pytest.raises(ConfigError, match=r"vLLM server needs Linux, not macOS\. Start prefrl vllm-serve on a"):
+            check_start(ServerProgram([str(python)], {}, port=1, start_timeout=1.0))
     python.write_text("#!/bin/sh\necho\n")
     check_start(ServerProgram([str(python)], {}, port=1, start_timeout=1.0))
 
