@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from prefrl.losses.per_token import token_weights, trainable_per_row
 from prefrl.options.fields import listed_fields
 from prefrl.registry import REGISTRY
 from tests.launch import run
 from tests.private_names import ROOT, SOURCES
+from tests.walks import Walk, tree
 
 BARS: dict[str, float] = {
     # Functions and files that a reader meets: in the third step of a run without options, and from `prefrl grpo` to
@@ -158,6 +161,14 @@ def test_there_is_no_more_to_read_than_there_was(measured: dict[str, float]) -> 
 def test_a_bar_that_is_exceeded_is_named(name: str, measured: dict[str, float]) -> None:
     bars = {**measured, name: measured[name] - 0.1}
     assert exceeded(measured, bars) == [f"{name}: {measured[name]}, and the bar is {bars[name]}"]
+
+
+def test_a_tree_shows_what_each_function_calls_and_nothing_twice() -> None:
+    walk, rows = Walk(is_on=True), (torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long), 1)
+    walk.through(lambda: [token_weights(*rows, reduction="sequence_mean"), trainable_per_row(*rows)])
+    shown = [line.partition(" (")[0] + line.partition("lines)")[2] for line in tree(walk.calls)]
+    inner = ["trainable_per_row", "  check_same_shape"]
+    assert shown == ["token_weights", "  check_same_shape", *(f"  {line}" for line in inner), "trainable_per_row ..."]
 
 
 if __name__ == "__main__":
