@@ -213,14 +213,6 @@ def merge(into: dict[str, Metric], more: Mapping[str, Metric]) -> None:
             into[key] = into[key].merge(metric)  # type: ignore[arg-type]  # same kind, checked above
 
 
-def values_of(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """The values of metrics after merging the parts of several processes."""
-    merged: dict[str, Metric] = {}
-    for part in parts:
-        merge(merged, part)
-    return {name: metric.value() for name, metric in merged.items()}
-
-
 def host(metric: Metric) -> Metric:
     """The same metric with host numbers, which can be sent to other processes."""
     return type(metric)(*(float(getattr(metric, f.name)) for f in fields(metric)))

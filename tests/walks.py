@@ -3,6 +3,11 @@
     python -m tests.walks
 
 prints one JSON object: for each walk the functions, as pairs of a file and a name.
+
+    python -m tests.walks grpo
+
+prints the third step of a run as a tree: each function below the one that calls it, in the order of the first calls,
+with the number of its lines. Dots stand for calls that are shown further up.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -42,20 +48,27 @@ def reward(completions, **_):
 """
 
 
+Calls = dict[CodeType, "Calls"]  # functions in the order of their first calls, with what they call
+
+
 class Walk:
     """Notes the functions of prefrl that are called while it is on; a lambda or a generator is part of a function."""
 
     def __init__(self, *, is_on: bool = False) -> None:
         self.is_on = is_on
         self.functions: set[tuple[str, str]] = set()
+        self.calls: Calls = {}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Python's hook."""
         code = frame.f_code
-        if event != "call" or not self.is_on or not code.co_filename.startswith(LIBRARY):
+        if event != "call" or not self.is_on or not _is_function(code):
             return
-        if code.co_flags & OPTIMIZED and "<" not in code.co_name:
-            self.functions.add((code.co_filename.removeprefix(LIBRARY), code.co_qualname))
+        self.functions.add((code.co_filename.removeprefix(LIBRARY), code.co_qualname))
+        below, callers = self.calls, [caller.f_code for caller, _ in walk_stack(frame)]
+        for code in reversed(callers):
+            if _is_function(code):
+                below = below.setdefault(code, {})
 
     def through(self, work: Callable[[], object]) -> list[tuple[str, str]]:
         """The functions that some work calls, in all threads that it starts."""
@@ -67,6 +80,30 @@ class Walk:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
         return sorted(self.functions)
+
+
+def _is_function(code: CodeType) -> bool:
+    is_ours = code.co_filename.startswith(LIBRARY)
+    return is_ours and bool(code.co_flags & OPTIMIZED) and "<" not in code.co_name
+
+
+def tree(calls: Calls) -> list[str]:
+    """The lines of a tree of calls, which does not repeat that one function calls another."""
+    shown: set[tuple[CodeType | None, CodeType]] = set()
+
+    def lines(caller: CodeType | None, calls: Calls, depth: int) -> Iterator[str]:
+        for code, below in calls.items():
+            is_new = (caller, code) not in shown
+            shown.add((caller, code))
+            inner = list(lines(code, below, depth + 1))
+            if is_new or inner:
+                length = max(line for _, _, line in code.co_lines() if line) - code.co_firstlineno + 1
+                place = f"{code.co_filename.removeprefix(LIBRARY)}:{code.co_firstlineno}"
+                again = " ..." if below and not inner else ""
+                yield f"{'  ' * depth}{code.co_qualname} ({place}, {length} lines){again}"
+                yield from inner
+
+    return list(lines(None, calls, 0))
 
 
 class WalkToTrainer(Walk):
@@ -106,7 +143,7 @@ def to_trainer(folder: Path) -> list[tuple[str, str]]:
     return WalkToTrainer(is_on=True).through(command)
 
 
-def of_step(algorithm: str, folder: Path) -> list[tuple[str, str]]:
+def of_step(algorithm: str, folder: Path) -> Walk:
     """The third optimizer step of a run, with its logs and callbacks."""
     from prefrl.registry import REGISTRY
     from tests.assets import tiny_model, tiny_tokenizer
@@ -123,7 +160,8 @@ def of_step(algorithm: str, folder: Path) -> list[tuple[str, str]]:
         callbacks=[ThirdStep(walk)],
         **(rewards if algorithm == "grpo" else {}),
     )
-    return walk.through(trainer.train)
+    walk.through(trainer.train)
+    return walk
 
 
 def save_model(folder: Path) -> None:
@@ -144,10 +182,13 @@ def walks() -> dict[str, list[tuple[str, str]]]:
         folder = Path(name)
         save_model(folder / "model")
         found = {"command": to_trainer(folder)}  # first
-        return found | {algorithm: of_step(algorithm, folder) for algorithm in STEPS}
+        return found | {algorithm: sorted(of_step(algorithm, folder).functions) for algorithm in STEPS}
 
 
 if __name__ == "__main__":
     sys.stdout, terminal = sys.stderr, sys.stdout
-    result = walks()
-    terminal.write(json.dumps(result) + "\n")
+    if sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as name:
+            terminal.write("\n".join(tree(of_step(sys.argv[1], Path(name)).calls)) + "\n")
+    else:
+        terminal.write(json.dumps(walks()) + "\n")

@@ -190,15 +190,13 @@ def completion_start(
     return start
 
 
-def assistant_spans(
-    template: ChatTemplate, conversation: Sequence[Message], text: str, *, first_turn: int = 0
-) -> list[Span]:
-    """The spans of a rendered conversation that the assistant writes from a turn on, each with the token that ends it.
+def assistant_spans(template: ChatTemplate, conversation: Sequence[Message], text: str) -> list[Span]:
+    """The spans of a rendered conversation that the assistant writes, each with the token that ends it.
 
     Raises:
         DataError: A turn cannot be found; names it.
     """
-    turns = [turn for turn in range(first_turn, len(conversation)) if conversation[turn]["role"] == "assistant"]
+    turns = [turn for turn, message in enumerate(conversation) if message["role"] == "assistant"]
     return [_turn_span(template, conversation, turn, text) for turn in turns]
 
 

@@ -76,8 +76,18 @@ def share_prefixes(prompts: Sequence[Sequence[int]], groups: Sequence[int]) -> S
     tries = {group: _trie(distinct) for group, distinct in by_group.items()}
     found = Segments([], [], [])
     for group, tokens in zip(groups, arrays, strict=True):
-        beginnings, wholes = tries[group]
-        _add(found, beginnings, wholes[tokens.tobytes()])
+        trie, wholes = tries[group]
+        whole = number = wholes[tokens.tobytes()]
+        missing = []  # segments that the prompt needs and that are not there yet, the last one first
+        while number != 0 and trie[number].segment < 0:
+            missing.append(trie[number])
+            number = trie[number].parent
+        for beginning in reversed(missing):
+            parent = trie[beginning.parent]
+            beginning.segment = len(found.segments)
+            found.segments.append(beginning.prompt[parent.length : beginning.length].tolist())
+            found.parents.append(parent.segment)
+        found.ends.append(trie[whole].segment)
     return found
 
 
@@ -107,21 +117,6 @@ def _trie(prompts: Mapping[bytes, Tokens]) -> tuple[list[_Beginning], dict[bytes
         if not parent.is_whole and parent.length - trie[parent.parent].length < _SHORTEST_SHARED:
             beginning.parent = parent.parent
     return trie, wholes
-
-
-def _add(found: Segments, trie: Sequence[_Beginning], whole: int) -> None:
-    """Add the segments that a prompt needs and that are not there yet."""
-    missing = []
-    number = whole
-    while number != 0 and trie[number].segment < 0:
-        missing.append(trie[number])
-        number = trie[number].parent
-    for beginning in reversed(missing):
-        parent = trie[beginning.parent]
-        beginning.segment = len(found.segments)
-        found.segments.append(beginning.prompt[parent.length : beginning.length].tolist())
-        found.parents.append(parent.segment)
-    found.ends.append(trie[whole].segment)
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,6 @@ class Head:
     softcap: float | None = None
 
 
-def product_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Dtype of the product with the head: autocast's if autocast is on, else the wider dtype of the two."""
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return torch.promote_types(hidden.dtype, weight.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
     """How logits are computed; see `Head` and `chunked_logprobs`."""
@@ -165,6 +157,9 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         raise ValueError(f"head.weight {tuple(head.weight.shape)}: needs to be [V, {hidden.shape[1]}] to match hidden")
     if head.softcap is not None and head.softcap <= 0:
         raise ValueError(f"head.softcap={head.softcap}: needs to be positive, or None for no cap")
+    product_dtype = torch.promote_types(hidden.dtype, head.weight.dtype)
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        product_dtype = torch.get_autocast_dtype(hidden.device.type)
     is_penalized = truncation is not None and truncation.history is not None
     is_top = isinstance(reference, TopLogprobs)
     plan = ChunkPlan(
@@ -175,7 +170,7 @@ def chunked_logprobs(  # noqa: PLR0913 - what describes the distribution, and ho
         # Gradients of penalized logits and of likely tokens need the logits: kept probabilities would be of no use.
         keep_bytes=keep_bytes if torch.is_grad_enabled() and not (is_penalized or is_top) else 0,
         dtype=score_dtype(hidden),
-        product_dtype=product_dtype_of(hidden, head.weight),
+        product_dtype=product_dtype,
     )
     wanted = _Wanted(frozenset(want), truncation=truncation)
     if reference is not None:

@@ -32,7 +32,7 @@ from prefrl.losses.module_logprobs import module_logprobs, num_chunks_of
 from prefrl.losses.per_token import ScoreName, TokenScores, WantName
 from prefrl.losses.top_logprobs import ReferenceDistribution
 from prefrl.losses.truncation import TokenTruncation
-from prefrl.models.attention.interface import LAYOUT_KWARG, mask_placeholder
+from prefrl.models.attention.interface import LAYOUT_KWARG
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import uncompiled
 from prefrl.models.plans import FlatInputs, ModelInputs, PlanVerdict, padded_with
@@ -358,19 +358,20 @@ def read_out(
     output: dict[str, Tensor] = call(**inputs.keywords, prefrl_scoring=request)
     if state.replay is not None and routes is not None:
         state.replay.keep(routes)
-    return output if held is None else {name: _of_all(found, held, count) for name, found in output.items()}
-
-
-def _of_all(found: Tensor, held: Tensor, count: int) -> Tensor:
-    """[count, ...] the team's results at all positions, from this process's [M, ...] at the positions in `held`."""
-    return sum_over_team(found.new_zeros(count, *found.shape[1:]).index_copy(0, held, found))
+    if held is None:
+        return output
+    return {  # [count, ...] at all positions, from the [M, ...] of each process
+        name: sum_over_team(found.new_zeros(count, *found.shape[1:]).index_copy(0, held, found))
+        for name, found in output.items()
+    }
 
 
 def _score(model: PreTrainedModel, state: ScoringState, request: ScoringRequest, **inputs: Any) -> dict[str, Tensor]:
     """The results as a dict, because wrappers look for tensors in dicts but not in our classes."""
     inputs = {name: value for name, value in inputs.items() if value is not None}
     if request.layout is not None:
-        mask = mask_placeholder(inputs["position_ids"].device)
+        # Empty and 4D: transformers uses a 4D mask as given, so it does not build its own mask of size T x T.
+        mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=inputs["position_ids"].device)
         inputs = {**inputs, "attention_mask": mask, LAYOUT_KWARG: request.layout}
     if request.routes is not None:
         inputs[ROUTES_KWARG] = request.routes
@@ -408,7 +409,7 @@ class TokenReadout:
             options |= {name: options[name] and options[name][held] for name in ("truncation", "reference")}
         head: nn.Module | None = None if request.own_logits else getattr(model, _STATE).head
         if head is None:
-            return packed(module_logprobs(rows, targets, _identity, **options))
+            return packed(module_logprobs(rows, targets, lambda logits: logits, **options))
         hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
         # Hooks that are not a backend's expect logits: they must run in a call per chunk.
         if HEAD_FORWARD not in vars(head) or not all(map(is_backend_hook, hooks)):
@@ -473,7 +474,3 @@ def head_logits(model: PreTrainedModel, head: Callable[[Tensor], Tensor], hidden
 def sequence_readout(model: PreTrainedModel, rows: Tensor, request: ScoringRequest) -> dict[str, Tensor]:
     """See `Readout`; the head's scores at the positions, or the scores of the model's own forward."""
     return {"scores": (rows if request.own_logits else needed_head(model)(rows)).float()}
-
-
-def _identity(logits: Tensor) -> Tensor:
-    return logits

@@ -288,6 +288,7 @@ _COLUMNS = frozenset(
 )
 
 
+@dataclasses.dataclass(eq=False)
 class RewardLog:
     """What reward functions log for B completions.
 
@@ -296,11 +297,10 @@ class RewardLog:
         rewards: Names of the rewards.
     """
 
-    def __init__(self, size: int, rewards: Collection[str]) -> None:
-        self.size = size
-        self.columns: dict[str, list[Any]] = {}
-        self._taken = _COLUMNS | set(rewards)
-        self.values: dict[str, list[float]] = {}
+    size: int
+    rewards: Collection[str]
+    columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def metric(self, name: str, value: float) -> None:
         """Log a number; several under one name are averaged.
@@ -324,7 +324,7 @@ class RewardLog:
             ConfigError: The table has such a column.
             RewardError: There are not B values.
         """
-        if column in self._taken:
+        if column in _COLUMNS or column in self.rewards:
             raise ConfigError(f"log_extra({column!r}): the table of completions has this column. Choose another name")
         if len(values) != self.size:
             raise RewardError(

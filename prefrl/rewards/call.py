@@ -23,8 +23,8 @@ from prefrl import distributed
 from prefrl.errors import ConfigError, PrefrlError, RewardError
 from prefrl.rewards.base import RewardFunction, completion_text
 from prefrl.rewards.confinement import (
+    SPARE_SIGNAL,
     DeadlineError,
-    can_interrupt,
     end_process_after,
     guarded,
     leave_if_forked,
@@ -194,7 +194,7 @@ def _call_sync(call: Call, timeout: float | None, num_completions: int) -> Outco
     """Call a plain function in this thread, where it may use signals, or if that cannot be interrupted, in another."""
     if timeout is not None:
         end_process_after(timeout)
-    interrupts = can_interrupt()
+    interrupts = SPARE_SIGNAL is not None and threading.current_thread() is threading.main_thread()
     in_thread = timeout is not None and not interrupts
     try:
         with logged_wait(

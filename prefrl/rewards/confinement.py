@@ -28,8 +28,8 @@ _SILENCE_S = 60.0
 _GRACE_S = 10.0
 # A reward that swallows the exception at its deadline gets it again.
 _REPEAT_S = 1.0
-# A signal that nobody else uses.
-_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
+# A signal that nobody else uses; None: only Linux has one to spare.
+SPARE_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
 _STDERR = 2  # the file descriptor, because a notebook's sys.stderr has none
 
 
@@ -101,11 +101,6 @@ def leave_if_forked(owner: int, name: str) -> None:
         os._exit(1)
 
 
-def can_interrupt() -> bool:
-    """Whether `logged_wait` can raise in this thread: the main one gets signals, and only Linux has one to spare."""
-    return _SIGNAL is not None and threading.current_thread() is threading.main_thread()
-
-
 @contextmanager
 def logged_wait(who: str, *, num_completions: int, timeout: float | None, interrupts: bool) -> Iterator[None]:
     """Context of a wait for rewards: after a minute without a result, a line is logged.
@@ -114,13 +109,14 @@ def logged_wait(who: str, *, num_completions: int, timeout: float | None, interr
         who: The rewards, for the line.
         num_completions: B, for the line.
         timeout: Seconds until the deadline; None: no limit.
-        interrupts: Raise `DeadlineError` inside at the deadline; only where `can_interrupt`.
+        interrupts: Raise `DeadlineError` inside at the deadline; only in the main thread, which gets signals, and with
+            `SPARE_SIGNAL`.
     Raises:
         DeadlineError: The deadline has passed.
     """
     is_done = threading.Event()
     alarm = previous = None
-    if interrupts and timeout is not None and _SIGNAL is not None:
+    if interrupts and timeout is not None and SPARE_SIGNAL is not None:
         ends = time.monotonic() + timeout
 
         def at_deadline(*_: object) -> None:
@@ -128,8 +124,8 @@ def logged_wait(who: str, *, num_completions: int, timeout: float | None, interr
                 raise DeadlineError
 
         # It stays installed, because the default handler would end the process if a signal came late.
-        previous = signal.signal(_SIGNAL, at_deadline)
-        alarm = partial(signal.pthread_kill, threading.get_ident(), _SIGNAL)
+        previous = signal.signal(SPARE_SIGNAL, at_deadline)
+        alarm = partial(signal.pthread_kill, threading.get_ident(), SPARE_SIGNAL)
     try:
         try:
             what = f"{who} on a batch of {num_completions} completions"
@@ -139,8 +135,8 @@ def logged_wait(who: str, *, num_completions: int, timeout: float | None, interr
             is_done.set()
     finally:  # if the deadline came before the line above
         is_done.set()
-        if callable(previous) and _SIGNAL is not None:  # of a reward that this reward is a part of
-            signal.signal(_SIGNAL, previous)
+        if callable(previous) and SPARE_SIGNAL is not None:  # of a reward that this reward is a part of
+            signal.signal(SPARE_SIGNAL, previous)
 
 
 def _watch(is_done: threading.Event, what: str, timeout: float | None, alarm: Callable[[], None] | None) -> None:

@@ -78,10 +78,6 @@ def _is_rewards(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping) or _is_model(value) or callable(value)
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
-
-
 # Argument -> test for a value that is not None, and the words of the error message for what it must be.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model, "a name, a path or a model"),
@@ -98,7 +94,10 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "compute_metrics": (callable, "a function of an EvalPrediction, which returns numbers by name, or None"),
     "callbacks": (lambda value: isinstance(value, list | tuple), "a list of callbacks or None"),
-    "optimizers": (_is_pair, "a pair of optimizer and scheduler, each of which may be None"),
+    "optimizers": (
+        lambda value: isinstance(value, list | tuple) and len(value) == 2,
+        "a pair of optimizer and scheduler, each of which may be None",
+    ),
     "peft_config": (lambda value: isinstance(value, PushToHubMixin), "a config of peft, such as LoraConfig, or None"),
     "quantization_config": (
         lambda value: isinstance(value, QuantizationConfigMixin),

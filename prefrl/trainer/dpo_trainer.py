@@ -74,8 +74,7 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
         self._pairs_per_chosen_token = 0.0
 
     def _each(self, batch: ReferencedBatch, logprobs: Tensor) -> list[Tensor]:
-        policy = self._rows(logprobs, batch)
-        pairs = self._pairs(policy, self._rows(batch.ref_logprobs, batch))
+        policy, _, pairs = self._compared(logprobs, batch)
         plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
         sides = [plain if name in self._plain else pairs for name, _ in self._losses]
         return [self._loss(name, side, None, batch) for (name, _), side in zip(self._losses, sides, strict=True)]
@@ -91,29 +90,27 @@ class DPOTrainer(OfflineTrainer[LabeledBatch, ReferencedBatch]):
 
     def _all_pairs(self, batches: list[ReferencedBatch]) -> StepPairs:
         logprobs = self.logprobs_of_step(self.scorer.of_policy, batches)
-        parts = [
-            self._pairs(self._rows(policy, batch), self._rows(batch.ref_logprobs, batch))
-            for policy, batch in zip(logprobs, batches, strict=True)
-        ]
+        parts = [self._compared(policy, batch)[2] for policy, batch in zip(logprobs, batches, strict=True)]
         return StepPairs(parts, [group for batch in batches for group in pair_groups(batch)])
 
-    def _rows(self, logprobs: Tensor, batch: LabeledBatch) -> RowScores:
-        return RowScores.of(logprobs, batch, ld_alpha=self.args.ld_alpha)
-
-    def _pairs(self, policy: RowScores, reference: RowScores) -> Pairs:
-        return replace(
+    def _compared(self, logprobs: Tensor, batch: ReferencedBatch) -> tuple[RowScores, RowScores, Pairs]:
+        """The rows under the policy, from its [N] log-probs, and under the reference; and the pairs of both."""
+        policy, reference = (
+            RowScores.of(each, batch, ld_alpha=self.args.ld_alpha) for each in (logprobs, batch.ref_logprobs)
+        )
+        pairs = replace(
             make_pairs(policy, reference),
             divergence=self.args.f_divergence_type,
             alpha=self.args.f_alpha_divergence_coef,
             reward_shift=0.0 if self.reward_mean is None else self.reward_mean.value,
         )
+        return policy, reference, pairs
 
     def loss(self, model: nn.Module, batch: ReferencedBatch) -> LossOutput:
         """Sum over pairs of the weighted losses."""
         weighting: list[WantName] = ["log_collision"] if self.args.use_weighting else []
         scores = self.scorer.scores(model, batch, want=("entropy", "correct", "mean_logit", *weighting))
-        policy, reference = self._rows(scores.logprobs, batch), self._rows(batch.ref_logprobs, batch)
-        pairs = self._pairs(policy, reference)
+        policy, reference, pairs = self._compared(scores.logprobs, batch)
         plain = replace(pairs, chosen_logps=policy.sums[batch.pair_index[0]])
         total = torch.zeros((), device=batch.device)
         balance = self.loss_balance if model.training else None

@@ -72,11 +72,7 @@ class Scores:
         ValueError: A score is read that was not needed.
     """
 
-    found: Mapping[ScoreNeed, Tensor]
-
-    def get(self, name: ScoreNeed) -> Tensor | None:
-        """A score; None if it was not needed."""
-        return self.found.get(name)
+    found: Mapping[ScoreNeed, Tensor]  # those that were needed
 
     def with_routes(self, batch: Batch) -> Batch:
         """The rows that were scored, with the experts of that pass if it recorded them."""

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import record_function
 
 from prefrl import distributed
-from prefrl.metrics import Mean, Metric, host, values_of
+from prefrl.metrics import Mean, Metric, host, merge
 from prefrl.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -361,4 +361,7 @@ def drained(
     """Values of the metrics so far, merged over ranks, on the host; resets the metrics."""
     hosted = {name: host(metric) for name, metric in metrics[mode].items()}
     metrics[mode] = {}
-    return values_of(distributed.gather_objects(hosted))
+    merged: dict[str, Metric] = {}
+    for part in distributed.gather_objects(hosted):
+        merge(merged, part)
+    return {name: metric.value() for name, metric in merged.items()}

@@ -17,20 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from prefrl.losses.per_token import token_weights, trainable_per_row
 from prefrl.options.fields import listed_fields
 from prefrl.registry import REGISTRY
 from tests.launch import run
 from tests.private_names import ROOT, SOURCES
+from tests.walks import Walk, tree
 
 BARS: dict[str, float] = {
     # Functions and files that a reader meets: in the third step of a run without options, and from `prefrl grpo` to
     # its trainer.
-    "functions of a grpo step": 287,  # three of processes that share rows: who samples, and what a team has sampled
+    "functions of a grpo step": 278,  # three of processes that share rows: who samples, and what a team has sampled
     "files of a grpo step": 50,
-    "functions of a dpo step": 203,
+    "functions of a dpo step": 197,
     "files of a dpo step": 32,
-    "functions of a sft step": 151,
+    "functions of a sft step": 146,
     "files of a sft step": 29,
     "functions from the command line to a trainer": 375,
     "files from the command line to a trainer": 68,  # one has the options of teachers
@@ -40,7 +43,7 @@ BARS: dict[str, float] = {
     # Six of them are the scripts of a few lines that launchers find by their path.
     # Eleven are of distillation, sixteen of agents, twelve of servers that come and go or sleep, of deltas and late
     # groups, one of router replay, eight for other training loops and engines.
-    "files of the library": 345,
+    "files of the library": 344,
     # Module docstring, imports, `__all__` and what is imported for type checkers alone.
     "percent of all lines that are headers": 8.0,
     # See `places`.
@@ -158,6 +161,14 @@ def test_there_is_no_more_to_read_than_there_was(measured: dict[str, float]) -> 
 def test_a_bar_that_is_exceeded_is_named(name: str, measured: dict[str, float]) -> None:
     bars = {**measured, name: measured[name] - 0.1}
     assert exceeded(measured, bars) == [f"{name}: {measured[name]}, and the bar is {bars[name]}"]
+
+
+def test_a_tree_shows_what_each_function_calls_and_nothing_twice() -> None:
+    walk, rows = Walk(is_on=True), (torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long), 1)
+    walk.through(lambda: [token_weights(*rows, reduction="sequence_mean"), trainable_per_row(*rows)])
+    shown = [line.partition(" (")[0] + line.partition("lines)")[2] for line in tree(walk.calls)]
+    inner = ["trainable_per_row", "  check_same_shape"]
+    assert shown == ["token_weights", "  check_same_shape", *(f"  {line}" for line in inner), "trainable_per_row ..."]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol
@@ -252,11 +252,6 @@ _REPLACED_NAME = {ours: replaced for replaced, ours in _OUR_NAME.items()}
 _UNSUPPORTED_KWARGS = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
 
 
-def mask_placeholder(device: torch.device) -> Tensor:
-    """An empty 4D mask. transformers uses a 4D mask as given, so it does not build its own mask of size T x T."""
-    return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
-
-
 def flat_attention(
     query: Tensor,
     key: Tensor,
@@ -301,24 +296,27 @@ def flat_attention(
     return output if layout.num_parts == 1 else exchange_in_team(output, split=1, join=2)
 
 
-_AttentionResult = tuple["Tensor", "Tensor | None"]
+_Attention = Callable[..., tuple["Tensor", "Tensor | None"]]
 
 
+# The layout changes with every step: compiled layers call this as it is.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention_or_flat(
-    replaced: Callable[..., _AttentionResult],
+    replaced: Callable[[nn.Module], _Attention],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    kwargs: dict[str, Any],
-) -> _AttentionResult:
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Flat attention if the model was given a layout, otherwise what is replaced in this module."""
     layout: Layout | None = kwargs.pop(LAYOUT_KWARG, None)
     is_placeholder = isinstance(attention_mask, torch.Tensor) and attention_mask.numel() == 0
     if layout is None:
         if is_placeholder:
             raise ValueError(f"{type(module).__name__} got no {LAYOUT_KWARG}: the model does not pass it on")
-        return replaced(module, query, key, value, attention_mask, **kwargs)
+        return replaced(module)(module, query, key, value, attention_mask, **kwargs)
     unsupported = [name for name in _UNSUPPORTED_KWARGS if kwargs.get(name) is not None]
     if attention_mask is not None and not is_placeholder:
         unsupported.append("attention_mask")
@@ -340,24 +338,13 @@ def _attention_or_flat(
     return output, None
 
 
-def _sdpa_or_flat(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> _AttentionResult:
-    replaced = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return _attention_or_flat(replaced, module, query, key, value, attention_mask, kwargs)
-
-
-def _eager_or_flat(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> _AttentionResult:
-    # Eager attention is not in the registry: each modeling file has its own function of this name.
-    replaced = sys.modules[type(module).__module__].eager_attention_forward
-    return _attention_or_flat(replaced, module, query, key, value, attention_mask, kwargs)
-
-
-# The layout changes with every step: compiled layers call these functions as they are.
-AttentionInterface.register(_OUR_NAME["sdpa"], torch.compiler.disable(_sdpa_or_flat))  # type: ignore[no-untyped-call]
-AttentionInterface.register(_OUR_NAME["eager"], torch.compiler.disable(_eager_or_flat))  # type: ignore[no-untyped-call]
+_sdpa_or_flat = partial(_attention_or_flat, lambda _: ALL_ATTENTION_FUNCTIONS["sdpa"])
+# Eager attention is not in the registry: each modeling file has its own function of this name.
+_eager_or_flat = partial(
+    _attention_or_flat, lambda module: sys.modules[type(module).__module__].eager_attention_forward
+)
+AttentionInterface.register(_OUR_NAME["sdpa"], _sdpa_or_flat)
+AttentionInterface.register(_OUR_NAME["eager"], _eager_or_flat)
 AttentionMaskInterface.register(_OUR_NAME["sdpa"], sdpa_mask)
 AttentionMaskInterface.register(_OUR_NAME["eager"], eager_mask)
 

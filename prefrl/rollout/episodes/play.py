@@ -177,15 +177,13 @@ class Player:
         """Read what the model said in a turn, and keep it."""
         turn = with_new_routes(turn, self.played.turns[-1] if self.played.turns else None)
         self.played.turns.append(turn)
-        parsed, message = read_turn(self._task.template, self._task.reader, turn, self._call_id)
+        number = len(self.played.turns)
+        parsed, message = read_turn(self._task.template, self._task.reader, turn, lambda call: call_id(number, call))
         self.played.turn_rewards.append(0.0)
         self.played.said.append(message)
         self._seen = [*self._seen, message]
         self._answers.append(Answer(message, turn))
         return parsed
-
-    def _call_id(self, number: int) -> str:
-        return call_id(len(self.played.turns), number)
 
     async def _answer(self, parsed: ParsedTurn) -> tuple[list[Message], StopReason | None]:
         """The messages that follow a turn, or why there are none."""
@@ -266,7 +264,9 @@ class Player:
 
     async def _continue(self, replies: list[Message]) -> list[int]:
         """The ids of the next turn, which sees these messages, too."""
-        shown = [self._accepted(self._shortened(_with_text(reply))) for reply in replies]
+        shown = [
+            self._accepted(self._shortened({**reply, "content": _text(reply["content"], "tool")})) for reply in replies
+        ]
         visible = [*self._seen, *shown]
         if self._kind.edits:
             visible = _edited(await self._of_environment("edit", copy.deepcopy(visible)), f"{self._kind.name}.edit")
@@ -377,10 +377,6 @@ def _edited(value: Any, what: str) -> list[Message]:
     if not isinstance(value, list) or not all(isinstance(m, Mapping) and "role" in m for m in value):
         raise EpisodeError(f"{what} returned {value!r:.200}: must be the list of messages that the next turn sees")
     return value
-
-
-def _with_text(reply: Message) -> Message:
-    return {**reply, "content": _text(reply["content"], "tool")}
 
 
 def _text(value: Any, what: str) -> str:

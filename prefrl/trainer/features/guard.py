@@ -94,7 +94,14 @@ class Guard(Part):
 
     def before_update(self, run: Run, model: nn.Module, norm: Tensor | float | None) -> None:
         """Judge the step now, or let the device leave out the update and judge later."""
-        numbers = self._numbers(run, 0.0 if norm is None else norm)
+        loss = run.step_loss.float()
+        whole = distributed.whole(norm.detach()) if isinstance(norm, torch.Tensor) else torch.tensor(norm or 0.0)
+        # Of each process its share of the loss, the gradient norm, and the sum and the count of the step's KL.
+        mine = [loss, whole.to(loss.device, torch.float32)]
+        if "kl" in self.steps.watched:
+            of_step = zip(_kl_so_far(run), self._kl_before, strict=True)
+            mine += [torch.as_tensor(now - before, device=loss.device).float() for now, before in of_step]
+        numbers = distributed.gather_numbers(torch.stack(mine))  # on the device
         if self._judges_late:
             distributed.leave_out_update_if(run.optimizer, has_problem(numbers))
             self._unjudged = read_later(numbers)
@@ -106,19 +113,6 @@ class Guard(Part):
         if self._unjudged is not None:
             read, self._unjudged = self._unjudged, None
             self._judge(run, read())
-
-    def _numbers(self, run: Run, norm: Tensor | float) -> Tensor:
-        """For each process its share of the loss, the gradient norm, and the sum and the count of the step's KL.
-
-        They are on the device.
-        """
-        loss = run.step_loss.float()
-        whole = distributed.whole(norm.detach()) if isinstance(norm, torch.Tensor) else torch.tensor(norm)
-        numbers = [loss, whole.to(loss.device, torch.float32)]
-        if "kl" in self.steps.watched:
-            of_step = zip(_kl_so_far(run), self._kl_before, strict=True)
-            numbers += [torch.as_tensor(now - before, device=loss.device).float() for now, before in of_step]
-        return distributed.gather_numbers(torch.stack(numbers))
 
     def _judge(self, run: Run, numbers: list[list[float]]) -> None:
         """Decide whether the step is applied, or note that it was not."""

@@ -187,9 +187,10 @@ class AutomaticSizes(Part):
                 if rows == 1:
                     raise
                 return None
-            numbers: list[float] = [memory.load, long.tokens, _own_tokens(long.batch)]
-        load, tokens, own_tokens = distributed.max_over_ranks(numbers, self._args.device)
-        return Trial(rows, int(tokens), own_tokens / seconds, load)
+            own_tokens = sum(long.batch.forward_tokens([row]) for row in range(long.batch.num_rows))
+            numbers: list[float] = [memory.load, long.tokens, own_tokens]
+        load, tokens, most_own_tokens = distributed.max_over_ranks(numbers, self._args.device)
+        return Trial(rows, int(tokens), most_own_tokens / seconds, load)
 
     @contextmanager
     def _cut_into(self, rows: int) -> Iterator[None]:
@@ -299,10 +300,6 @@ class EvaluationSize:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _own_tokens(batch: TokenBatch) -> int:
-    return sum(batch.forward_tokens([row]) for row in range(batch.num_rows))
 
 
 def _report(trials: list[Trial], found: dict[str, int], seconds: float) -> str:

@@ -202,9 +202,9 @@ class TokenCredit:
             row_index=batch.row_index,
             num_rows=batch.num_rows,
             groups=rows.groups[rows.mine],
-            values=scores.get("values"),
+            values=scores.found.get("values"),
             logprobs=scores.old_logprobs,
-            log_collision=scores.get("log_collision"),
+            log_collision=scores.found.get("log_collision"),
             log_ratio=log_ratio,
         )
         return self._estimator.function(scored, self._params)

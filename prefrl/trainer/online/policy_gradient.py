@@ -231,9 +231,9 @@ class PolicyGradient:
             cov_tokens=cov_tokens,
             nll_weights=likelihood,
             entropy_weights=batch.trainable * scale,
-            old_logprobs=scores.get("old_logprobs"),
-            entropies=scores.get("entropies"),
-            **{name: scores.get(name) for name in self.objective.reference_needs},
+            old_logprobs=scores.found.get("old_logprobs"),
+            entropies=scores.found.get("entropies"),
+            **{name: scores.found.get(name) for name in self.objective.reference_needs},
             **critic,
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -173,7 +172,9 @@ class KLTerm:
         if name == "full":
             self._estimate = None
         elif isinstance(params, SequenceKLParams):
-            self._estimate = partial(_sequence_kl, params)
+            self._estimate = lambda batch, logprobs, reference, log_ratio: sequence_kl(
+                logprobs, reference, log_ratio, batch.trainable, batch.row_index, batch.num_rows, params
+            )
         elif isinstance(params, SampledKLParams) and params.bias_correction:
             self._estimate = lambda _, logprobs, reference, log_ratio: importance_corrected(
                 logprobs, reference, log_ratio, kl_estimator=name
@@ -196,12 +197,6 @@ class KLTerm:
         if self._compared.adaptation is not None:
             self._compared.adaptation.observe_kl(kl, batch)
         return loss + self._compared.coef() * kl
-
-
-def _sequence_kl(
-    params: SequenceKLParams, batch: PolicyBatch, logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor
-) -> Tensor:
-    return sequence_kl(logprobs, ref_logprobs, log_ratio, batch.trainable, batch.row_index, batch.num_rows, params)
 
 
 # Terms of the sum.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from prefrl import distributed
 from prefrl.errors import CheckpointError
-from prefrl.metrics import Mean, values_of
+from prefrl.metrics import Mean, Metric
 from prefrl.rollout.collect import Collected
 from prefrl.rollout.journal import Journal
 from prefrl.run import checkpoints
@@ -23,6 +23,7 @@ from prefrl.run.folder import Identity
 from prefrl.trainer import dumps
 from prefrl.trainer.online.minibatches import share_out
 from prefrl.trainer.run_folder import RunFolder
+from prefrl.trainer.steps import drained
 from prefrl.types import LabeledBatch
 from tests.threads import on_ranks
 from tests.unit.rollout.test_journal import part
@@ -81,8 +82,8 @@ def test_an_error_on_the_main_process_ends_all_with_its_words_even_if_it_cannot_
 
 def test_metrics_that_only_some_ranks_have_are_means_over_those() -> None:
     def work(rank: int) -> dict[str, float]:
-        mine = {"reward": Mean(float(rank), 1.0)} if rows_of(rank) else {}
-        return values_of(distributed.gather_objects(mine))
+        mine: dict[str, Metric] = {"reward": Mean(float(rank), 1.0)} if rows_of(rank) else {}
+        return drained({"train": mine, "eval": {}}, "train")
 
     mean = sum(rank for rank in range(RANKS) if rows_of(rank)) / sum(bool(rows_of(rank)) for rank in range(RANKS))
     assert on_ranks(RANKS, work) == [{"reward": mean}] * RANKS

@@ -19,13 +19,13 @@ from prefrl.models.attention.interface import (
     Kernel,
     choose_kernel,
     flat_attention,
-    mask_placeholder,
 )
 from prefrl.models.attention.segments import Layout
 from prefrl.models.modes import checkpoint_activations
 from tests.assets import tiny_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+EMPTY_MASK = torch.empty(1, 1, 1, 0, dtype=torch.bool)  # what stands for the masks of a layout
 
 
 def forest(*trees):
@@ -251,7 +251,7 @@ def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_forward():
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 4, 5]])
 
     def hidden(*trees):
-        layout = {LAYOUT_KWARG: Layout(forest(*trees)), "attention_mask": mask_placeholder(ids.device)}
+        layout = {LAYOUT_KWARG: Layout(forest(*trees)), "attention_mask": EMPTY_MASK}
         return model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **layout).last_hidden_state
 
     def gradient():
@@ -287,7 +287,7 @@ def test_a_model_that_drops_the_layout_is_noticed():
     module = tiny_model("llama").model.layers[0].self_attn
     query, key, value = random_qkv(4)
     with pytest.raises(ValueError, match="does not pass it on"):
-        attention._sdpa_or_flat(module, query, key, value, mask_placeholder(query.device))
+        attention._sdpa_or_flat(module, query, key, value, EMPTY_MASK)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from prefrl.models.attention import interface as attention
 from prefrl.models.attention import interface as kernels
 from prefrl.models.attention import segments, varlen
-from prefrl.models.attention.interface import LAYOUT_KWARG, Inputs, choose_kernel, mask_placeholder
+from prefrl.models.attention.interface import LAYOUT_KWARG, Inputs, choose_kernel
 from prefrl.models.attention.segments import Layout
 from prefrl.models.forward import token_logprobs, verdict_of
 from prefrl.models.modes import checkpoint_activations
@@ -196,7 +196,7 @@ def test_a_models_layers_never_wait_for_the_device(dtype):
         output = model.base_model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
-            attention_mask=mask_placeholder(inputs.input_ids.device),
+            attention_mask=torch.empty(1, 1, 1, 0, dtype=torch.bool, device=inputs.input_ids.device),
             use_cache=False,
             **{LAYOUT_KWARG: inputs.layout},
         )
