@@ -229,6 +229,7 @@ def encode(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase)
         spans: Characters of `text`.
         tokenizer: Fast tokenizers return character offsets; with slow ones, the text up to each border is encoded.
     """
+    text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair, which a tool may say, has no tokens
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         token_ids = list(encoded["input_ids"])

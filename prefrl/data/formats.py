@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any, Literal, TypeAlias
 
 import datasets
+import xxhash
 
 from prefrl.errors import DataError
 
@@ -138,6 +139,27 @@ def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
     """The columns of a dataset, or of its first row if it is a stream that does not know its columns."""
     names: list[str] = dataset.column_names or list(next(iter(dataset), {}))
     return names
+
+
+def map_anew(dataset: AnyDataset, make: Callable[[Mapping[str, Any]], Any], **about: Any) -> AnyDataset:
+    """`dataset.map` with a function of the user's, which is called in every run.
+
+    `datasets` tells functions in modules apart by their names, so it would return what an earlier version has made.
+
+    Args:
+        dataset: A stream calls the function while it is read.
+        make: A function of a row, which returns columns.
+        about: Other arguments of `dataset.map`.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.map(make, **about)
+    rows = dataset.map(make, load_from_cache_file=False, **about)
+    if not len(rows):
+        return rows
+    digest = xxhash.xxh3_128(str(rows.features).encode())
+    for batch in rows.data.to_batches():
+        digest.update(batch.serialize())
+    return datasets.Dataset(rows.data, info=rows.info, split=rows.split, fingerprint=digest.hexdigest())
 
 
 def has_columns(dataset: AnyDataset, columns: Sequence[str]) -> bool:

@@ -117,7 +117,7 @@ class RowReader:
 
     def _rendered(self, messages: Sequence[Any]) -> str:
         text: str = self.tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False)
-        return text
+        return text.encode("utf-8", "replace").decode()  # half of a surrogate pair has no tokens
 
     def _rendered_ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them

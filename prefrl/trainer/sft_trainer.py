@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefrl.data.collate import sft_batch
-from prefrl.data.formats import get_dataset_column_names, has_columns
+from prefrl.data.formats import get_dataset_column_names, has_columns, map_anew
 from prefrl.data.images import ProcessingClass
 from prefrl.data.packing import pack_prepared
 from prefrl.data.tokenize import prepare_sft_dataset
@@ -70,8 +70,8 @@ class SFTTrainer(OfflineTrainer[TokenBatch, TokenBatch]):
         if self.formatting_func is not None:
             format_row = self.formatting_func
             field = self.args.dataset_text_field
-            dataset = dataset.map(
-                lambda row: {field: format_row(row)}, remove_columns=get_dataset_column_names(dataset)
+            dataset = map_anew(
+                dataset, lambda row: {field: format_row(row)}, remove_columns=get_dataset_column_names(dataset)
             )
         is_packed = self.args.packing if training or self.args.eval_packing is None else self.args.eval_packing
         dataset = tokenized_texts(dataset, processing_class, self.args, is_packed=is_packed)

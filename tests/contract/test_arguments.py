@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -223,6 +225,29 @@ def test_formatting_func_is_the_last_of_sft_by_position(
     rest: list[Any] = [*[None] * 3, (None, None), *[None] * 4, lambda row: row["question"]]
     trainer = SFTTrainer(model, config_of("sft", tmp_path), None, data, None, tokenizer, *rest)
     assert len(trainer.train_dataset) == 4
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "distillation"])
+def test_a_function_of_rows_that_was_edited_is_called_again(
+    algorithm: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset_of("sft").to_parquet(tmp_path / "rows.parquet")
+    found = []
+    for version in ("Old", "New"):
+        module: Any = ModuleType("functions_of_rows")  # by which, with its name, datasets knows the function
+        exec(f"def text_of(row): return '{version} ' + row['prompt']", module.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        rows: Any = Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "cache"))
+        if algorithm == "sft":
+            config = config_of("sft", tmp_path)
+            trainer: Any = SFTTrainer(
+                tiny_model(), config, None, rows, processing_class=tokenizer, formatting_func=module.text_of
+            )
+        else:
+            trainer = make_trainer("distillation", tmp_path, train_dataset=rows, teacher_prompt=module.text_of)
+        column = {"sft": "input_ids", "distillation": "teacher_prompt_ids"}[algorithm]
+        found.append(tokenizer.decode(trainer.train_dataset[0][column][:4]))
+    assert found == ["Old ", "New "]
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -242,7 +242,12 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"teacher_prompt": "hnt"},
-        "teacher_prompt='hnt': the dataset has no such column, only prompt, hint, prompt_ids. Name",
+        "teacher_prompt='hnt': beside the student's prompts, the dataset has no such column, only hint. Name",
+    ),
+    ({"teacher_prompt": "prompt_ids"}, "teacher_prompt='prompt_ids': beside the student's prompts, the dataset has"),
+    (
+        {"teacher_prompt": "hint", "train_dataset": dataset_of("sft").add_column("student_prompt", ["a"] * 24)},
+        "column 'student_prompt' is reserved",
     ),
     (
         {"teacher_prompt": lambda row: None},

@@ -208,6 +208,8 @@ class Session:
         Raises:
             RequestError: It cannot be answered.
         """
+        if not asked.messages:
+            raise RequestError("messages: there are none")
         return len(self._read(asked)[1])
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from prefrl.data.checks import check_positions
 from prefrl.data.collate import share_equal
-from prefrl.data.formats import check_not_reserved, get_dataset_column_names
+from prefrl.data.formats import check_not_reserved, get_dataset_column_names, map_anew
 from prefrl.data.images import image_reader, tokenizer_of
 from prefrl.data.packing import list_lengths, map_rows
 from prefrl.data.teacher_columns import with_columns, without_columns
@@ -170,19 +170,19 @@ def with_teacher_prompts(
             f"teacher_prompt with a {type(processing_class).__name__}, which reads images: only prompts of text can "
             "be exchanged. Pass its tokenizer as processing_class, or leave teacher_prompt out."
         )
-    check_not_reserved(dataset, (_PROMPT_IDS,))
+    aside = {"prompt": "student_prompt", "prompt_ids": "student_prompt_ids"}
+    check_not_reserved(dataset, (_PROMPT_IDS, *aside.values()))
     if not isinstance(prompt, str):
         check_not_reserved(dataset, ("teacher_prompt",))
         make = prompt
-        dataset = dataset.map(lambda row: {"teacher_prompt": make(row)})
+        dataset = map_anew(dataset, lambda row: {"teacher_prompt": make(row)})
         prompt = "teacher_prompt"
-    columns = get_dataset_column_names(dataset)
+    columns = [column for column in get_dataset_column_names(dataset) if column not in aside]
     if prompt not in columns:
         raise DataError(
-            f"teacher_prompt={prompt!r}: the dataset has no such column, only {', '.join(columns)}. Name the column "
-            "that has the teacher's prompts."
+            f"teacher_prompt={prompt!r}: beside the student's prompts, the dataset has no such column, only "
+            f"{', '.join(columns) or 'these'}. Name the column that has the teacher's prompts."
         )
-    aside = {"prompt": "student_prompt", "prompt_ids": "student_prompt_ids"}
     try:
         prepared = prepare_prompt_dataset(
             dataset.rename_columns(aside).rename_column(prompt, "prompt"),

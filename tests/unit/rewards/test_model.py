@@ -105,10 +105,11 @@ def test_batches_with_padding_score_like_rows_on_their_own(architecture: str) ->
 def test_messages_are_rendered_by_the_template_of_the_reward_models_tokenizer() -> None:
     model, tokenizer = reward_model(), tiny_tokenizer()
     scores = ModelReward(model, tokenizer=tokenizer)(
-        [[{"role": "user", "content": "hi"}]], [[{"role": "assistant", "content": "yes"}]]
+        [[{"role": "user", "content": content}] for content in ("hi", "hi\ud83d")],
+        [[{"role": "assistant", "content": "yes"}]] * 2,
     )
-    ids = tokenizer("<|user|>hi<|end|><|assistant|>yes<|end|>")["input_ids"]
-    assert scores == pytest.approx(one_by_one(model, [ids]), abs=1e-5)
+    ids = [tokenizer(f"<|user|>{said}<|end|><|assistant|>yes<|end|>")["input_ids"] for said in ("hi", "hi?")]
+    assert scores == pytest.approx(one_by_one(model, ids), abs=1e-5)
 
 
 def test_special_tokens_are_added_to_texts_but_not_to_what_a_template_rendered() -> None:

@@ -325,6 +325,20 @@ def test_what_cannot_be_shown_or_counted_ends_the_run(result: Any, message: str)
     assert message in str(played.error)
 
 
+def test_half_of_a_surrogate_pair_is_shown_as_a_question_mark() -> None:
+    def echo(text: str) -> str:
+        """Echo.
+
+        Args:
+            text: Any.
+        """
+        return f"a{text}b"
+
+    played = Played(kind_of(echo), call("echo", text="\ud83d"), "done")
+    assert played.error is None
+    assert "a?b" in played.template.tokenizer.decode(played.sent[1][0])
+
+
 def test_a_megabyte_is_cut_off_and_uses_up_the_tokens() -> None:
     given = Given("x" * 10**6)
     played = Played(kind_of(given.tool), call("give"), max_tokens=200, max_characters=201)

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from prefrl.rollout.gateway.formats import Client
-from prefrl.rollout.gateway.server import Gateway, Limits
+from prefrl.rollout.gateway.server import COUNT, Gateway, Limits
 from tests.patience import PATIENCE, before_a_deadline, wait_until
 from tests.unit.rollout.gateway.served import Served
 
@@ -165,6 +165,7 @@ def test_a_request_that_waits_is_told_that_the_episode_is_over(served: Served, w
         (KEYS[0], {"json": {}}, 400, "messages=None: must be a JSON array"),
         (KEYS[1], {"json": {}}, 400, "input=None: must be a JSON array"),
         (KEYS[2], {"json": {"messages": []}}, 400, "messages: the last one must not be of the assistant"),
+        (COUNT, {"json": {"messages": []}}, 400, "messages: there are none"),
         (KEYS[2], {"content": b"x" * 100_001}, 413, "a request may have at most 100000 bytes"),
         (KEYS[2], {"content": (b"x" * 50_000 for _ in range(3))}, 413, "a request may have at most 100000 bytes"),
         (
