@@ -73,9 +73,11 @@ def pytest_collection_finish() -> None:
     _freeze_modules()
 
 
-def pytest_runtest_logfinish() -> None:
-    """The first training imports hundreds of modules. xdist's own process, which collects no tests, comes here too."""
-    if len(sys.modules) > _num_frozen + _MANY:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """The first training imports hundreds of modules, and what a file leaves in caches stays there."""
+    yield
+    if len(sys.modules) > _num_frozen + _MANY or nextitem is None or nextitem.path != item.path:
         _freeze_modules()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,7 +23,8 @@ def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Pl
     state = prepare_for_scoring(model)
     config, parameter = state.model.config, next(model.parameters())
     kind = (state.fingerprint(model), state.is_compiled, image_example is None, parameter.dtype, parameter.device)
-    key = f"{kind} {torch.is_autocast_enabled('cpu')} {model} {config.to_json_string(use_diff=False)}"
+    text = config.to_dict() | {"_name_or_path": ""}  # where it was loaded from is nothing of the model
+    key = f"{kind} {torch.is_autocast_enabled('cpu')} {model} {text}"
     if key not in _known:
         verdict = selfcheck.check_plans(model, image_example)
         _known[key] = verdict, attention.reads_layouts(state.model)
@@ -35,3 +37,13 @@ def check_plans(model: nn.Module, image_example: TokenBatch | None = None) -> Pl
 def check_once() -> None:
     """From now on, in a process that trains many models and tests nothing of the check."""
     forward.check_plans = check_plans
+
+
+@pytest.fixture(autouse=True)
+def checked_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For folders whose tests train models that are built alike. Tests of the check are in tests/unit/models.
+
+    On a GPU each model is checked: which kernels it gets there is what those tests are about.
+    """
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(forward, "check_plans", check_plans)

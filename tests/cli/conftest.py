@@ -14,6 +14,7 @@ import pytest
 
 from prefrl.scripts.main import main
 from tests.assets import tiny_model, tiny_reward_model, tiny_tokenizer
+from tests.plans import checked_once  # noqa: F401 - of all tests here
 
 # The template of `tiny_tokenizer`, which also shows the names of tools, and calls.
 TEMPLATE = (

@@ -202,15 +202,18 @@ def cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def quick(argv: list[str]) -> tuple[str, str]:
-    """What a command prints, and the heavy packages that it imported."""
+END = "-- end of a command --"
+
+
+def quick(commands: list[list[str]]) -> tuple[list[str], str]:
+    """What commands print, one after another in a process, and the heavy packages that they imported."""
     code = (
         "import sys\nfrom prefrl.scripts.main import main\nsys.stderr = sys.stdout\n"
-        f"try: main({argv})\nexcept SystemExit: pass\n"
+        f"for argv in {commands}:\n    try: main(argv)\n    except SystemExit: pass\n    print('{END}')\n"
         f"print([m for m in {HEAVY} if m in sys.modules])"
     )
-    *shown, loaded = python(code).splitlines()
-    return "\n".join(shown), loaded
+    *shown, loaded = python(code).split(END + "\n")
+    return [text.strip() for text in shown], loaded.strip()
 
 
 DATA = ("grpo", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r", "--output_dir", "o")
@@ -234,17 +237,16 @@ def test_help_and_mistakes_import_nothing_heavy_and_are_short() -> None:
         ["sft", "--model_name_or_path", "m", "--dataset_name", "no.jsonl", "--output_dir", "o"],
         *([*DATA, *words] for words in PAIRS),
     ]
-    for name in REGISTRY:
-        text, loaded = quick([name, "--help"])
-        assert loaded == "[]"
+    shown, loaded = quick([[name, "--help"] for name in REGISTRY] + wrong)
+    assert loaded == "[]"
+    assert len(shown) == len(REGISTRY) + len(wrong)
+    for name, text in zip(REGISTRY, shown, strict=False):
         assert len(text.splitlines()) <= 80  # each option has its whole first sentence
         assert "--model_name_or_path" in text
         assert "--max_tokens_per_micro_batch" in text
         assert "--fsdp" not in text  # in --help_all only
         assert ("--reward_funcs" in text) == (name in ONLINE)
-    for argv in wrong:
-        text, loaded = quick(argv)
-        assert (loaded, text.count("\n")) == ("[]", 0)
+    assert [text for text in shown[len(REGISTRY) :] if not text or "\n" in text] == []
 
 
 @pytest.mark.parametrize("name", REGISTRY)

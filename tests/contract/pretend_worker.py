@@ -26,7 +26,7 @@ from prefrl.scripts.commands import replay as main_of_replay
 from prefrl.trainer.base_trainer import BaseTrainer
 from prefrl.trainer.sft_trainer import SFTTrainer
 from prefrl.types import LossOutput
-from tests import pretend
+from tests import plans, pretend
 from tests.assets import tiny_reward_model, tiny_tokenizer
 from tests.contract.cases import (
     ONLINE,
@@ -229,6 +229,7 @@ def with_fault(name: str, folder: Path) -> Outcome:
 
 def main(result: str, what: list[str]) -> None:
     """Store the outcome of each set of options of algorithms, or of each fault."""
+    plans.check_once()
     found: dict[tuple[str, str], Outcome] = {}
     jobs: list[tuple[tuple[str, str], Callable[[Path], Outcome]]] = [
         ((algorithm, name), partial(outcome, algorithm, name)) for algorithm in what for name in option_sets(algorithm)

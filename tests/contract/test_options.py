@@ -18,8 +18,6 @@ from prefrl.registry import REGISTRY
 from prefrl.trainer.base_config import BaseConfig
 from tests.contract.cases import ONLINE, dataset_of, make_trainer, weights_of
 
-pytestmark = pytest.mark.usefixtures("checked_once")
-
 # A second pass over a generation, far enough from the first for ratios to be clipped.
 BASE: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1.0}
 ADAPTIVE_ENTROPY = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_kwargs": {"target": 5.0}}

@@ -31,8 +31,6 @@ from tests.contract.cases import (
     whole_and_resumed,
 )
 
-pytestmark = pytest.mark.usefixtures("checked_once")
-
 SAVED_AT = 3
 STEPS = 6
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1}

@@ -99,9 +99,6 @@ CASES: dict[str, Case] = {
     # Algorithms; SFT, rewards, GRPO and KTO are below. What is the same for several of them is tried with one.
     "dpo": Case("dpo", model=TIED),
     "orpo": Case("orpo", model=LLAMA_TIED),
-    "cpo": Case("cpo", {"forward_plan": "packed"}),
-    "bco": Case("bco", model=TIED),
-    "rloo": Case("rloo", EVAL, reward_model=True, eval_rows=5),
     "ppo": Case(
         "ppo",
         {**ADAM, **EVAL, "max_steps": 2, "critic_learning_rate": 1e-2, "critic_warmup": 1, "max_grad_norm": 0.0},
@@ -118,7 +115,6 @@ CASES: dict[str, Case] = {
     # The head, the forward pass, and how the work is cut.
     "sft_micro_batches": Case("sft", {"gradient_accumulation_steps": 2}, rows_per_micro_batch=2),
     "sft_token_budget": Case("sft", {"max_tokens_per_micro_batch": 25}),
-    "sft_padded": Case("sft", {"forward_plan": "padded", **LEAN}, model=TIED, chunk=8),
     "sft_checkpointing": Case("sft", LEAN, model=TIED, chunk=8),
     "sft_compiled": Case("sft", COMPILED),
     "sft_lora": Case("sft", lora=(*ATTENTION, "down_proj")),
@@ -157,7 +153,6 @@ CASES: dict[str, Case] = {
     "grpo_mixture_one_signal": Case("grpo", {"beta": 0.0, **BUDGET}, model=MIXTURE, reward=good_at_subtraction),
     # References.
     "dpo_moving": Case("dpo", {**MOVING, **EVAL}, model=TIED, by_name=True, eval_rows=7),
-    "dpo_lora_moving": Case("dpo", MOVING, lora=ATTENTION),
     "dpo_by_name_precomputed": Case("dpo", {"precompute_ref_log_probs": True}, model=TIED, by_name=True),
     # Ranks with different numbers of micro-batches and of passes of references, or without a row.
     "kto_long_row": Case("kto", {"train_dataset": with_long_rows("kto"), **BUDGET, **LEAN, **EVAL}, eval_rows=3),
@@ -167,7 +162,6 @@ CASES: dict[str, Case] = {
         lora=ATTENTION,
         eval_rows=1,
     ),
-    "grpo_one_signal": Case("grpo", {"beta": 0.0, **BUDGET, **REUSE}, reward=good_at_subtraction),
     # Rollouts.
     "grpo_reuse": Case("grpo", {"beta": 0.04, "teacher_kl_coef": 0.5, **REUSE}, model=TIED),
     "grpo_replay": Case("grpo", {"router_replay": True, **REUSE, **LEAN}, model=MIXTURE),

@@ -48,7 +48,6 @@ EXPORTED = {"checkpoint_kwargs": {"export_weights": True}}
 
 RESUMED: dict[str, Case] = {
     "sft_averaged": Case("sft", {**ADAM, **RATES, **AVERAGED}, model=TIED, eval_rows=4),
-    "sft_lora": Case("sft", {**ADAM, **FALLING}, lora=ATTENTION),
     "dpo_moving": Case("dpo", {**ADAM, **MOVING, **FALLING, **RUNNING_MEAN, "optim": "muon"}, model=TIED),
     "dpo_lora": Case("dpo", ADAM, lora=ATTENTION),
     "grpo_reuse": Case("grpo", {**ADAM, **REUSE, "beta": 0.04, "teacher_kl_coef": 0.5}, model=TIED),

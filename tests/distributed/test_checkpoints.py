@@ -32,7 +32,6 @@ SIGNATURES = {
 JOBS = (
     "ddp:grpo_reuse",
     "zero1:grpo_reuse",
-    "zero2:sft_lora",
     "zero2:sft_averaged",
     "fsdp2:sft_averaged",
     "zero3:grpo_reuse",

@@ -15,7 +15,7 @@ def test_partitioned_weights_are_read_bit_by_bit(tmp_path: Path) -> None:
     found = launch("tests.distributed.export_worker", result, *BACKENDS, result=result)
     assert found.keys() == {*BACKENDS}
     for backend, results in found.items():
-        assert len(results) >= 19
-        assert sum(len(ways) == 8 for ways in results.values()) >= 6
+        assert len(results) >= 16
+        assert sum(len(ways) == 8 for ways in results.values()) >= 5
         wrong = {(case, way): names for case, ways in results.items() for way, names in ways.items() if names}
         assert wrong == {}, backend

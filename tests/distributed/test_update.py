@@ -28,17 +28,19 @@ STEPS = (
     "ppo_model",
 )
 # What other cases do, too: mixtures and critics have micro-batches, KTO and GRPO a budget of tokens, rewards and DPO
-# adapters, and BCO a reference. test_sequence_parallel.py trains some of them.
+# adapters. test_sequence_parallel.py trains some of them, and windows, which are nothing of a backend, under ZeRO-3.
 ELSEWHERE = {
     *("sft_micro_batches", "sft_token_budget", "sft_checkpointing", "sft_lora", "sft_lora_head_chunks"),
-    *("dpo", "orpo", "reward"),
+    *("sft_window", "dpo", "orpo", "reward", "ppo"),
 }
+# Under ZeRO-3, that file has these; and an optimizer with rates by name has all that one without them has.
+SHARED_TOKENS = {"sft_adam", "grpo_replay"}
 # Losses, and how rows are dealt out, do not depend on what partitions the weights: under ZeRO-3 alone, where a rank
 # that leaves out a pass hangs the other.
 DEALT = {
-    *("cpo", "bco", "rloo", "online_dpo", "dpo_by_name_precomputed", "dpo_lora_moving", "reward_lora"),
-    *("grpo_one_signal", "grpo_scored_first", "grpo_episodes", "ppo_micro_batches", "sft_grown", "sft_padded"),
-    *("grpo_resampled", "grpo_overlap", "grpo_one_group_of_episodes", "distillation_several"),
+    *("online_dpo", "dpo_by_name_precomputed", "reward_lora", "grpo_scored_first", "grpo_episodes"),
+    *("ppo_micro_batches", "sft_grown", "grpo_resampled", "grpo_overlap", "grpo_one_group_of_episodes"),
+    "distillation_several",
 }
 SELECTED: dict[str, tuple[str, ...]] = {
     # The contract's tests train everything on two processes.
@@ -46,9 +48,14 @@ SELECTED: dict[str, tuple[str, ...]] = {
     "zero1": ("sft_micro_batches", "sft_adam", "grpo_reuse", "reward_by_name"),
     "zero2": STEPS,
     # DeepSpeed clips a critic with the policy; ZeRO refuses LARS, and ZeRO-3 compiled layers.
-    "zero3": tuple(name for name in CASES if name not in {*ELSEWHERE, "ppo_clipped", "sft_lars", "sft_compiled"}),
+    "zero3": tuple(
+        name for name in CASES if name not in {*ELSEWHERE, *SHARED_TOKENS, "ppo_clipped", "sft_lars", "sft_compiled"}
+    ),
     "zero3_offload": ("sft_adam", "grpo_reuse", "ppo_model"),
-    "fsdp2": tuple(name for name in CASES if name not in ELSEWHERE | DEALT),
+    # One mixture, and one model whose weights are read before they are shared out, of each kind of training.
+    "fsdp2": tuple(
+        name for name in CASES if name not in {*ELSEWHERE, *DEALT, "sft_mixture", "distillation_lora_by_name"}
+    ),
 }
 SELECTED["single"] = tuple(name for name in CASES if any(name in names for names in SELECTED.values()))
 # What a rank keeps of the weights between passes.

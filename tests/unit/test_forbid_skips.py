@@ -25,8 +25,9 @@ CASES = {
 
 def run(folder: Path, *options: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-p", "tests.conftest"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command += [str(folder), *options]
+    command += ["-p", "xdist", str(folder), *options]
+    # Plugins of other packages take longer to import than all else here.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
 
 

@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from prefrl.http import Http
+from tests.plans import checked_once  # noqa: F401 - of all tests here
 from tests.vllm.client import MakeGenerator, be_patient, generators, policy
 from tests.vllm.server import MAX_LORA_RANK, Server, save_tiny_model
 
