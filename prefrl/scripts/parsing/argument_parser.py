@@ -136,7 +136,8 @@ class ArgumentParser(OptionParser, HfArgumentParser):
 
     def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
         """Print the help of this parser, or of the command that `argv` names."""
-        commands = {name: parser for action in self._subparsers_actions for name, parser in action.choices.items()}
+        named = [action.choices for action in self._actions if isinstance(action.choices, dict)]
+        commands = {name: parser for choices in named for name, parser in choices.items()}
         asked = next((commands[word] for word in argv if word in commands), self)
         asked.print_help(everything=early.wants_all)
 
