@@ -58,22 +58,8 @@ class Learned:
 
 def make_mixture(seed: int) -> PreTrainedModel:
     """Two layers with eight experts, of which two run, for the demo's tokenizer."""
-    config = Qwen3MoeConfig(
-        vocab_size=16,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(hidden_size=64, head_dim=16, **experts, **demo_tiny.LAYERS)
     torch.manual_seed(seed)
     return Qwen3MoeForCausalLM(config)
 

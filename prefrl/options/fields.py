@@ -192,16 +192,6 @@ def read_json(config: Any, name: str) -> dict[str, Any]:
     return json_mapping(text, name)
 
 
-def check_no_effect(*, name: str, value: object, unset: object, because: str, remedy: str) -> None:
-    """Reject an option that is set but has no effect.
-
-    Raises:
-        ConfigError: `value` differs from `unset`.
-    """
-    if value != unset:
-        raise ConfigError(f"{name}={value!r} has no effect because {because}. {remedy}")
-
-
 def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
     """Reject options that differ from their defaults but have no effect.
 
@@ -210,8 +200,8 @@ def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
     """
     defaults = {field.name: field for field in dataclasses.fields(config)}
     for name in names:
-        unset = default_of(defaults[name])
-        check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
+        if (value := getattr(config, name)) != default_of(defaults[name]):
+            raise ConfigError(f"{name}={value!r} has no effect because {because}. {remedy}")
 
 
 @cache

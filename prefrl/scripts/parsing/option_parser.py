@@ -95,8 +95,8 @@ class OptionParser(argparse.ArgumentParser):
         about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
         if option.get("is_flag"):
             about = {"nargs": "?", "const": True}
-        choices: Any = option.get("choices")
-        convert = choice_of(choices) if has_switch(choices) else _CONVERTERS.get(option["kind"], str)
+        choices = option.get("choices")
+        convert = _CONVERTERS.get(option["kind"], str) if choices is None else choice_of(choices)
         shown_in = self if group is None else self.groups[group]
         shown_in.add_argument(
             *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *aliases)),
@@ -418,13 +418,8 @@ def boolean(text: str) -> bool:
 _CONVERTERS: dict[str, Any] = {kind: convert for convert, kind in _KINDS.items()} | {"bool": boolean}
 
 
-def has_switch(choices: Iterable[Any] | None) -> bool:
-    """Whether True or False is among the choices of an option."""
-    return any(isinstance(choice, bool) for choice in choices or ())
-
-
 def choice_of(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """The type of an option with choices that are not all words: from a word to its choice, `false` to False."""
+    """The type of an option with choices: from a word to its choice, which may be a number; `false` to False."""
     by_word = {str(choice): choice for choice in choices}
     by_word |= {word.lower(): choice for word, choice in by_word.items() if isinstance(choice, bool)}
 
