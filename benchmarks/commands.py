@@ -12,19 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.report import replace_between_markers
 from tests.assets import tiny_model, tiny_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "commands.json"
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "commands.md"
-MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- end of commands -->)", re.S)
+BEGIN, END = "<!-- commands -->", "<!-- end of commands -->"
 LIBRARIES = {
     "prefrl": [sys.executable, "-m", "prefrl.scripts.main"],
     "trl": [str(Path(sys.executable).with_name("trl"))],
@@ -63,9 +63,8 @@ def write_docs() -> None:
     for case, row in results.items():
         cells = [f"{row[name]['cpu_s']:.2f} | {row[name]['lines']}" for name in LIBRARIES]
         lines.append(f"| {case} | {' | '.join(cells)} |")
-    text = DOCS.read_text(encoding="utf-8")
     table = "\n".join(lines)
-    DOCS.write_text(MARKERS.sub(lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text), encoding="utf-8")
+    replace_between_markers(DOCS, f"\n{table}\n", begin=BEGIN, end=END)
 
 
 def _prepare(folder: Path) -> None:

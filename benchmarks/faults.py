@@ -36,13 +36,14 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars
 from transformers import TrainerCallback
 
+from benchmarks.report import replace_between_markers
 from benchmarks.worker import LIBRARIES, Library, prepare_environment
 from tests.assets import tiny_model, tiny_tokenizer
 from tests.contract.cases import dataset_of, ragged_reward, weights_of
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
 DOCS = Path(__file__).parents[1] / "docs" / "survival.md"
-MARKERS = re.compile(r"(<!-- faults -->\n).*?(<!-- end of faults -->)", re.S)
+BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 
 DEADLINE_S = 60.0
 STEPS = 6
@@ -567,10 +568,7 @@ def main(argv: list[str] | None = None) -> int:
             stored = {name: stored[name] for name in CASES if name in stored}
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     if arguments.write_docs:
-        page = DOCS.read_text(encoding="utf-8")
-        DOCS.write_text(
-            MARKERS.sub(lambda found: f"{found[1]}\n{table(stored)}\n\n{found[2]}", page), encoding="utf-8"
-        )
+        replace_between_markers(DOCS, f"\n{table(stored)}\n", begin=BEGIN, end=END)
     return 0
 
 
