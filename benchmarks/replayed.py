@@ -14,7 +14,6 @@ import argparse
 import copy
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.report import replace_between_markers
 from prefrl import GRPOConfig, GRPOTrainer
 from prefrl.generation.base import WeightSource
 from prefrl.generation.local.generator import LocalGenerator
@@ -40,7 +40,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "moe.md"
 LAST = 10  # generation batches whose mean reward is reported
 ROUNDINGS = ("bfloat16", "float8")
 REPLAYS = {"none": False, "R3": "R3", "R2": "R2"}
-MARKERS = re.compile(r"(<!-- replayed -->\n).*?(<!-- end of replayed -->)", re.S)
+BEGIN, END = "<!-- replayed -->", "<!-- end of replayed -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,8 @@ class Learned:
 
 def make_mixture(seed: int) -> PreTrainedModel:
     """Two layers with eight experts, of which two run, for the demo's tokenizer."""
-    config = Qwen3MoeConfig(
-        vocab_size=16,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(hidden_size=64, head_dim=16, **experts, **demo_tiny.LAYERS)
     torch.manual_seed(seed)
     return Qwen3MoeForCausalLM(config)
 
@@ -208,8 +194,7 @@ def main(argv: list[str] | None = None) -> int:
                     rows.append(asdict(row))
                     RESULTS.write_text(json.dumps(rows) + "\n", encoding="utf-8")
     if arguments.write_docs:
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(MARKERS.sub(lambda match: match[1] + table(rows) + match[2], text), encoding="utf-8")
+        replace_between_markers(PAGE, table(rows).rstrip(), begin=BEGIN, end=END)
     return 0
 
 

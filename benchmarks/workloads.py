@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 __all__ = ["CPU_WORKLOADS", "CUDA_WORKLOADS", "LENGTHS", "Gate", "ModelSizes", "Task", "Workload"]
@@ -93,208 +94,126 @@ VERY_LONG_LENGTHS = (128, 224, 320, 448, 576, 720, 880, 1024)
 PAIR_LENGTHS = (64, 256, 96, 224, 256, 128, 192, 160)
 TEXT_LENGTHS = (48, 64, 96, 128, 192, 256, 384, 512)
 
+# What most rows of a task have.
+_grpo_loss = partial(Workload, task="grpo_loss", model=MODEL_S, lengths=LENGTHS, options={"beta": 0.0})
+_grpo = partial(Workload, task="grpo", model=MODEL_S, lengths=LENGTHS, options={"beta": 0.0})
+_generation = partial(Workload, task="generation", model=MODEL_S, lengths=LENGTHS, options={"beta": 0.0})
+_distillation = partial(Workload, task="distillation", model=MODEL_S, lengths=LENGTHS, options={"beta": 1.0})
+_dpo = partial(Workload, task="dpo", model=MODEL_S, lengths=PAIR_LENGTHS)
+_sft = partial(Workload, task="sft", model=MODEL_S, lengths=TEXT_LENGTHS)
+_reward = partial(Workload, task="reward", model=MODEL_S, lengths=PAIR_LENGTHS)
+
 GRPO_LOSS_WORKLOADS = (
-    Workload(
-        "grpo_loss",
-        "GRPO loss step, S, prompt 256",
-        "grpo_loss",
-        MODEL_S,
-        LENGTHS,
-        options={"beta": 0.0},
-        quick_turns=3,
-        gate=Gate(must=5.0, aim=8.0, memory=5.0),
-    ),
-    Workload(
+    _grpo_loss("grpo_loss", "GRPO loss step, S, prompt 256", quick_turns=3, gate=Gate(must=5.0, aim=8.0, memory=5.0)),
+    _grpo_loss(
         "grpo_loss_short_prompt",
         "GRPO loss step, S, prompt 64, completions 32 to 256",
-        "grpo_loss",
-        MODEL_S,
-        LONG_LENGTHS,
+        lengths=LONG_LENGTHS,
         prompt_length=64,
-        options={"beta": 0.0},
         turns=4,
         gate=Gate(must=3.2, aim=4.0),
     ),
-    Workload(
+    _grpo_loss(
         "grpo_loss_4_prompts",
         "GRPO loss step, S, 4 prompts of 128",
-        "grpo_loss",
-        MODEL_S,
-        LENGTHS,
         prompt_length=128,
         num_prompts=4,
-        options={"beta": 0.0},
         turns=3,
         gate=Gate(must=4.3, aim=5.5),
     ),
-    Workload(
+    _grpo_loss(
         "grpo_loss_equal",
         "GRPO loss step, S, prompt 256, completions all 128",
-        "grpo_loss",
-        MODEL_S,
-        (128,) * 8,
-        options={"beta": 0.0},
+        lengths=(128,) * 8,
         turns=4,
         gate=Gate(must=3.5, aim=4.1),
     ),
-    Workload(
+    _grpo_loss(
         "grpo_loss_kl",
         "GRPO loss step with reference, S, prompt 256",
-        "grpo_loss",
-        MODEL_S,
-        LENGTHS,
         options={"beta": 0.04},
         turns=4,
         quick_turns=2,
         gate=Gate(must=5.5, aim=7.5),
     ),
-    Workload(
+    _grpo_loss(
         "grpo_loss_a",
         "GRPO loss step, A, prompt 256",
-        "grpo_loss",
-        MODEL_A,
-        LENGTHS,
-        options={"beta": 0.0},
+        model=MODEL_A,
         turns=2,
         gate=Gate(must=5.0, aim=6.3, memory=5.0),
     ),
-    Workload(
+    _grpo_loss(
         "grpo_loss_b",
         "GRPO loss step, B (vocabulary 151,936), prompt 256",
-        "grpo_loss",
-        MODEL_B,
-        LENGTHS,
-        options={"beta": 0.0},
+        model=MODEL_B,
         turns=2,
         gate=Gate(must=8.0, aim=14.8),
     ),
-    Workload(
+    _grpo_loss(
         "grpo_loss_image",
         "GRPO loss step, S with a vision tower, an image of 256 tokens and 64 of text",
-        "grpo_loss",
-        MODEL_S,
-        LENGTHS,
         prompt_length=64,
         image_side=224,
-        options={"beta": 0.0},
         turns=3,
         gate=Gate(must=5.0, aim=7.3, memory=5.0),
     ),
-    Workload(
+    _grpo_loss(
         "grpo_loss_long_completions",
         "GRPO loss step, S, prompt 64, completions 128 to 1,024",
-        "grpo_loss",
-        MODEL_S,
-        VERY_LONG_LENGTHS,
+        lengths=VERY_LONG_LENGTHS,
         prompt_length=64,
-        options={"beta": 0.0},
         turns=2,
     ),
-    Workload(
-        "grpo_loss_long_prompt",
-        "GRPO loss step, S, prompt 2,048",
-        "grpo_loss",
-        MODEL_S,
-        LENGTHS,
-        prompt_length=2048,
-        options={"beta": 0.0},
-        turns=2,
-    ),
+    _grpo_loss("grpo_loss_long_prompt", "GRPO loss step, S, prompt 2,048", prompt_length=2048, turns=2),
 )
 GRPO_WORKLOADS = (
-    Workload(
-        "grpo",
-        "whole GRPO step, S, prompt 256",
-        "grpo",
-        MODEL_S,
-        LENGTHS,
-        options={"beta": 0.0},
-        quick_turns=3,
-        gate=Gate(must=2.7, aim=4.0),
-    ),
-    Workload(
+    _grpo("grpo", "whole GRPO step, S, prompt 256", quick_turns=3, gate=Gate(must=2.7, aim=4.0)),
+    _grpo(
         "grpo_kl",
         "whole GRPO step with reference, S, prompt 256",
-        "grpo",
-        MODEL_S,
-        LENGTHS,
         options={"beta": 0.04},
         turns=4,
         gate=Gate(must=2.7, aim=4.0),
     ),
-    Workload(
+    _grpo(
         "grpo_2_iterations",
         "GRPO, one generation and two updates, S, prompt 256",
-        "grpo",
-        MODEL_S,
-        LENGTHS,
         options={"beta": 0.0, "num_iterations": 2},
         steps_per_turn=2,
         turns=3,
         gate=Gate(must=3.3, aim=4.3),
     ),
-    Workload(
-        "generation",
-        "generation, S, 8 completions",
-        "generation",
-        MODEL_S,
-        LENGTHS,
-        options={"beta": 0.0},
-        quick_turns=3,
-        gate=Gate(must=1.5, aim=2.4),
-    ),
-    Workload(
+    _generation("generation", "generation, S, 8 completions", quick_turns=3, gate=Gate(must=1.5, aim=2.4)),
+    _generation(
         "generation_32",
         "generation, S, 4 prompts of 256, 32 completions",
-        "generation",
-        MODEL_S,
-        LENGTHS,
         num_prompts=4,
-        options={"beta": 0.0},
         turns=4,
         gate=Gate(must=1.9, aim=2.9),
     ),
-    Workload(
-        "generation_a",
-        "generation, A, 8 completions",
-        "generation",
-        MODEL_A,
-        LENGTHS,
-        options={"beta": 0.0},
-        turns=2,
-        gate=Gate(must=1.9, aim=2.2),
-    ),
+    _generation("generation_a", "generation, A, 8 completions", model=MODEL_A, turns=2, gate=Gate(must=1.9, aim=2.2)),
 )
 DISTILLATION_WORKLOADS = (
-    Workload(
+    _distillation(
         "distillation",
         "distillation loss step, reverse KL, S teaches S, prompt 256, 8 completions",
-        "distillation",
-        MODEL_S,
-        LENGTHS,
-        options={"beta": 1.0},
         turns=4,
         quick_turns=2,
         gate=Gate(must=3.0, aim=4.0, memory=4.0),
     ),
-    Workload(
+    _distillation(
         "distillation_8_prompts",
         "distillation loss step, reverse KL, S teaches S, 8 prompts of 256, a completion of 128 each",
-        "distillation",
-        MODEL_S,
-        (128,),
+        lengths=(128,),
         num_prompts=8,
-        options={"beta": 1.0},
         turns=4,
         gate=Gate(must=1.0, aim=1.2, memory=1.4),
     ),
-    Workload(
+    _distillation(
         "distillation_b",
         "distillation loss step, reverse KL, B teaches B (vocabulary 151,936), prompt 256, 8 completions",
-        "distillation",
-        MODEL_B,
-        LENGTHS,
-        options={"beta": 1.0},
+        model=MODEL_B,
         turns=2,
         gate=Gate(must=2.4, aim=2.9, memory=3.0),
     ),
@@ -311,80 +230,43 @@ DISTILLATION_WORKLOADS = (
     ),
 )
 OFFLINE_WORKLOADS = (
-    Workload(
-        "dpo",
-        "DPO, S, 4 pairs, responses 64 to 256",
-        "dpo",
-        MODEL_S,
-        PAIR_LENGTHS,
-        turns=4,
-        quick_turns=2,
-        gate=Gate(must=3.2, aim=4.3, memory=3.5),
+    _dpo(
+        "dpo", "DPO, S, 4 pairs, responses 64 to 256", turns=4, quick_turns=2, gate=Gate(must=3.2, aim=4.3, memory=3.5)
     ),
-    Workload(
-        "dpo_equal",
-        "DPO, S, 4 pairs, responses all 160",
-        "dpo",
-        MODEL_S,
-        (160,) * 8,
-        turns=9,
-        gate=Gate(must=2.9, aim=3.5),
-    ),
-    Workload(
+    _dpo("dpo_equal", "DPO, S, 4 pairs, responses all 160", lengths=(160,) * 8, turns=9, gate=Gate(must=2.9, aim=3.5)),
+    _dpo(
         "dpo_precomputed",
         "DPO, precomputed reference, S, 4 pairs, responses 64 to 256",
-        "dpo",
-        MODEL_S,
-        PAIR_LENGTHS,
         options={"precompute_ref_log_probs": True},
         turns=9,
         gate=Gate(must=3.8, aim=4.7, memory=3.5),
     ),
     Workload("kto", "KTO, S, 8 rows, responses 64 to 256", "kto", MODEL_S, PAIR_LENGTHS, turns=3),
-    Workload(
+    _sft(
         "sft",
         "SFT, S, 8 texts of 48 to 512, TRL padded",
-        "sft",
-        MODEL_S,
-        TEXT_LENGTHS,
         turns=4,
         quick_turns=2,
         gate=Gate(must=4.0, aim=4.8, memory=4.0),
     ),
-    Workload(
+    _sft(
         "sft_padding_free",
         "SFT, S, 8 texts of 48 to 512, TRL padding-free",
-        "sft",
-        MODEL_S,
-        TEXT_LENGTHS,
         trl_options={"padding_free": True},
         quick_turns=3,
         gate=Gate(must=2.0, aim=2.3, memory=2.2),
     ),
-    Workload(
-        "sft_equal",
-        "SFT, S, 8 texts of 224, TRL padded",
-        "sft",
-        MODEL_S,
-        (224,) * 8,
-        turns=4,
-        gate=Gate(must=1.7, aim=1.9),
-    ),
-    Workload(
+    _sft("sft_equal", "SFT, S, 8 texts of 224, TRL padded", lengths=(224,) * 8, turns=4, gate=Gate(must=1.7, aim=1.9)),
+    _reward(
         "reward",
         "reward model, S, 4 pairs, responses 64 to 256",
-        "reward",
-        MODEL_S,
-        PAIR_LENGTHS,
         quick_turns=3,
         gate=Gate(must=1.7, aim=2.0, memory=1.6),
     ),
-    Workload(
+    _reward(
         "reward_equal",
         "reward model, S, 4 pairs, responses all 160",
-        "reward",
-        MODEL_S,
-        (160,) * 8,
+        lengths=(160,) * 8,
         gate=Gate(must=1.25, aim=1.4),
     ),
 )
@@ -410,27 +292,15 @@ MODEL_7B = ModelSizes(
     dtype="bfloat16",
 )
 _CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+_cuda_grpo_loss = partial(_grpo_loss, model=MODEL_1_5B, lengths=VERY_LONG_LENGTHS, prompt_length=1024, turns=3)
 CUDA_WORKLOADS = (
-    Workload(
-        "cuda_grpo_loss",
-        "GRPO loss step, 1.5B, prompt 1,024, 8 completions of 1,024",
-        "grpo_loss",
-        MODEL_1_5B,
-        (1024,) * 8,
-        prompt_length=1024,
-        options={"beta": 0.0},
-        turns=3,
+    _cuda_grpo_loss(
+        "cuda_grpo_loss", "GRPO loss step, 1.5B, prompt 1,024, 8 completions of 1,024", lengths=(1024,) * 8
     ),
-    Workload(
+    _cuda_grpo_loss(
         "cuda_grpo_loss_ragged",
         "GRPO loss step, 1.5B, 2 prompts of 1,024, 8 completions of 128 to 1,024",
-        "grpo_loss",
-        MODEL_1_5B,
-        VERY_LONG_LENGTHS,
-        prompt_length=1024,
         num_prompts=2,
-        options={"beta": 0.0},
-        turns=3,
     ),
     Workload(
         "cuda_dpo",
@@ -450,13 +320,10 @@ CUDA_WORKLOADS = (
         trl_options={"padding_free": True},
         turns=3,
     ),
-    Workload(
+    _cuda_grpo_loss(
         "cuda_grpo_loss_long",
         "GRPO loss step, 1.5B, prompt 1,024, 8 completions of 8,192, checkpointing in both",
-        "grpo_loss",
-        MODEL_1_5B,
-        (8192,) * 8,
-        prompt_length=1024,
+        lengths=(8192,) * 8,
         options={"beta": 0.0, **_CHECKPOINTED},
         turns=1,
     ),
@@ -470,23 +337,19 @@ CUDA_WORKLOADS = (
         options={"beta": 0.0},
         turns=1,
     ),
-    Workload(
+    _cuda_grpo_loss(
         "cuda_grpo_loss_7b",
         "GRPO loss step, 7B, prompt 1,024, 8 completions of 1,024, checkpointing in both",
-        "grpo_loss",
-        MODEL_7B,
-        (1024,) * 8,
-        prompt_length=1024,
+        model=MODEL_7B,
+        lengths=(1024,) * 8,
         options={"beta": 0.0, **_CHECKPOINTED},
         turns=1,
     ),
-    Workload(
+    _cuda_grpo_loss(
         "cuda_grpo_loss_7b_long",
         "GRPO loss step, 7B, prompt 1,024, 8 completions of 8,192, checkpointing in both",
-        "grpo_loss",
-        MODEL_7B,
-        (8192,) * 8,
-        prompt_length=1024,
+        model=MODEL_7B,
+        lengths=(8192,) * 8,
         options={"beta": 0.0, **_CHECKPOINTED},
         turns=1,
     ),
@@ -500,26 +363,16 @@ CUDA_WORKLOADS = (
         options={"beta": 0.0},
         turns=2,
     ),
-    Workload(
+    _cuda_grpo_loss(
         "cuda_grpo_loss_liger",
         "GRPO loss step, 1.5B, 2 prompts of 1,024, 8 completions of 128 to 1,024, Liger in both",
-        "grpo_loss",
-        MODEL_1_5B,
-        VERY_LONG_LENGTHS,
-        prompt_length=1024,
         num_prompts=2,
         options={"beta": 0.0, "use_liger_kernel": True},
-        turns=3,
     ),
-    Workload(
+    _cuda_grpo_loss(
         "cuda_grpo_loss_kl",
         "GRPO loss step with reference, 1.5B, prompt 1,024, 8 completions of 128 to 1,024",
-        "grpo_loss",
-        MODEL_1_5B,
-        VERY_LONG_LENGTHS,
-        prompt_length=1024,
         options={"beta": 0.04},
-        turns=3,
     ),
     Workload(
         "cuda_sft_padded",

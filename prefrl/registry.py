@@ -1,8 +1,12 @@
-"""Every algorithm by name: read by the command line, the docs and the tests. Imports nothing heavy."""
+"""Every algorithm by name, and how heavy modules are imported: for the command line, the docs and the tests."""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +39,26 @@ def load(path: str) -> Any:
     """What a "module:name" path names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import transformers and what needs it inside this context.
+
+    The imports make a million objects that live as long as the process. The collector would go through them again and
+    again while they are made, and at the end of the process. Here it waits, and never looks at them later on.
+
+    If transformers is imported already, objects of someone else may be garbage by now, so nothing changes.
+    """
+    if "transformers" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 _PREFERENCES = "preference pairs, with the columns prompt, chosen and rejected"

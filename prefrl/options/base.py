@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -13,11 +14,11 @@ from prefrl.options.fields import (
     apply,
     check_fields,
     fill_places,
+    hints_of,
     json_mapping,
     opt,
     parse_json,
     read_json,
-    take_other_forms,
 )
 from prefrl.options.names import check_references
 from prefrl.options.optimizers import NAMED_OPTIMIZER_RULES, UPDATE_RULES, check_rates
@@ -284,8 +285,21 @@ class BaseOptions(TrainingOptions):
         self.validate()
 
     def take_other_forms(self) -> None:
-        """Give options one form that may be given in several, in place, before their types are checked."""
-        take_other_forms(self)
+        """Give options one form that may be given in several, in place, before their types are checked.
+
+        Here, texts are made of paths, lists of texts for options that take these, and None of the word "None".
+        """
+        config_class: Any = type(self)
+        hints = hints_of(config_class)
+        for name in (field.name for field in fields(self)):
+            hint, value = hints[name], getattr(self, name)
+            word = value[0] if isinstance(value, list) and len(value) == 1 else value
+            if isinstance(word, str) and word == "None" and type(None) in get_args(hint):
+                setattr(self, name, None)  # as argparse gives it, where an option may be a text
+            elif isinstance(value, os.PathLike) and str in (hint, *get_args(hint)):
+                setattr(self, name, os.fspath(value))
+            elif isinstance(value, str) and hint in (list[str], list[str] | None):
+                setattr(self, name, [value])
 
     def _check_json(self) -> None:
         """Check what HuggingFace reads as JSON: its errors do not name the option."""

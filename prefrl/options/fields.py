@@ -136,20 +136,6 @@ def check_fields(config: Any, hints: Mapping[str, Any] = MappingProxyType({}), *
             check_value(name, value, hints.get(name, hint))
 
 
-def take_other_forms(config: Any) -> None:
-    """Make texts of paths, lists of texts for options that take these, and None of the word "None"; in place."""
-    config_class: Any = type(config)
-    for name, (hint, _) in _typed_fields(config_class).items():
-        value = getattr(config, name)
-        word = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if isinstance(word, str) and word == "None" and type(None) in typing.get_args(hint):
-            setattr(config, name, None)  # as argparse gives it, where an option may be a text
-        elif isinstance(value, os.PathLike) and str in (hint, *typing.get_args(hint)):
-            setattr(config, name, os.fspath(value))
-        elif isinstance(value, str) and hint in (list[str], list[str] | None):
-            setattr(config, name, [value])
-
-
 def parse_json(config: Any, *names: str) -> None:
     """Parse fields that the command line gave as JSON text, in place.
 
@@ -206,16 +192,6 @@ def read_json(config: Any, name: str) -> dict[str, Any]:
     return json_mapping(text, name)
 
 
-def check_no_effect(*, name: str, value: object, unset: object, because: str, remedy: str) -> None:
-    """Reject an option that is set but has no effect.
-
-    Raises:
-        ConfigError: `value` differs from `unset`.
-    """
-    if value != unset:
-        raise ConfigError(f"{name}={value!r} has no effect because {because}. {remedy}")
-
-
 def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
     """Reject options that differ from their defaults but have no effect.
 
@@ -224,8 +200,8 @@ def check_unset(config: Any, *names: str, because: str, remedy: str) -> None:
     """
     defaults = {field.name: field for field in dataclasses.fields(config)}
     for name in names:
-        unset = default_of(defaults[name])
-        check_no_effect(name=name, value=getattr(config, name), unset=unset, because=because, remedy=remedy)
+        if (value := getattr(config, name)) != default_of(defaults[name]):
+            raise ConfigError(f"{name}={value!r} has no effect because {because}. {remedy}")
 
 
 @cache
@@ -326,21 +302,6 @@ class Rule:
     hint: bool = False
     resets: Mapping[str, Any] = field(default_factory=dict)
 
-    def check(self, options: Any) -> None:
-        """Refuse options that break the row, or warn of them if it is a hint.
-
-        Raises:
-            ConfigError: Names the options, their values and what to do.
-        """
-        if not (found := self.breaks(options)):
-            return
-        text = self.message.format_map(_Words(options, self.values, found))
-        if not self.hint:
-            raise ConfigError(text)
-        warn_of_hint(options, text)
-        for name, value in self.resets.items():
-            setattr(options, name, value)
-
 
 def warn_of_hint(options: Any, text: str) -> None:
     """Say that options have no effect: once in a run, on its first process.
@@ -421,7 +382,10 @@ def unset(
     def row(name: str, value: Any) -> Rule:
         others = [same[name]] if name in same else []
         return Rule(
-            lambda options: if_(options) and getattr(options, name) not in (_default(options, name), *others),
+            lambda options: (
+                if_(options)
+                and getattr(options, name) not in (default_of(options.__dataclass_fields__[name]), *others)
+            ),
             f"{name}={{{name}!r}} has no effect because {why}",
             replace(example, options={**example.options, name: value}),
             hint=hint,
@@ -441,14 +405,17 @@ def ascending(name: str, example: Example) -> Rule:
 
 
 def apply(options: Any, *tables: Iterable[Rule]) -> None:
-    """Check options against the rows of tables, in their order.
+    """Check options against the rows of tables, in their order; those that break a hint are warned of.
 
     Raises:
-        ConfigError: By the first row that is broken and no hint.
+        ConfigError: By the first row that is broken and no hint: names the options, their values and what to do.
     """
     for rule in chain.from_iterable(tables):
-        rule.check(options)
-
-
-def _default(options: Any, name: str) -> Any:
-    return next(default_of(option) for option in fields(options) if option.name == name)
+        if not (found := rule.breaks(options)):
+            continue
+        text = rule.message.format_map(_Words(options, rule.values, found))
+        if not rule.hint:
+            raise ConfigError(text)
+        warn_of_hint(options, text)
+        for name, value in rule.resets.items():
+            setattr(options, name, value)

@@ -27,11 +27,6 @@ def _completions_of_step(o: Any) -> int:
     return int(o.rows_per_micro_batch * o.num_ranks)
 
 
-def _needs_whole_batch(o: Any) -> tuple[str, str] | None:
-    """An option with which training has to wait for the whole batch, and the remedy, in generation mode overlap."""
-    return next(iter(o.needs_whole_batch.items()), None) if o.generation_mode == "overlap" else None
-
-
 def _chooses_prompts(name: str, example: Example) -> Rule:
     return when(
         lambda o: o.generation_mode == "async" and getattr(o, name),
@@ -249,7 +244,7 @@ GENERATION_MODE_RULES = (
         example("grpo", processes=2, generation_mode="overlap", per_device_train_batch_size=4, use_vllm=True),
     ),
     when(
-        _needs_whole_batch,
+        lambda o: next(iter(o.needs_whole_batch.items()), None) if o.generation_mode == "overlap" else None,
         "generation_mode='overlap' with {found[0]}: the update from a group then depends on the whole batch, but "
         "training on groups starts before it is complete. {found[1]}",
         example("grpo", generation_mode="overlap", dynamic_sampling=True, use_vllm=True),

@@ -52,7 +52,8 @@ class Params:
         for option in options:
             value = given[option.name] if option.name in given else default_of(option)
             object.__setattr__(self, option.name, value)
-        self.__post_init__()
+        check_fields(self)  # types and bounds
+        apply(self, *(vars(base).get("rules", ()) for base in reversed(type(self).__mro__)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -68,11 +69,6 @@ class Params:
 
     def __hash__(self) -> int:
         return hash(tuple(vars(self).values()))
-
-    def __post_init__(self) -> None:
-        """Check types, bounds and rules, of which those of the bases come first."""
-        check_fields(self)
-        apply(self, *(vars(base).get("rules", ()) for base in reversed(type(self).__mro__)))
 
     @property
     def is_default(self) -> bool:
@@ -123,6 +119,7 @@ def kwargs_options(config_class: Any) -> tuple[KwargsOption[Any], ...]:
     return tuple(replace(option, name=name) for name, option in declared.items() if option is not None)
 
 
+@dataclass(frozen=True)
 class ParamsOf(Generic[P]):
     """The hyperparameters that an option maps to, as an attribute of configs.
 
@@ -132,12 +129,13 @@ class ParamsOf(Generic[P]):
         if_off: Whether there are hyperparameters, those of `params`, even if the option's part is off.
     """
 
-    def __init__(self, option: str, params: type[P], *, if_off: bool = False) -> None:
-        self._option, self._params, self._if_off = option, params, if_off
+    option: str
+    params: type[P]
+    if_off: bool = False
 
     def __get__(self, config: Any, config_class: type) -> P:
-        option = next(option for option in kwargs_options(config_class) if option.name == self._option)
-        return self._params() if self._if_off and option.is_off(config) else option.of(config)
+        option = next(option for option in kwargs_options(config_class) if option.name == self.option)
+        return self.params() if self.if_off and option.is_off(config) else option.of(config)
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,6 @@ def normalizes_each_reward(o: Any) -> bool:
     return has_choice and params.multi_objective_aggregation == "normalize_then_sum"
 
 
-def _corrects_bias_of_reward(o: Any) -> bool:
-    params = o.kl_params if o.kl_in == "reward" and o.beta > 0 else None
-    return params is not None and "bias_correction" in params.names() and params.bias_correction
-
-
 def _changes_totals(o: Any) -> bool:
     return o.kl_in == "reward" or o.teacher_kl_params.in_reward or not o.shaping_params.is_default
 
@@ -144,7 +139,12 @@ HYPERPARAMETERS_RULES = (
         example("grpo", use_adaptive_entropy=True, entropy_coef=2.0),
     ),
     when(
-        _corrects_bias_of_reward,
+        lambda o: (
+            o.kl_in == "reward"
+            and o.beta > 0
+            and "bias_correction" in o.kl_params.names()
+            and o.kl_params.bias_correction
+        ),
         "kl_kwargs: bias_correction=True has no effect because kl_in='reward': the ratio of the policy loss already "
         "weights the whole reward. Leave it False.",
         example("grpo", kl_in="reward", kl_kwargs={"bias_correction": True}),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -118,11 +116,6 @@ class ProfileParams(Params):
     memory_snapshot: bool = opt(False, "Also write the history of the GPU's memory in these steps.")
 
 
-def _lacks_history(o: Any) -> bool:
-    known = ("cuda", "unknown")  # unknown: the command's early checks
-    return bool(o.profile and o.profile_params.memory_snapshot and o.device.type not in known)
-
-
 def _names_no_process(o: Any) -> bool:
     ranks = o.profile_params.ranks if o.profile else None
     return ranks is not None and (not ranks or not all(0 <= rank < o.world_size for rank in ranks))
@@ -130,7 +123,9 @@ def _names_no_process(o: Any) -> bool:
 
 PROFILE_RULES = (
     when(
-        _lacks_history,
+        lambda o: (
+            o.profile and o.profile_params.memory_snapshot and o.device.type not in ("cuda", "unknown")
+        ),  # unknown: the command's early checks
         "profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on the "
         "{where}. Set profile_memory=True, which traces allocations on every device.",
         example("sft", profile=True, profile_kwargs={"memory_snapshot": True}),
@@ -232,39 +227,34 @@ def _lacks_gpu(o: Any) -> bool:
     return o.device.type in ("cpu", "mps")
 
 
-def _ignored(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
-    """An option of HuggingFace that is refused; its default depends on the release, so `unset` says it."""
+def _ignored(name: str, value: Any, *, unset: Any, because: str, remedy: str, is_idle: bool = False) -> Rule:
+    """An option of HuggingFace that has no effect here; its default depends on the release, so `unset` says it.
+
+    It is refused; or, if it is idle because there is nothing to act on, warned of and set back to `unset`.
+    """
     return when(
         lambda o: getattr(o, name) != unset,
         f"{name}={{{name}!r}} has no effect because {because}. {remedy}",
         example("sft", **{name: value}),
+        hint=is_idle,
+        resets={name: unset} if is_idle else {},
     )
 
 
-def _idle(name: str, value: Any, *, unset: Any, because: str, remedy: str) -> Rule:
-    """An option of HuggingFace that has nothing to act on here, and is therefore set back to `unset`."""
-    return replace(_ignored(name, value, unset=unset, because=because, remedy=remedy), hint=True, resets={name: unset})
-
-
-def _part(name: str) -> Callable[[Any], Any]:
-    """Reads a key of `accelerator_config`, which is a mapping until HuggingFace's __post_init__; None: not given."""
-
-    def given(o: Any) -> Any:
-        parts = o.accelerator_config
-        return parts.get(name) if isinstance(parts, dict) else getattr(parts, name, None)
-
-    return given
+def _part(o: Any, name: str) -> Any:
+    """A key of `accelerator_config`, which is a mapping until HuggingFace's __post_init__; None: not given."""
+    parts = o.accelerator_config
+    return parts.get(name) if isinstance(parts, dict) else getattr(parts, name, None)
 
 
 def _idle_part(name: str, value: Any, *, because: str, remedy: str) -> Rule:
     """A key of `accelerator_config` that has nothing to act on here."""
-    given = _part(name)
     return when(
-        lambda o: given(o) == value,
+        lambda o: _part(o, name) == value,
         f"accelerator_config.{name}={{given!r}} has no effect because {because}. {remedy}",
         example("sft", accelerator_config={name: value}),
         hint=True,
-        given=given,
+        given=lambda o: _part(o, name),
     )
 
 
@@ -369,48 +359,54 @@ IGNORED_RULES = (
         because="the losses here are computed from token log-probs",
         remedy="Leave it at 0.",
     ),
-    _idle(
+    _ignored(
         "include_num_input_tokens_seen",
         "all",
         unset="no",
         because="the metric num_tokens counts every token that was processed",
         remedy="Read num_tokens.",
+        is_idle=True,
     ),
-    _idle(
+    _ignored(
         "bf16_full_eval",
         True,
         unset=False,
         because=_PRECISION,
         remedy="Set bf16=True, or load the model with a dtype of bfloat16.",
+        is_idle=True,
     ),
-    _idle(
+    _ignored(
         "fp16_full_eval",
         True,
         unset=False,
         because=_PRECISION,
         remedy="Set fp16=True, or load the model with a dtype of float16.",
+        is_idle=True,
     ),
-    _idle(
+    _ignored(
         "prediction_loss_only",
         True,
         unset=False,
         because=_NO_LOGITS,
         remedy="Leave it False: evaluate() returns only metrics.",
+        is_idle=True,
     ),
-    _idle(
+    _ignored(
         "eval_accumulation_steps",
         2,
         unset=None,
         because=_NO_LOGITS,
         remedy="Leave it None; per_device_eval_batch_size decides the memory of evaluation.",
+        is_idle=True,
     ),
     _ignored("eval_do_concat_batches", False, unset=True, because=_NO_LOGITS, remedy="Leave it True."),
-    _idle(
+    _ignored(
         "eval_use_gather_object",
         True,
         unset=False,
         because=_NO_LOGITS,
         remedy="Leave it False; metrics are over all processes.",
+        is_idle=True,
     ),
     _ignored(
         "include_for_metrics",
@@ -427,31 +423,32 @@ IGNORED_RULES = (
         hint=True,
         resets={"label_names": None},
     ),
-    _idle(
+    _ignored(
         "length_column_name",
         "n",
         unset="length",
         because=_OWN_COLUMNS,
         remedy="Leave it out; rows are not grouped by length.",
+        is_idle=True,
     ),
-    _idle("dataloader_in_order", False, unset=True, because=_SEED, remedy="Leave it True."),
+    _ignored("dataloader_in_order", False, unset=True, because=_SEED, remedy="Leave it True.", is_idle=True),
 )
 # `even_batches=False` is silent: no row is repeated to fill a step.
 IGNORED_PARTS_RULES = (
     when(
-        _part("split_batches"),
+        lambda o: _part(o, "split_batches"),
         "accelerator_config.split_batches=True: per_device_train_batch_size is the number of rows of each process. "
         "Divide it by the number of processes, and leave split_batches out.",
         example("sft", accelerator_config={"split_batches": True}),
     ),
     when(
         lambda o: (
-            isinstance(found := _part("gradient_accumulation_kwargs")(o), dict) and found.get("num_steps", 1) != 1
+            isinstance(found := _part(o, "gradient_accumulation_kwargs"), dict) and found.get("num_steps", 1) != 1
         ),
         "accelerator_config.gradient_accumulation_kwargs={given!r}: num_steps is an option of its own. Set "
         "gradient_accumulation_steps.",
         example("sft", accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}),
-        given=_part("gradient_accumulation_kwargs"),
+        given=lambda o: _part(o, "gradient_accumulation_kwargs"),
     ),
     _idle_part(
         "gradient_accumulation_kwargs",

@@ -150,10 +150,6 @@ def _warmup_fraction(o: Any) -> Any:
     return mapping_of(o, "lr_scheduler_kwargs").get("warmup_fraction") if schedule_of(o) == "wsd" else None
 
 
-def _has_warmup(o: Any) -> bool:
-    return takes_warmup(o) and (o.warmup_steps > 0 or (schedule_of(o) == "wsd" and _warmup_fraction(o) != 0))
-
-
 def _other_warmup(o: Any) -> str | None:
     """A key of the schedule that describes its warm-up."""
     keys = mapping_of(o, "lr_scheduler_kwargs")
@@ -230,7 +226,9 @@ WARMUP_RULES = (
     ),
     *unset(
         {"warmup_start_factor": 0.5, "warmup_evaluations": 2},
-        lambda o: not _has_warmup(o),
+        lambda o: (
+            not takes_warmup(o) or (o.warmup_steps <= 0 and (schedule_of(o) != "wsd" or _warmup_fraction(o) == 0))
+        ),
         "lr_scheduler_type={lr_scheduler_type!r} with warmup_steps={warmup_steps} has no such warm-up. Set "
         "warmup_steps, and a schedule with a warm-up, such as 'constant_with_warmup'.",
         example("sft", lr_scheduler_type="constant", eval_strategy="steps", eval_steps=3),

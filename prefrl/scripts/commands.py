@@ -22,12 +22,12 @@ from annotated_types import Ge, Gt
 from prefrl.errors import MASK, ConfigError
 from prefrl.options.fields import check_fields, opt
 from prefrl.options.names import nearest
-from prefrl.registry import REGISTRY, Algorithm
+from prefrl.registry import REGISTRY, Algorithm, uncollected
 from prefrl.run.checkpoints import find_last
 from prefrl.run.folder import STARTS, read_identity, read_starts
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.arguments.model_config import DType
-from prefrl.scripts.declaration import CommandParser, command, uncollected
+from prefrl.scripts.declaration import CommandParser, command
 from prefrl.scripts.inputs import read
 
 _USAGE = "prefrl doctor [ALGORITHM] run.yaml [--option value ...]"

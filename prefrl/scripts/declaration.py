@@ -1,15 +1,12 @@
-"""What commands share: how one is declared, imports without the garbage collector, and logs of errors alone."""
+"""What commands share: how one is declared, and logs of errors alone."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import logging
-import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -152,26 +149,6 @@ def command(
 ) -> Callable[[Callable[..., int]], Command]:
     """Declare the command that a function of instances of `options` runs; see `Command`."""
     return lambda run: Command(run, name, options, about, takes_config, positional)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Import transformers and what needs it inside this context.
-
-    The imports make a million objects that live as long as the process. The collector would go through them again and
-    again while they are made, and at the end of the process. Here it waits, and never looks at them later on.
-
-    If transformers is imported already, objects of someone else may be garbage by now, so nothing changes.
-    """
-    if "transformers" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def init_zero_verbose() -> None:

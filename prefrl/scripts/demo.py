@@ -136,22 +136,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
+# Two layers for this tokenizer.
+LAYERS: dict[str, Any] = {
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64},
+    **{"vocab_size": 16, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
+}
+
+
 def make_model(seed: int) -> PreTrainedModel:
     """Half a million random parameters."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=16,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    config = AutoConfig.for_model("llama", hidden_size=128, intermediate_size=512, **LAYERS)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

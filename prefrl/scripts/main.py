@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 import prefrl
 from prefrl.errors import ConfigError, PrefrlError, not_on_windows, printable
 from prefrl.options.names import nearest
-from prefrl.registry import REGISTRY
+from prefrl.registry import REGISTRY, uncollected
 
 
 class Listed(NamedTuple):
@@ -190,8 +190,6 @@ def _train(command: str, arguments: Sequence[str]) -> int:
     from prefrl.distributed.launcher import as_worker  # imports torch
 
     def train() -> int:
-        from prefrl.scripts.declaration import uncollected
-
         with uncollected():
             from prefrl.scripts.train import main as train_and_save
         return train_and_save(algorithm, given)

@@ -22,9 +22,8 @@ from rich.console import Console
 from prefrl.errors import ConfigError, EpisodeError
 from prefrl.options.fields import check_unset, opt
 from prefrl.options.names import nearest
-from prefrl.registry import REGISTRY, Algorithm
+from prefrl.registry import REGISTRY, Algorithm, uncollected
 from prefrl.scripts.arguments.command import Given, RewardArguments
-from prefrl.scripts.declaration import uncollected
 from prefrl.scripts.inputs import check_files, datasets_of, options_of
 from prefrl.scripts.parsing.option_parser import EarlyParser
 from prefrl.scripts.schema import SchemaParser, option_group

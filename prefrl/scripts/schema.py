@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
-
-from annotated_types import Ge, Gt, Le, Lt
+from typing import Any
 
 from prefrl.errors import ConfigError
 from prefrl.options.algorithms import PRESETS, combined
@@ -100,13 +98,11 @@ def early_class(algorithm: str) -> Any:
     return dataclasses.dataclass(init=False, repr=False, eq=False)(early)
 
 
-_NUMBERS = {"int": int, "float": float}
-_LIMITS: dict[str, Any] = {"ge": Ge, "gt": Gt, "le": Le, "lt": Lt}
-
-
 @cache
 def options_of(algorithm: str, script: Any = None) -> list[dict[str, Any]]:
     """The options of an algorithm, in the order of their declaration; see `option_of`.
+
+    Those that it has from HuggingFace alone are as they are described in the file.
 
     Args:
         algorithm: Its name in the registry.
@@ -114,25 +110,19 @@ def options_of(algorithm: str, script: Any = None) -> list[dict[str, Any]]:
     """
     early = early_class(algorithm)
     names = {field.name for field in dataclasses.fields(early)}
-    script_class = script or early_class(algorithm).script
+    script_class = script or early.script
     launch_class = LaunchArguments if "use_vllm" in names else ProcessArguments
-    options = [*_options(script_class), *_options(early), *_options(launch_class)]
+    options = []
+    for cls in (script_class, early, launch_class):
+        hints, inherited = hints_of(cls), _INHERITED if cls is early else {}
+        for field in dataclasses.fields(cls):
+            row = option_of(field, hints[field.name]) if "help" in field.metadata else inherited[field.name]
+            marks = {"is_inherited": field.name in inherited, "is_hidden": not about(field).is_listed}
+            options.append({**row, **{mark: True for mark, is_set in marks.items() if is_set}})
     if algorithm == "grpo":
         text = "Options of a paper's algorithm; your own take precedence."
         options.append({"name": "preset", "kind": "str", "help": text, "choices": [*PRESETS], "is_nullable": True})
     return options
-
-
-def _options(cls: Any) -> list[dict[str, Any]]:
-    """The fields of a class as options; those that it has from HuggingFace alone as they are described in the file."""
-    hints = hints_of(cls)
-    inherited = _INHERITED if issubclass(cls, EarlyConfig) else {}
-    rows = []
-    for field in dataclasses.fields(cls):
-        row = option_of(field, hints[field.name]) if "help" in field.metadata else inherited[field.name]
-        marks = {"is_inherited": field.name in inherited, "is_hidden": not about(field).is_listed}
-        rows.append({**row, **{mark: True for mark, is_set in marks.items() if is_set}})
-    return rows
 
 
 class SchemaParser(OptionParser):
@@ -181,8 +171,7 @@ class SchemaParser(OptionParser):
         given = Given(options, places)
         with given.locating():
             for name, value in options.items():
-                self._check_number(name, value)
-                self._check_switches(name, values)
+                self._check_given(name, value, values)
             known = {field.name for field in dataclasses.fields(self._script)}
             script = self._script(**{name: value for name, value in options.items() if name in known})
         return dataclasses.replace(given, script=script)
@@ -211,22 +200,19 @@ class SchemaParser(OptionParser):
             config.__post_init__()
         return config
 
-    def _check_number(self, name: str, value: Any) -> None:
-        """Check a number of ours; those of HuggingFace are checked together with the rules."""
-        option = self._options[name]
-        hint: Any = _NUMBERS.get(option.get("kind", ""))
-        if hint is None or value is None or isinstance(value, str) or option.get("is_inherited"):
-            return
-        if "bounds" in option:
-            hint = Annotated[(hint, *(_LIMITS[kind](limit) for kind, limit in option["bounds"].items()))]
-        check_value(name, value, list[hint] if option.get("is_list") else hint)
+    def _check_given(self, name: str, value: Any, values: Mapping[str, Any]) -> None:
+        """Check a number of ours, and whether the feature of an option of the command is on.
 
-    def _check_switches(self, name: str, values: Mapping[str, Any]) -> None:
-        """Check whether the feature of an option is on; the rules of the config answer for its own."""
+        The rules of the config answer for its own features, and its types for numbers of HuggingFace.
+        """
+        option = self._options[name]
+        is_number = option.get("kind") in ("int", "float") and value is not None and not isinstance(value, str)
+        if is_number and not option.get("is_inherited"):
+            check_value(name, value, option["hint"])
         if name in early_class(self._algorithm).__dataclass_fields__:
             return
         off = [switch for switch in self._needs[name] if values.get(switch, True) is False]
-        if off and values[name] != self._options[name].get("default"):
+        if off and values[name] != option.get("default"):
             raise ConfigError(f"{name}={values[name]!r} has no effect because {off[0]}=False. Set {off[0]}=True.")
 
     def remedy(self, name: str, known: Collection[str]) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from prefrl.errors import ConfigError
 from prefrl.models.soup_choice import check_folders
-from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.options.offline import OfflineReferenceOptions
 from prefrl.registry import REGISTRY, Algorithm
@@ -26,17 +26,11 @@ if TYPE_CHECKING:
     from prefrl.models.soup import Evaluate
     from prefrl.models.soup_choice import Soup
 
-# Options that only concern the metric, and their defaults.
-_FOR_A_METRIC = {
-    "greater_is_better": None,
-    "top_k": None,
-    "algorithm": None,
-    "dataset_name": None,
-    "dataset_config": None,
-    "dataset_test_split": "test",
-    "ref_model": None,
-    "eval_config": None,
-}
+# Options that only concern the metric.
+_FOR_A_METRIC = (
+    *("greater_is_better", "top_k", "algorithm", "dataset_name", "dataset_config", "dataset_test_split"),
+    *("ref_model", "eval_config"),
+)
 
 
 @dataclass
@@ -99,10 +93,7 @@ class SoupArguments:
                 "method='greedy' with metric=None: a metric is needed to decide whether a soup is better. Set metric, "
                 "algorithm and dataset_name, or method='uniform'."
             )
-        for name, unset in _FOR_A_METRIC.items():
-            check_no_effect(
-                name=name, value=getattr(self, name), unset=unset, because="metric=None", remedy="Set metric."
-            )
+        check_unset(self, *_FOR_A_METRIC, because="metric=None", remedy="Set metric.")
 
     @property
     def folders(self) -> list[Path]:
@@ -167,7 +158,7 @@ def _evaluation(options: SoupArguments, scratch: str) -> Evaluate:
         extra["ref_model"] = options.ref_model
     else:
         because = f"algorithm={algorithm.name!r} has no reference"
-        check_no_effect(name="ref_model", value=options.ref_model, unset=None, because=because, remedy="Remove it.")
+        check_unset(options, "ref_model", because=because, remedy="Remove it.")
     part = DatasetConfig(path=str(options.dataset_name), name=options.dataset_config, split=options.dataset_test_split)
     dataset = load_part(part, streaming=False, path_option="dataset_name", split_option="dataset_test_split")
     metric = str(options.metric)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from prefrl.options.names import about_evaluations
-from prefrl.registry import Algorithm
+from prefrl.registry import Algorithm, uncollected
 from prefrl.rewards.named import reward_by_name
 from prefrl.run.checkpoints import find_last
 from prefrl.scripts.arguments.command import Given, RewardArguments
 from prefrl.scripts.arguments.datasets import SHAPING
 from prefrl.scripts.arguments.launch import ONLY_CHECK
 from prefrl.scripts.checkup.checkup import check_before
-from prefrl.scripts.declaration import uncollected
 from prefrl.scripts.inputs import datasets_of, lora_of, options_of
 
 

@@ -82,6 +82,7 @@ K1 = ["my_losses:k1", "--kind", "kl"]
         pytest.param(["my_losses:surrogate", "--hyperparameters", "scale=-1"], 1, id="sign"),
         pytest.param(["my_losses:all_tokens"], 1, id="reads tokens that are not trainable"),
         pytest.param([*OTHERS, "share=1", "--claim", "unbiased"], 0, id="advantage"),
+        pytest.param([*OTHERS, "share=1", "--claim", "unbiased", "--group_size", "3"], 0, id="advantage of three"),
         pytest.param([*OTHERS, "share=0.5", "--claim", "on_policy_unbiased"], 1, id="half of an advantage"),
         pytest.param(["my_losses:best_of_group", "--kind", "advantage"], 1, id="advantage from all groups"),
         pytest.param([*K1, "--claim", "on_policy_unbiased"], 1, id="k1 as a loss"),

@@ -47,7 +47,7 @@ def subclasses(params: type[Params]) -> list[type[Params]]:
 
 
 TABLES = tables()
-CHECK = Rule.check.__code__
+CHECK = apply.__code__
 parser = cache(SchemaParser)
 
 
@@ -65,7 +65,7 @@ def broken(check: Callable[[], Any]) -> tuple[Rule, str]:
     error: BaseException = refused.value
     while error.__context__ is not None:
         error = error.__context__  # told on: by HuggingFace's __post_init__, or as the key of an option
-    rules = [frame.f_locals["self"] for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is CHECK]
+    rules = [frame.f_locals["rule"] for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is CHECK]
     return rules[-1], str(refused.value)
 
 

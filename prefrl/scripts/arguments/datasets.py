@@ -17,7 +17,7 @@ from annotated_types import Gt
 from prefrl.errors import ConfigError, DataError, cause_of
 from prefrl.options.fields import check_fields, opt, parse_json
 from prefrl.options.names import nearest
-from prefrl.scripts.arguments.own_datasets import bad_line, check_code, code_of, dataset_of_code, delimiter, not_utf8
+from prefrl.scripts.arguments.own_datasets import bad_line, code_of, dataset_of_code, delimiter, not_utf8
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -397,7 +397,7 @@ def source_of(part: DatasetConfig, where: str) -> tuple[str, dict[str, Any]]:
         DataError: It is a file, and is missing or of an unknown format.
     """
     if (code := code_of(part, where)) is not None:
-        check_code(code)
+        code.look_up()  # in the file, which is not run
         return part.path, {}
     path = Path(part.path)
     is_here = path.exists()

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.scripts.arguments.command import Given
 
@@ -85,15 +85,8 @@ class LaunchArguments(ProcessArguments):
         check_fields(self)
         if self.vllm is not None and self.vllm not in (AUTO, CPU) and not _GPUS.fullmatch(self.vllm.strip()):
             raise ConfigError(f"vllm={self.vllm!r}: must be auto, cpu, or the GPUs of the server, such as 6,7")
-        for name in ("vllm_python", "vllm_args"):
-            if self.vllm is None:
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=None,
-                    because="no server is started",
-                    remedy="Set vllm.",
-                )
+        if self.vllm is None:
+            check_unset(self, "vllm_python", "vllm_args", because="no server is started", remedy="Set vllm.")
 
     def check_machines(self) -> None:
         """Refuse inconsistent numbers of machines and processes.
@@ -102,14 +95,8 @@ class LaunchArguments(ProcessArguments):
             ConfigError: They are inconsistent.
         """
         if self.num_machines is None:
-            for name in ("machine_rank", "main_process_ip"):
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=None,
-                    because="one machine trains",
-                    remedy="Set num_machines.",
-                )
+            names = ("machine_rank", "main_process_ip")
+            check_unset(self, *names, because="one machine trains", remedy="Set num_machines.")
         machines, rank, processes = self.num_machines or 1, self.machine_rank, self.num_processes
         if machines == 1:
             return

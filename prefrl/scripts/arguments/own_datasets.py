@@ -49,15 +49,6 @@ def code_of(part: Any, where: str) -> CodeName | None:
     return CodeName.read(part.path, option)
 
 
-def check_code(code: CodeName) -> None:
-    """Look for the name in the file, which is not run.
-
-    Raises:
-        ConfigError: The file or the name is missing.
-    """
-    code.look_up()
-
-
 def dataset_of_code(code: CodeName, split: str, *, split_option: str, streaming: bool) -> AnyDataset:
     """Call the code, and make a dataset of what it returns.
 

@@ -371,10 +371,13 @@ def _available(subject: Subject) -> tuple[int, str]:
     plan = subject.plan
     if plan is not None and plan.device_memory is not None:
         return plan.device_memory, "on each device (device_memory)"
-    free, place = _free(subject.config.device)
-    if subject.config.device.type == "cuda" and int(subject.config.world_size) > torch.cuda.device_count():
+    device = subject.config.device
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available), "on this machine"
+    place = f"on {torch.cuda.get_device_name(device)}"
+    if int(subject.config.world_size) > torch.cuda.device_count():
         place += " of this machine; the devices of other machines are taken to have as much"
-    return free, place
+    return int(torch.cuda.mem_get_info(device)[0]), place
 
 
 def _device_memory(subject: Subject) -> int | None:
@@ -383,12 +386,6 @@ def _device_memory(subject: Subject) -> int | None:
     if plan is not None and plan.device_memory is not None:
         return plan.device_memory
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-
-
-def _free(device: torch.device) -> tuple[int, str]:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]), f"on {torch.cuda.get_device_name(device)}"
-    return int(psutil.virtual_memory().available), "on this machine"
 
 
 def least_seconds(subject: Subject, batch: MicroBatch, speed: float) -> dict[str, float]:

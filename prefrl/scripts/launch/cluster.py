@@ -17,15 +17,14 @@ from annotated_types import Ge
 
 from prefrl.errors import ConfigError, masked
 from prefrl.generation.server import KEY_VARIABLE
-from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.server_rules import FOLDER
 from prefrl.registry import REGISTRY
 from prefrl.scripts.arguments.command import Given
 from prefrl.scripts.arguments.launch import config_file
 from prefrl.scripts.declaration import CommandParser
 from prefrl.scripts.inputs import read
-from prefrl.scripts.launch.server import server_words
-from prefrl.scripts.launch.vllm_serve import ServeArguments, serve_command
+from prefrl.scripts.launch.vllm_serve import ServeArguments, serve_command, server_words
 from prefrl.scripts.schema import options_of
 
 # What `nodes` and `gpus_per_node` decide.
@@ -65,17 +64,12 @@ class ClusterArguments:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        images = dict.fromkeys(("image", "server_image", "volume"))
-        unset = {"nodes": 1, "server_nodes": 0, "gpus_per_node": 8, **images}
-        for name, value in unset.items():
-            if self.write is None or (self.write == "slurm" and value is None):
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=value,
-                    because=f"write={self.write!r}",
-                    remedy=f"Set write={'k8s' if value is None else 'slurm'}.",
-                )
+        because = f"write={self.write!r}"
+        if self.write is None:
+            names = ("nodes", "server_nodes", "gpus_per_node")
+            check_unset(self, *names, because=because, remedy="Set write=slurm.")
+        if self.write != "k8s":
+            check_unset(self, "image", "server_image", "volume", because=because, remedy="Set write=k8s.")
         for name in ("image", "volume"):
             if self.write == "k8s" and getattr(self, name) is None:
                 raise ConfigError(f"{name}: not given. Kubernetes needs it; see prefrl launch --help.")

@@ -41,8 +41,7 @@ from prefrl.scripts.arguments.launch import (
 from prefrl.scripts.inputs import check_files, read
 from prefrl.scripts.launch.cluster import OUTPUT_DIR, ClusterArguments, server_switch, write_files
 from prefrl.scripts.launch.processes import Program, StopNote, health, kill_all, stop_signals_noted, with_variable
-from prefrl.scripts.launch.server import ServerProgram, check_start, plan_server
-from prefrl.scripts.launch.vllm_serve import PORT, choose_port
+from prefrl.scripts.launch.vllm_serve import PORT, ServerProgram, check_start, choose_port, plan_server
 from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, option_of
 from prefrl.scripts.parsing.yaml_file import load_yaml
 from prefrl.scripts.schema import options_of

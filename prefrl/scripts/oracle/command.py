@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefrl.errors import ConfigError
-from prefrl.options.fields import check_fields, check_no_effect, opt
+from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.options.params import Params
 from prefrl.scripts.declaration import CommandParser
@@ -30,13 +30,13 @@ _FORMS = {
     "advantage": (1, "function(scored: ScoredRows or ScoredTokens, *, ...) -> Advantages"),
     "kl": (2, "function(logprobs, ref_logprobs, *, ...) -> tensor [N]"),
 }
-# Options that only one kind of function has, and their defaults.
+# Options that only some kinds of functions have.
 _FOR_A_KIND = {
-    "level": ("token", ("policy",)),
-    "reduction": ("sequence_sum", ("policy", "kl")),
-    "scored": ("row", ("advantage",)),
-    "group_size": (2, ("advantage",)),
-    "placement": ("loss", ("kl",)),
+    "level": ("policy",),
+    "reduction": ("policy", "kl"),
+    "scored": ("advantage",),
+    "group_size": ("advantage",),
+    "placement": ("kl",),
 }
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 # A right expected gradient differs only by rounding, about 1e-15 relative to its size.
@@ -79,15 +79,9 @@ class VerifyArguments:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, (unset, kinds) in _FOR_A_KIND.items():
+        for name, kinds in _FOR_A_KIND.items():
             if self.kind not in kinds:
-                check_no_effect(
-                    name=name,
-                    value=getattr(self, name),
-                    unset=unset,
-                    because=f"kind={self.kind!r}",
-                    remedy=f"It is for {' and '.join(kinds)}.",
-                )
+                check_unset(self, name, because=f"kind={self.kind!r}", remedy=f"It is for {' and '.join(kinds)}.")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from prefrl.errors import ConfigError
 from prefrl.options.fields import about
 from prefrl.options.training import AUTOMATIC
-from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, has_switch, or_auto
+from prefrl.scripts.parsing.option_parser import EarlyParser, OptionParser, choice_of, form_of, or_auto
 
 # Options of TrainingArguments that `--help` shows besides prefrl's own; `--help_all` shows every one.
 _COMMON = frozenset(
@@ -75,7 +75,7 @@ class ArgumentParser(OptionParser, HfArgumentParser):
         for action in self._actions:
             if action.dest in unlisted:
                 action.help = argparse.SUPPRESS
-            if has_switch(action.choices):
+            if any(isinstance(choice, bool) for choice in action.choices or ()):
                 action.type = choice_of(action.choices or ())
             if action.dest in AUTOMATIC:
                 action.type = or_auto(action.type)
@@ -136,7 +136,8 @@ class ArgumentParser(OptionParser, HfArgumentParser):
 
     def show_help(self, argv: Sequence[str], early: EarlyParser) -> None:
         """Print the help of this parser, or of the command that `argv` names."""
-        commands = {name: parser for action in self._subparsers_actions for name, parser in action.choices.items()}
+        named = [action.choices for action in self._actions if isinstance(action.choices, dict)]
+        commands = {name: parser for choices in named for name, parser in choices.items()}
         asked = next((commands[word] for word in argv if word in commands), self)
         asked.print_help(everything=early.wants_all)
 

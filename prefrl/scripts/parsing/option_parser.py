@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt
 
 from prefrl.errors import ConfigError
 from prefrl.options.fields import about, default_of, plain_value
@@ -37,7 +36,6 @@ _IN_WORDS = {"int": "a whole number", "float": "a number"}
 _IN_WORDS |= dict.fromkeys(("boolean", "string_to_bool"), "true or false")
 # Columns of the help: all of them, and those of an option's name.
 WIDTH, HEAD = 118, 36
-_LIMITS = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
 
 
 class Form(NamedTuple):
@@ -97,11 +95,13 @@ class OptionParser(argparse.ArgumentParser):
         about: dict[str, Any] = {"nargs": "+"} if option.get("is_list") else {}
         if option.get("is_flag"):
             about = {"nargs": "?", "const": True}
+        choices = option.get("choices")
+        convert = _CONVERTERS.get(option["kind"], str) if choices is None else choice_of(choices)
         shown_in = self if group is None else self.groups[group]
         shown_in.add_argument(
             *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *aliases)),
-            type=_converter(option),
-            choices=option.get("choices"),
+            type=or_auto(convert) if option.get("is_auto") else convert,
+            choices=choices,
             default=option.get("default"),
             required=option.get("is_required", False),
             help=option.get("help", "").replace("%", "%%"),
@@ -209,12 +209,10 @@ class OptionParser(argparse.ArgumentParser):
         """The options; of two for one field, the first is the option itself, the second its --no_ form."""
         return {action.dest: action for action in reversed(self._actions) if action.dest not in self._own}
 
-    @property
-    def _subparsers_actions(self) -> list[Any]:
-        return [action for action in self._actions if isinstance(action.choices, dict)]
-
     def _with_subparsers(self) -> list[OptionParser]:
-        below = [parser for action in self._subparsers_actions for parser in action.choices.values()]
+        below = [
+            child for action in self._actions if isinstance(action.choices, dict) for child in action.choices.values()
+        ]
         return [self, *(parser for child in below for parser in child._with_subparsers())]
 
     def _refuse(self, unknown: Sequence[str]) -> typing.NoReturn:
@@ -317,7 +315,7 @@ def option_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         "is_auto": field.name in AUTOMATIC,
         "needs": list(about(field).needs),
         "has_no_form": default is True,
-        "bounds": _bounds(hint),
+        "hint": hint,
         **form._asdict(),
     }
     kept = {key: value for key, value in row.items() if value not in (None, False, "", {}, [])}
@@ -325,39 +323,21 @@ def option_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _kind_of(hint: Any) -> tuple[str, bool, list[Any] | None]:
-    """The kind of a value or of the entries of a list, whether there is a list, and the choices."""
-    plain = _plain(hint)
-    if typing.get_origin(plain) is list:
-        return _kind_of(typing.get_args(plain)[0])[0], True, None
-    if typing.get_origin(plain) is Literal:
-        return "str", False, list(typing.get_args(plain))
-    return _KINDS.get(plain, "str"), False, None
+    """The kind of a value or of the entries of a list, whether there is a list, and the choices.
 
-
-def _plain(hint: Any) -> Any:
-    """The type without None and bounds: the first one of a union that is no mapping."""
-    if typing.get_origin(hint) is Annotated:
-        return _plain(typing.get_args(hint)[0])
-    if typing.get_origin(hint) in (list, Literal) or not typing.get_args(hint):
-        return hint
-    parts = [part for part in typing.get_args(hint) if part is not type(None) and typing.get_origin(part) is not dict]
-    return _plain(parts[0]) if parts else str
-
-
-def _bounds(hint: Any) -> dict[str, float]:
-    """The bounds of a number in its type, which may also be None."""
-    parts = (hint,) if typing.get_origin(hint) is Annotated else typing.get_args(hint)
-    found = [part for part in parts if typing.get_origin(part) is Annotated]
-    limits = [limit for part in found for limit in typing.get_args(part)[1:] if type(limit) in _LIMITS]
-    return {_LIMITS[type(limit)]: getattr(limit, _LIMITS[type(limit)]) for limit in limits}
-
-
-def _converter(option: Mapping[str, Any]) -> Callable[[str], Any]:
-    if has_switch(option.get("choices")):
-        return choice_of(option["choices"])
-    kinds: dict[str, Any] = {kind: convert for convert, kind in _KINDS.items()} | {"bool": boolean}
-    convert: Callable[[str], Any] = kinds.get(option["kind"], str)
-    return or_auto(convert) if option.get("is_auto") else convert
+    Of a union, it is the first type besides None that is no mapping.
+    """
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return _kind_of(parts[0])[0], True, None
+    if origin is Literal:
+        return "str", False, list(parts)
+    if not parts:
+        return _KINDS.get(hint, "str"), False, None
+    if origin is Annotated:
+        return _kind_of(parts[0])
+    types = [part for part in parts if part is not type(None) and typing.get_origin(part) is not dict]
+    return _kind_of(types[0] if types else str)
 
 
 def or_auto(convert: Any) -> Callable[[str], Any]:
@@ -434,13 +414,12 @@ def boolean(text: str) -> bool:
     return BOOLEANS[text.lower()]
 
 
-def has_switch(choices: Iterable[Any] | None) -> bool:
-    """Whether True or False is among the choices of an option."""
-    return any(isinstance(choice, bool) for choice in choices or ())
+# What makes a value of a word, by the kind of the option; of others, it is the word itself.
+_CONVERTERS: dict[str, Any] = {kind: convert for convert, kind in _KINDS.items()} | {"bool": boolean}
 
 
 def choice_of(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """The type of an option with choices that are not all words: from a word to its choice, `false` to False."""
+    """The type of an option with choices: from a word to its choice, which may be a number; `false` to False."""
     by_word = {str(choice): choice for choice in choices}
     by_word |= {word.lower(): choice for word, choice in by_word.items() if isinstance(choice, bool)}
 

@@ -19,8 +19,7 @@ from prefrl.scripts.arguments.launch import LaunchArguments, launch_options, vis
 from prefrl.scripts.inputs import read
 from prefrl.scripts.launch.command import CONFIGS, plan_training
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.server import ServerProgram, check_start, plan_server
-from prefrl.scripts.launch.vllm_serve import choose_port
+from prefrl.scripts.launch.vllm_serve import ServerProgram, check_start, choose_port, plan_server
 from prefrl.scripts.schema import SchemaParser
 
 EIGHT = [str(i) for i in range(8)]

@@ -18,7 +18,7 @@ import pytest
 from prefrl.generation.vllm import handshake
 from prefrl.scripts.launch.command import run_together
 from prefrl.scripts.launch.processes import Program
-from prefrl.scripts.launch.server import ServerProgram
+from prefrl.scripts.launch.vllm_serve import ServerProgram
 from tests.patience import is_running
 
 # Starts a process in a session of its own, as torchrun does, which ignores SIGTERM; then does what it is told.
