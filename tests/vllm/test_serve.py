@@ -107,9 +107,10 @@ class Launched:
 
     @property
     def session(self) -> int:
-        """That of the server: its only child leads it."""
-        (child,) = [pid for pid, (_, parent, _) in processes().items() if parent == self.process.pid]
-        return child
+        """That of the server: this child leads it. The other one guards it."""
+        children = [pid for pid, (_, parent, _) in processes().items() if parent == self.process.pid]
+        (server,) = [pid for pid in children if b"vllm.entrypoints" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return server
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
