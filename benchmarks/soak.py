@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import statistics
@@ -24,19 +25,21 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from prefrl.generation.vllm.members import Registration
+from prefrl.scripts.launch.processes import kill_all, with_variable
 from prefrl.trainer.configs import GRPOConfig
 from prefrl.trainer.grpo_trainer import GRPOTrainer
 from tests.assets import tiny_tokenizer
 from tests.contract.cases import dataset_of, ragged_reward
 from tests.contract.survival_worker import scored, sealed
 from tests.vllm.faults import GENERATE, Proxy, drop, hang, proxy_of, status
-from tests.vllm.server import KEY, Server, living, save_tiny_model
+from tests.vllm.server import KEY, Server, living, save_tiny_model, shared_memory_of
 
 __all__ = ["FAULTS", "Soak", "growth", "main", "train"]
 
@@ -46,6 +49,9 @@ COMMAND = (sys.executable, "-m", "benchmarks.soak")
 WARM_UP, FEWEST = 30, 100
 # A run of this length has an end, even if training does not.
 SECONDS_FOR_A_STEP = 30.0
+# Environment variable of everything that a soak starts.
+MARK = "PREFRL_SOAK"
+SECONDS_TO_KILL = 10.0
 
 
 # The trainer, a process of its own.
@@ -318,7 +324,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.train:
         train(arguments.folder, arguments.steps)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are ended, too
+    os.environ[MARK] = secrets.token_hex(8)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _end_with_all)
     shutil.rmtree(arguments.folder, ignore_errors=True)
     arguments.folder.mkdir(parents=True)
     report = run(arguments.folder.resolve(), arguments.steps, arguments.every, arguments.seed)
@@ -326,6 +334,16 @@ def main(argv: list[str] | None = None) -> int:
     print(text)
     RESULTS.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _end_with_all(number: int, _frame: object) -> NoReturn:
+    """End what this process has started, and this process: a thread may be waiting minutes for a server."""
+    find = partial(with_variable, MARK, os.environ[MARK])
+    segments = {path for pid in find() for path in shared_memory_of(os.getsid(pid))}
+    kill_all(find, seconds=SECONDS_TO_KILL)
+    for path in segments:
+        path.unlink(missing_ok=True)
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":

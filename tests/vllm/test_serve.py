@@ -107,9 +107,10 @@ class Launched:
 
     @property
     def session(self) -> int:
-        """That of the server: its only child leads it."""
-        (child,) = [pid for pid, (_, parent, _) in processes().items() if parent == self.process.pid]
-        return child
+        """That of the server: this child leads it. The other one guards it."""
+        children = [pid for pid, (_, parent, _) in processes().items() if parent == self.process.pid]
+        (server,) = [pid for pid in children if b"vllm.entrypoints" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return server
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -326,19 +327,23 @@ dataset_name: {folder}/prompts.jsonl
 reward_funcs: [{folder}/reward.py:length]
 output_dir: {folder}/run
 vllm: auto
+vllm_mode: colocate
 vllm_python: {python}
 vllm_args: --dtype float32 --enforce_eager --max_model_len 64 --join {folder}/fleet
 vllm_server_port: {port}
 use_cpu: true
-max_steps: 1
+max_steps: 2
 num_generations: 4
 max_completion_length: 8
 per_device_train_batch_size: 4
 save_strategy: 'no'
 """
+# What the server is asked for in a step; it sleeps before the first one, too. A build for CPUs frees nothing then.
+SLEEP = "/sleep?level=2"
+STEP = ["/wake_up?tags=weights", "/update_weights", "/wake_up?tags=kv_cache", "/inference/v1/generate", SLEEP]
 
 
-def test_one_command_starts_a_server_trains_and_ends_it(tied_model: Path, tmp_path: Path) -> None:
+def test_one_command_starts_a_server_that_sleeps_while_it_trains_and_ends_it(tied_model: Path, tmp_path: Path) -> None:
     port, mark, answer = free_port(), uuid.uuid4().hex, tmp_path / "answer"
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 4)
     (tmp_path / "reward.py").write_text(REWARD.format(port=port, answer=answer, folder=tmp_path))
@@ -349,6 +354,8 @@ def test_one_command_starts_a_server_trains_and_ends_it(tied_model: Path, tmp_pa
     assert (tmp_path / "run/model.safetensors").exists()
     logs = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert any("sampling/sampling_logp_difference/mean" in entry for entry in logs)  # sampled on the server
+    requests = re.findall(r'"POST (\S+) HTTP', (tmp_path / "run/vllm-server.log").read_text(encoding="utf-8"))
+    assert [path for path in requests if path in STEP] == [SLEEP, *STEP, *STEP]
     assert answer.read_text(encoding="utf-8") == "401"
     assert list((tmp_path / "fleet").iterdir()) == [], "the server left when it was ended"
     assert with_variable("MARK_OF_TEST", mark) == []

@@ -15,7 +15,6 @@ import logging
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,15 +79,31 @@ def follow(copy: HostCopy, url: str, chain: Sequence[Link]) -> list[str]:
     files, folder = files_of(url)
     known = [number for number, link in enumerate(chain) if link.result == copy.fingerprint]
     left = chain[known[-1] + 1 :] if known else chain
-    changed = copy.apply(_message(files, folder, link) for link in left)
+    wrong = f"{without_secrets(url)}: the weights there are not those of the trainer"
+    try:
+        changed = copy.apply(_message(files, folder, link) for link in left)
+    except OSError:
+        raise
+    except Exception as error:  # damaged files are read as anything
+        raise ValueError(f"{wrong}: {reason_of(error)}") from error
     if copy.fingerprint != chain[-1].result:
-        raise ValueError(f"{without_secrets(url)}: the weights there are not those of the trainer")
+        raise ValueError(wrong)
     return changed
 
 
 def _message(files: Any, folder: str, link: Link) -> Mapping[str, Tensor]:
-    contents = (files.cat_file(_path(folder, link.number, file)) for file in range(link.num_files))
+    contents = (_read(files, _path(folder, link.number, file)) for file in range(link.num_files))
     return {name: tensor for content in contents for name, tensor in load(content).items()}
+
+
+def _read(files: Any, path: str) -> bytes:
+    try:
+        return bytes(files.cat_file(path))
+    except Exception as error:  # see `Store.write`
+        raise OSError(
+            f"{path}: the server cannot read it: {reason_of(error)}. Check whether it is there, and whether the "
+            "environment in which the server was started has a login that may read it"
+        ) from error
 
 
 def _path(folder: str, message: int, file: int) -> str:
@@ -106,6 +121,7 @@ class Store:
         self.url = f"{place.rstrip('/')}/prefrl-{secrets.token_hex(8)}"
         self._files, self._folder = files_of(self.url)
         self._finalizer = weakref.finalize(self, _remove, self._files, self._folder)
+        self._place = without_secrets(place)
 
     def write(self, number: int, message: Iterable[Named], transfer: Transfer) -> int:
         """Write a message; returns the number of its files.
@@ -119,30 +135,43 @@ class Store:
             content = save({name: tensor.contiguous() for name, tensor in bucket})
             path = _path(self._folder, number, num_files)
             try:
-                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._files.pipe_file(path, content)
+                self._put(path, content)
             except Exception as error:  # a library that talks to a server may raise anything
-                raise WeightSyncError(f"{without_secrets(self.url)}: {reason_of(error)}") from error
+                raise WeightSyncError(
+                    f"sync_folder={self._place!r}: the weights cannot be written there: {reason_of(error)}. Check "
+                    "whether the place is there, and whether the environment of this process, or fsspec's own config, "
+                    "has a login that may write to it, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3."
+                ) from error
             transfer.bytes_sent += len(content)
             transfer.check_deadline()
             num_files += 1
         return num_files
 
+    def _put(self, path: str, content: bytes) -> None:
+        try:
+            self._files.pipe_file(path, content)
+        except Exception:
+            if not self._files.exists(path.partition("/")[0] or "/"):
+                raise  # instead of making a bucket, which may have a wrong name
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, content)
+
     def delete(self, number: int) -> None:
         """Delete a message. If that is not possible, it is left to `remove`."""
-        try:
-            _remove(self._files, f"{self._folder}/{number:06d}")
-        except Exception as error:  # see `write`
-            logger.warning("%s: old weights were not deleted: %s", without_secrets(self.url), reason_of(error))
+        _remove(self._files, f"{self._folder}/{number:06d}")
 
     def remove(self) -> None:
-        """Delete all messages."""
+        """Delete all messages. If that is not possible, a warning says so."""
         self._finalizer()
 
 
 def _remove(files: Any, folder: str) -> None:
-    with suppress(FileNotFoundError):  # nothing was written
+    try:
         files.rm(folder, recursive=True)
+    except FileNotFoundError:  # nothing was written
+        pass
+    except Exception as error:  # see `Store.write`
+        logger.warning("%s: weights were not deleted: %s", folder, reason_of(error))
 
 
 class StoreSync:

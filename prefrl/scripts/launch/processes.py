@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -173,6 +173,7 @@ class Supervisor:
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
             assert self._process.stdout is not None
+            guard = _guard_of(self._process.pid)
             reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
             reader.start()
             try:
@@ -181,6 +182,8 @@ class Supervisor:
                 if self._registration is not None:
                     self._registration.leave()
                 self._end()
+                guard.kill()
+                guard.wait()
                 reader.join(timeout=_ANSWER_SECONDS)
         if problem is not None:
             raise GenerationError(self._with_log(problem))
@@ -251,9 +254,7 @@ class Supervisor:
             self._process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_STOP_SECONDS)
-        kill_all(lambda: of_session(session), seconds=_KILL_SECONDS)
-        for path in self._shared_memory:
-            path.unlink(missing_ok=True)
+        _kill_session(session, self._shared_memory)
 
     def _with_log(self, problem: str) -> str:
         """What went wrong, the errors that the log names, and the end of the log."""
@@ -266,6 +267,29 @@ class Supervisor:
 def _end_with_parent() -> None:
     """Let SIGTERM end this process when its parent is killed, as Ray does with what its tasks have started."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _guard_of(session: int) -> subprocess.Popen[bytes]:
+    """A process that ends a session once this one was killed: a server that is starting may ignore its own signal."""
+    command = [sys.executable, "-P", "-m", __name__, str(session), str(_STOP_SECONDS)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _guard(session: int, seconds: float) -> None:
+    """Wait until the process that has started this one is gone, give a session time to end, and kill what is left."""
+    sys.stdin.read()
+    segments = _shared_memory(session)
+    deadline = time.monotonic() + seconds
+    while of_session(session) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _kill_session(session, segments)
+
+
+def _kill_session(session: int, segments: Iterable[Path]) -> None:
+    """Kill the processes of a session, and remove what they leave of the shared memory that they used."""
+    kill_all(lambda: of_session(session), seconds=_KILL_SECONDS)
+    for path in segments:
+        path.unlink(missing_ok=True)
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
@@ -298,3 +322,7 @@ def _shared_memory(session: int) -> set[Path]:
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
             found |= {Path(match) for match in _SHARED_MEMORY.findall(maps)}
     return found
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]), float(sys.argv[2]))

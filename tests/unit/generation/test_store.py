@@ -6,11 +6,12 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import torch
+from fsspec.spec import AbstractFileSystem
 
 from prefrl.errors import ConfigError, WeightSyncError
 from prefrl.generation.weights.delta import HostCopy
@@ -141,7 +142,9 @@ def test_files_that_are_not_the_trainers_are_not_loaded_and_written_anew(servers
     content[-1] ^= 1  # of a weight
     MEMORY.pipe_file(path, bytes(content))
     weights.change()
-    with pytest.raises(WeightSyncError, match=f"{B}: loading weights: "):
+    with pytest.raises(
+        WeightSyncError, match=f"{B}: loading weights: .*the weights there are not those of the trainer"
+    ):
         send(sync, weights, B)
     assert servers.copies[B].fingerprint is None
     send(sync, weights, A, B)
@@ -193,7 +196,9 @@ def test_what_cannot_be_written_fails_the_sync_and_says_where(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(MEMORY), "pipe_file", full)
-        with pytest.raises(WeightSyncError, match=r"memory://bucket/run/prefrl-\w+: OSError: quota exceeded"):
+        with pytest.raises(
+            WeightSyncError, match=f"sync_folder='{PLACE}': .* written there: OSError: quota exceeded.*a login"
+        ):
             send(sync, weights, A)
     weights.change()
     send(sync, weights, A)
@@ -203,3 +208,67 @@ def test_what_cannot_be_written_fails_the_sync_and_says_where(
 def test_a_place_that_fsspec_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sync_folder='tape://a/prefrl-\w+': Protocol not known: tape"):
         next(sync_to("tape://a", Servers()))
+
+
+class Buckets(AbstractFileSystem):
+    """As s3fs and gcsfs show a store: whoever makes a folder makes its bucket, too. It lists nothing."""
+
+    protocol = "buckets"
+    buckets: ClassVar = {"mine"}
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return path in self.buckets
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.buckets.add(path.partition("/")[0])
+
+    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
+        if path.partition("/")[0] not in self.buckets:
+            raise FileNotFoundError("no such bucket")
+        self.files[path] = value
+
+    def cat_file(self, path: str, **_: Any) -> bytes:
+        return self.files[path]
+
+    def rm(self, path: str, **_: Any) -> None:
+        raise PermissionError("delete is not allowed")
+
+
+@pytest.fixture(autouse=True)
+def buckets() -> Iterator[None]:
+    fsspec.register_implementation("buckets", Buckets, clobber=True)
+    yield
+    Buckets.files.clear()
+
+
+def test_a_bucket_is_used_without_lists_and_one_that_is_not_there_is_not_made(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = Weights()
+    for sync in sync_to("buckets://mine/run", servers):
+        send(sync, weights, A)
+        weights.change()
+        send(sync, weights, A, B)
+        assert_have(servers, weights, A, B)
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "weights were not deleted: PermissionError: delete is not allowed"
+    ]
+    for sync in sync_to("buckets://mien/run", servers):
+        with pytest.raises(
+            WeightSyncError, match=r"sync_folder='buckets://mien/run': .*no such bucket\. Check whether"
+        ):
+            send(sync, weights, A)
+    assert Buckets.buckets == {"mine"}
+
+
+def test_a_server_says_which_file_it_cannot_read_and_why(servers: Servers) -> None:
+    weights = Weights()
+    for sync in sync_to("buckets://mine/run", servers):
+        send(sync, weights, A)
+        (path,) = Buckets.files
+        del Buckets.files[path]
+        with pytest.raises(WeightSyncError, match=f"{path}: the server cannot read it: KeyError.* has a login"):
+            send(sync, weights, B)
+        send(sync, weights, A, B)
+        assert_have(servers, weights, A, B)

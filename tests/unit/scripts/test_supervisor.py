@@ -45,7 +45,7 @@ ignore = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); pri
 child = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)
 child.stdout.readline()
 with open(record + ".new", "w") as file:
-    json.dump({"child": child.pid, "memory": memory.name}, file)
+    json.dump({"server": os.getpid(), "child": child.pid, "memory": memory.name}, file)
 os.rename(record + ".new", record)  # whole as soon as it is there
 
 class Health(BaseHTTPRequestHandler):
@@ -236,30 +236,48 @@ def test_a_server_that_is_not_ready_in_time_is_ended(
     assert_nothing_is_left(tmp_path)
 
 
-# Its server writes its process id, and waits.
+# Takes the seconds that a server has to end, and the server.
 SUPERVISED = """
 import os, sys
-from prefrl.scripts.launch.processes import Supervisor
+from prefrl.scripts.launch import processes
 
-server = "import os, sys, time; open(sys.argv[1] + '.new', 'w').write(str(os.getpid())); "
-server += "os.rename(sys.argv[1] + '.new', sys.argv[1]); time.sleep(600)"
-command = [sys.executable, "-c", server, sys.argv[1]]
-limits = {"start_timeout": 600, "health_timeout": 600}
-Supervisor(command, os.environ, address=("127.0.0.1", 1), **limits).run(when_ready="")
+processes._STOP_SECONDS = float(sys.argv[1])
+command, limits = [sys.executable, "-c", *sys.argv[2:]], {"start_timeout": 600, "health_timeout": 600}
+processes.Supervisor(command, os.environ, address=("127.0.0.1", 1), **limits).run(when_ready="")
 """
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
-def test_a_server_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    record = tmp_path / "record"
-    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(record)])
+@contextlib.contextmanager
+def killed_supervisor(folder: Path, server: str, *, seconds: float) -> Iterator[dict[str, Any]]:
+    """What a server recorded whose supervisor was killed. Its processes are ended."""
+    record = folder / "record"
+    words = [str(seconds), server, "0", "[200]", str(record)]
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISED, *words])
     try:
         assert wait_until(record.exists)
-        server = int(record.read_text(encoding="utf-8"))
-        assert is_running(server)
     finally:
         supervisor.kill()
         supervisor.wait()
-    has_ended = wait_until(lambda: not is_running(server))
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(server, signal.SIGKILL)
-    assert has_ended
+    known = json.loads(record.read_text(encoding="utf-8"))
+    try:
+        yield known
+    finally:
+        for name in ("server", "child"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(known[name], signal.SIGKILL)
+        Path("/dev/shm", known["memory"]).unlink(missing_ok=True)
+
+
+def test_a_server_hears_that_its_supervisor_was_killed(tmp_path: Path) -> None:
+    with killed_supervisor(tmp_path, SERVER, seconds=600) as known:
+        assert wait_until(lambda: not is_running(known["server"]))
+        assert is_running(known["child"]), "there was time for it"
+
+
+def test_a_server_that_does_not_hear_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    """A vLLM server whose engine starts ignores the signal."""
+    with killed_supervisor(tmp_path, DEAF + SERVER, seconds=0.5) as known:
+        assert wait_until(lambda: not is_running(known["server"]))
+        assert wait_until(lambda: not Path("/dev/shm", known["memory"]).exists())
+        assert_nothing_is_left(tmp_path)
