@@ -233,7 +233,7 @@ class PolicyGradient:
             entropy_weights=batch.trainable * scale,
             old_logprobs=scores.get("old_logprobs"),
             entropies=scores.get("entropies"),
-            **{name: scores.get(name) for name in self.objective.reference_needs},
+            **{name: scores.get(name) for name in self.objective.kept_scores},
             **critic,
         )
 
