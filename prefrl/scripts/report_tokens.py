@@ -9,13 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefrl.errors import printable
 from prefrl.scripts.report_record import last_checkpoint
+
+TokenQuantity = Literal["logprob", "ratio", "advantage", "kl", "teacher_kl"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Scale:
         missing: Why no token has it; empty: some have.
     """
 
-    key: str
+    key: TokenQuantity
     name: str
     about: str
     borders: tuple[float, ...]

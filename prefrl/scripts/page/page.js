@@ -193,9 +193,13 @@ async function refresh(state) {
         if (same) same.open = details.open;
       }
       const metric = document.activeElement.closest(".chart")?.dataset.metric;
+      const tokens = document.activeElement.closest(".tokens"), place = [...(tokens?.children ?? [])].findIndex((token) => token.classList.contains("here"));
       document.querySelector("main").replaceWith(fresh);
       drawAll();
       if (metric) fresh.querySelector(`.chart[data-metric="${CSS.escape(metric)}"] svg`)?.focus({ preventScroll: true });
+      const same = tokens && fresh.querySelector(`#${tokens.parentElement.id} > .tokens`);
+      same?.focus({ preventScroll: true });
+      if (same?.children[place]) showToken(same, same.children[place]);
     } else if (answer.status !== 304) throw new Error(String(answer.status));
     const status = document.getElementById("status");
     status.textContent = status.dataset.state;
