@@ -307,7 +307,7 @@ def _colored(
     end = min((step - 1 for step in files if step - 1 > first), default=math.inf)
     found = turns_of(run, files[first + 1], [place], first=first, end=end)
     scale = next(scale for scale in found.scales if scale.key == key)
-    shown = Text(f"{scale.name}: {scale.about}\n", style="dim")
+    shown = Text(f"{scale.name}, the {scale.about}\n", style="dim")
     if scale.missing:
         return shown.append(f"{scale.missing}\n")
     for level, words in scale.legend():

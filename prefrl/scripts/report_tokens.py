@@ -47,12 +47,12 @@ class Scale:
     def legend(self) -> list[tuple[int, str]]:
         """All levels, and their values in words."""
         first, *_, last = self.borders
-        inner = [f"{low:.2g} to {high:.2g}" for low, high in pairwise(self.borders)]
-        words = [f"below {first:.2g}", *inner, f"{last:.2g} and above"]
+        inner = [f"{low:.3g} to {high:.3g}" for low, high in pairwise(self.borders)]
+        words = [f"below {first:.3g}", *inner, f"{last:.3g} and above"]
         return list(enumerate(words, start=-self.num_below))
 
 
-_KL = "an estimate of KL(policy || {}) at this token in nats: exp(d) - d - 1 with d = log {} - log policy"
+_KL = "estimate of KL(policy || {}) at this token in nats: exp(d) - d - 1 with d = log {} - log policy"
 _KL_BORDERS = (1e-3, 1e-2, 0.1, 1.0)
 _FRACTIONS = (0.01, 0.25, 0.5, 0.75)  # of the largest advantage, at which the color changes
 LOGPROB = Scale("logprob", "log-prob", "log-prob in nats when the token was sampled", (-4.0, -2.0, -1.0, -0.5), 4)

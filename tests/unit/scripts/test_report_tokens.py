@@ -109,9 +109,8 @@ def test_the_last_step_that_learned_from_a_batch_counts(tmp_path: Path) -> None:
     assert found.turns[0, 0][0].step == 4
 
 
-def test_the_tokens_of_a_turn_are_found_behind_those_before_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    tiny_tokenizer(chat_template=None).save_pretrained(run_folder(folder))
+def write_episode(folder: Path) -> None:
+    """Make an episode of two turns the last batch, of which a pass has seen both as one response."""
     first, second = [Completion(ids, "stop", [-1.0], [True], [0]) for ids in ([IDS[0]], [IDS[2]])]
     between = [7, 8]
     played = [Turn([1, 2], first), Turn([1, 2, IDS[0], *between], second)]
@@ -121,6 +120,11 @@ def test_the_tokens_of_a_turn_are_found_behind_those_before_it(tmp_path: Path) -
     write_batch(folder, 2, [replace(rollout(0, "x", 1.0), text=said, turns=played, episode=episode)])
     row = {"response_ids": [IDS[0], *between, IDS[2]], "sampling_logprobs": [-1.0, 0.0, 0.0, -1.0]}
     write_record(folder, 2, {**row, "logprobs": [-1.0, -5.0, -5.0, -3.0], "advantages": [1.0, 0.0, 0.0, 2.0]})
+
+
+def test_the_tokens_of_a_turn_are_found_behind_those_before_it(tmp_path: Path) -> None:
+    folder = with_tokens(tmp_path / "run")
+    write_episode(folder)
     one, two = turns_of(folder, [batch_of(folder)], [(0, 0)], first=2).turns[0, 0]
     assert (one.tokens[0].values["ratio"], one.tokens[0].values["advantage"], one.reward) == (1.0, 1.0, 0.5)
     assert two.tokens[0].values == {"logprob": -1.0, "ratio": pytest.approx(math.exp(-2.0)), "advantage": 2.0}
