@@ -63,12 +63,14 @@ def test_updates_and_journal_are_the_same_without_it_and_after_a_resume(tmp_path
         tables = [pq.read_table(tmp_path / name / "completions" / f"completions_{step:05d}.parquet") for name in runs]
         assert str(tables[0].to_pylist()) == str(tables[1].to_pylist())  # some are NaN
     assert not [*(tmp_path / "without" / "completions").glob("tokens_*")]
-    before = rows_of(tmp_path / "with", 3)
+    before, left = rows_of(tmp_path / "with", 3), tmp_path / "with" / "completions" / "tokens_00007.parquet"
+    left.write_bytes(b"of a longer run")
     options = {**OPTIONS, "save_strategy": "steps", "save_steps": 3}
     resumed = make_trainer("grpo", tmp_path / "with", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "with" / "checkpoint-3"))
     assert_same_weights(resumed, runs["with"])
     assert rows_of(tmp_path / "with", 3) == before
+    assert not left.exists()
 
 
 def test_no_pass_is_added(tmp_path: Path) -> None:

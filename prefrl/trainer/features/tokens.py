@@ -45,8 +45,8 @@ class TokenRecord(Part):
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder, self._keep = folder, keep
-        self._is_learning = False  # other losses are those of evaluations and trials
-        self._found: list[tuple[TokenBatch, dict[str, Tensor]]] = []  # micro-batches of this step on this process
+        # The micro-batches of a step on this process; None: losses are those of an evaluation or a trial.
+        self._found: list[tuple[TokenBatch, dict[str, Tensor]]] | None = None
         self._files: list[Path] = []  # of this process, in order
 
     def begin(self, run: Run) -> None:
@@ -58,12 +58,12 @@ class TokenRecord(Part):
 
     def before_step(self, run: Run) -> None:
         """See `Part`."""
-        self._is_learning, self._found = True, []
+        self._found = []
 
     def around_loss(self, run: Run, batch: TokenBatch, compute: Callable[[], LossOutput]) -> LossOutput:
         """See `Part`."""
         output = compute()
-        if self._is_learning and isinstance(batch, ReadyBatch) and output.logprobs is not None:
+        if self._found is not None and isinstance(batch, ReadyBatch) and output.logprobs is not None:
             values = {name: value for name, value in batch.tensors().items() if name in _OF_BATCH}
             self._found.append((batch, values | {"logprobs": output.logprobs}))
         return output
@@ -74,7 +74,7 @@ class TokenRecord(Part):
         Raises:
             CheckpointError: It cannot be written.
         """
-        found, self._found, self._is_learning = self._found, [], False
+        found, self._found = self._found, None
         if not found or distributed.place_in_team() > 0:
             return
         path = self._path(run)
