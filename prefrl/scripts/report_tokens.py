@@ -204,10 +204,9 @@ class _Record:
     def read(cls, folder: Path, run: str, groups: Sequence[int], *, first: int, end: float) -> _Record:
         """What the steps from `first` to before `end` have written in this run."""
         rows: dict[int, list[dict[str, Any]]] = {}
-        for path in sorted((folder / "completions").glob("tokens_*.parquet")):
-            name = _FILE.fullmatch(path.stem)
-            if name is None or not first <= int(name[1]) < end:
-                continue
+        paths = (folder / "completions").glob("tokens_*.parquet")
+        files = sorted((int(name[1]), path) for path in paths if (name := _FILE.fullmatch(path.stem)))
+        for _, path in [file for file in files if first <= file[0] < end]:
             try:
                 about = json.loads(pq.read_schema(path).metadata[b"prefrl"])
                 table = pq.read_table(path, filters=[("group", "in", groups)]) if about["run"] == run else None

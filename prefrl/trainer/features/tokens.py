@@ -51,10 +51,10 @@ class TokenRecord(Part):
 
     def begin(self, run: Run) -> None:
         """Find the files of earlier steps, and delete those of steps that follow, which will be written anew."""
-        files = sorted(self._folder.glob(f"tokens_*{self._suffix()}"))
-        self._files = [path for path in files if path < self._path(run)]
+        files = sorted(self._folder.glob(f"tokens_*{self._suffix()}"), key=_step_of)
+        self._files = [path for path in files if _step_of(path) < run.plan.position]
         for path in files[len(self._files) :]:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def before_step(self, run: Run) -> None:
         """See `Part`."""
@@ -95,6 +95,10 @@ class TokenRecord(Part):
     def _suffix(self) -> str:
         rank, size = distributed.rank(), distributed.world_size()
         return ".parquet" if size == 1 else f"_rank{distributed.rank_in_names(rank, size)}of{size}.parquet"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.split("_")[1])
 
 
 def _table(found: list[tuple[TokenBatch, dict[str, Tensor]]], *, run: str, step: int) -> pa.Table:
