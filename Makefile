@@ -117,7 +117,7 @@ vllm: $(VENV)/.dev $(VLLM_VENV)/.ready
 
 # The page of `prefrl watch` in the Chromium of the system.
 browser: $(VENV)/.dev
-	$(PIP) install --no-compile 'playwright>=1.50'
+	$(PIP) install --no-compile 'playwright>=1.50' 'axe-playwright-python>=0.1.4'
 	$(PYTEST) -n 0 -m browser -ra --forbid-skips tests/unit/scripts/test_page_in_a_browser.py
 
 # Its figures are printed into docs/performance.md by docs/make_tables.py.

@@ -467,3 +467,4 @@ class LossOutput:
     metrics: dict[str, Metric]
     # What `compute_metrics` gets about an evaluated micro-batch: [N] token ids, or [B] rewards; no gradient.
     predictions: Tensor | None = None
+    logprobs: Tensor | None = None  # [N] nats, that the pass found for the response tokens; no gradient

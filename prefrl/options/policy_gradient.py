@@ -28,6 +28,7 @@ from prefrl.options.policy import (
 )
 from prefrl.options.policy_rules import (
     HYPERPARAMETERS_RULES,
+    JOURNAL_RULES,
     KL_RULES,
     LEVEL_RULES,
     RATIO_RULES,
@@ -331,6 +332,12 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
         "Normalize the advantages of a generation batch to mean 0 and standard deviation 1, over its tokens if each "
         "token has its own advantage (PPO, REINFORCE++), and over its completions otherwise.",
     )
+    journal_tokens: bool = opt(
+        False,
+        "Keep what each training pass finds of each token, for the colors of prefrl watch: its log-prob, its "
+        "advantage, and its log-probs under reference and teacher. No pass is added. docs/watching.md has the size.",
+        decides=False,
+    )
 
     kl_params = ParamsOf("kl_kwargs", KLParams, if_off=True)
     teacher_kl_params = ParamsOf("teacher_kl_kwargs", TeacherKLParams, if_off=True)
@@ -471,4 +478,5 @@ class PolicyGradientOptions(TeacherOptions, ReferenceOptions, CreditOptions):
         if self.teacher_kl_coef:
             self.parse_teachers()
         super().validate()
-        apply(self, LEVEL_RULES, REFERENCE_RULES, KL_RULES, TEACHER_RULES, RATIO_RULES, HYPERPARAMETERS_RULES)
+        rules = LEVEL_RULES, REFERENCE_RULES, KL_RULES, TEACHER_RULES, RATIO_RULES, HYPERPARAMETERS_RULES
+        apply(self, *rules, JOURNAL_RULES)

@@ -93,6 +93,12 @@ KL_RULES = (
         example("grpo", kl_in="reward", kl_estimator="full"),
     ),
 )
+JOURNAL_RULES = unset(
+    {"journal_tokens": True},
+    lambda o: o.journal_keep == 0,
+    "journal_keep=0: no completions are kept. Set journal_keep above 0.",
+    example("grpo", journal_keep=0),
+)
 TEACHER_RULES = (
     *unset(
         {"teacher_model_name_or_path": "m", "teacher_model_init_kwargs": {"revision": "a"}},

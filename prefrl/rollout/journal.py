@@ -171,7 +171,12 @@ class Journal:
 
 
 def write_entry(entry: Entry, path: Path) -> None:
-    """Write a generation batch to a file that only this user can read; it is there whole or not at all.
+    """Write a generation batch, see `write_table`."""
+    write_table(_table(entry), path)
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write a table with metadata to a file that only this user can read; it is there whole or not at all.
 
     Raises:
         ConfigError: Its folder is a symbolic link.
@@ -182,7 +187,7 @@ def write_entry(entry: Entry, path: Path) -> None:
         raise ConfigError(f"{folder} is a symbolic link, and prefrl does not write to its target. Remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    table, data = _table(entry), io.BytesIO()
+    data = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, _SEAL: _HASH + _NO_HASH}), data)
     before, _, after = data.getvalue().rpartition(_NO_HASH)
     aside = path.with_suffix(".part")

@@ -77,6 +77,7 @@ _OTHERWISE: dict[str, Any] = {
     "num_completions_to_print": 4,
     "log_unique_prompts": False,
     "journal_keep": 0,
+    "journal_tokens": False,
 }
 
 

@@ -32,6 +32,7 @@ from prefrl.options.fields import check_fields, check_unset, opt
 from prefrl.options.names import nearest
 from prefrl.scripts.declaration import command
 from prefrl.scripts.report_page import MOST_RUNS, page
+from prefrl.scripts.report_tokens import TokenQuantity, text_of_tokens, turns_of
 
 
 @dataclass
@@ -239,6 +240,11 @@ class LookArguments:
     reward: str = opt(
         "reward", "Column to sort by: 'reward' for the total, the name of a single reward, or 'advantage'."
     )
+    tokens: TokenQuantity | None = opt(
+        None,
+        "Color the tokens by this quantity. All but logprob need a run with journal_tokens=True. Where there are no "
+        "colors, as in a file, the number is written behind each token that would have one.",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -254,7 +260,7 @@ class LookArguments:
     "look",
     LookArguments,
     about="Show the worst and the best completions of a run.\n\nExamples:\n  prefrl look runs/a --worst 5\n"
-    "  prefrl look runs/a --all_steps --best 3 --reward numeric_reward",
+    "  prefrl look runs/a --all_steps --best 3 --reward numeric_reward\n  prefrl look runs/a --tokens ratio",
     positional=("run_dir",),
 )
 def look(options: LookArguments) -> int:
@@ -262,7 +268,7 @@ def look(options: LookArguments) -> int:
     folder = Path(str(options.run_dir))
     sessions = sorted(folder.glob("session-*.parquet"))
     if sessions:
-        where, names = f"{len(sessions):,} sessions", []
+        where, names, files = f"{len(sessions):,} sessions", [], {}
         rows = _conversations(sessions, options)
     else:
         files = _files(folder)
@@ -277,8 +283,52 @@ def look(options: LookArguments) -> int:
     console.print(_heading(where, rows, scored, options.reward))
     for title, some in (("worst", scored[: options.worst]), ("best", scored[len(scored) - options.best :][::-1])):
         for number, row in enumerate(some, start=1):
-            console.print(_panel(row, f"{title} {number}", names))
+            tokens = None if options.tokens is None else _colored(folder, files, row, options.tokens, console)
+            console.print(_panel(row, f"{title} {number}", names, tokens))
     return 0
+
+
+# Backgrounds of levels away from 0, below it and above: blue and orange, which most people can tell apart.
+_BELOW = ("on #16324f", "on #1f5a94", "on #3b82c4 #000000", "on #9cc9f5 #000000")
+_ABOVE = ("on #4f2a12", "on #94501f", "on #d97a2b #000000", "on #ffc08a #000000")
+
+
+def _colored(
+    folder: Path, files: Mapping[int, list[Path]], row: Mapping[str, Any], key: str, console: Console
+) -> Text:
+    """The tokens of a completion by a quantity, after what its colors mean.
+
+    Raises:
+        DataError: The run has no tokenizer.
+    """
+    run, first, place = folder.parent if folder.name == "completions" else folder, row["step"], _place(row)
+    if text_of_tokens(run) is None:
+        raise DataError(f"tokens={key!r}: {run} has no tokenizer.json, neither in it nor in its last checkpoint.")
+    end = min((step - 1 for step in files if step - 1 > first), default=math.inf)
+    found = turns_of(run, files[first + 1], [place], first=first, end=end)
+    scale = next(scale for scale in found.scales if scale.key == key)
+    shown = Text(f"{scale.name}, the {scale.about}\n", style="dim")
+    if scale.missing:
+        return shown.append(f"{scale.missing}\n")
+    for level, words in scale.legend():
+        shown.append(f" {words} ", style=_style(level)).append(" ")
+    for turn in found.turns[place]:
+        shown.append("\n")
+        for token in turn.tokens:
+            value = token.values.get(key)
+            level = 0 if value is None else scale.level(value)
+            shown.append(token.text, style=_style(level))
+            if level and console.color_system is None:
+                shown.append(f"[{value:.3g}]")
+    return shown.append("\n")
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row["group"], row["rollout"]
+
+
+def _style(level: int) -> str:
+    return "" if level == 0 else (_ABOVE if level > 0 else _BELOW)[abs(level) - 1]
 
 
 def _files(run: Path) -> dict[int, list[Path]]:
@@ -302,7 +352,9 @@ def _conversations(paths: Sequence[Path], options: LookArguments) -> list[dict[s
     from prefrl.data.formats import read_messages  # imports datasets
     from prefrl.rollout.summary import as_text
 
-    check_unset(options, "step", "all_steps", because="run_dir has sessions of prefrl gateway", remedy="Remove it.")
+    check_unset(
+        options, "step", "all_steps", "tokens", because="run_dir has sessions of prefrl gateway", remedy="Remove it."
+    )
     if options.reward != "reward":
         raise ConfigError(f"reward={options.reward!r}: sessions have no other column of rewards than 'reward'")
     rows = [row for path in paths for row in pq.read_table(path).to_pylist()]
@@ -357,13 +409,15 @@ def _heading(where: str, rows: Sequence[Any], scored: Sequence[Mapping[str, Any]
     return f"{told}, {reward} {min(values):.4g} to {max(values):.4g}, mean {math.fsum(values) / len(values):.4g}"
 
 
-def _panel(row: Mapping[str, Any], title: str, rewards: Sequence[str]) -> Panel:
+def _panel(row: Mapping[str, Any], title: str, rewards: Sequence[str], tokens: Text | None) -> Panel:
     numbers = [f"{name} {row[name]:.4g}" for name in ("reward", *rewards, "advantage") if _is_number(row.get(name))]
     about = f"{row['tokens']} tokens, {row['finish_reason']}"
     shown = Text()
     for name in ("prompt", "completion"):
         text = printable(str(row[name]), max_characters=_SHOWN_CHARACTERS, max_lines=_SHOWN_LINES)
         shown.append(f"{name}\n", style="dim").append(f"{text}\n")
+    if tokens is not None:
+        shown.append("tokens\n", style="dim").append(tokens)
     shown.append(" | ".join([*numbers, about]), style="bold")
     place = f"session {row['session']}" if "session" in row else f"step {row['step'] + 1}, prompt {row['group']}"
     return Panel(shown, title=printable(f"{title}, {place}"), title_align="left")

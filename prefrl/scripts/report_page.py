@@ -9,10 +9,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -23,7 +22,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from prefrl import __version__
 from prefrl.errors import printable
-from prefrl.scripts.report_record import Point, events_of, last_checkpoint, read_run, series_of, state_of, thinned
+from prefrl.scripts.report_record import Point, events_of, read_run, series_of, state_of, thinned
+from prefrl.scripts.report_tokens import SCALES, Scale, ShownTurn, turns_of
 
 _FOLDER = Path(__file__).parent / "page"
 MOST_RUNS = 6  # that one page compares: as many as there are colors
@@ -58,7 +58,7 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
     limit = _MAX_POINTS // max(2, len(runs))
     curves = {name: [[_short(point) for point in thinned(s.get(name, []), limit)] for s in series] for name in metrics}
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"number": _number, "clock": _clock, "rarity": _rarity, "changes": ShownCompletion.changes}
+    environment.filters |= {"number": _number, "clock": _clock, "color": _color, "changes": ShownCompletion.changes}
     text = environment.get_template("page.html").render(
         runs=runs,
         names=names,
@@ -72,6 +72,7 @@ def page(folders: Sequence[Path], *, is_live: bool = False) -> str:
         times=times,
         phases=sorted({phase for of_run in times for phase in of_run}),
         histograms=[histograms_of(run.folder) for run in runs],
+        scales=SCALES.values(),
         tables=side_by_side([run.folder for run in runs], names),
         events=[events_of(run) for run in runs],
         options=_table([run.config for run in runs]),
@@ -158,14 +159,13 @@ def _number(value: float | None) -> str:
 _FILE = re.compile(r"completions_(\d+)(?:_rank\d+of\d+)?")
 _EVALUATION = re.compile(r"(\w+)_(\d+)")
 _WORDS = re.compile(r"\s+|\S+")
-_COLUMNS = ("group", "rollout", "turn", "prompt", "completion", "reward", "advantage", "finish_reason")
-_OF_TOKENS = ("completion_ids", "logprobs")
+_COLUMNS = (
+    *("group", "rollout", "turn", "prompt", "completion", "reward", "advantage", "finish_reason"),
+    *("environment", "stop_reason", "num_calls", "num_failed_calls"),
+)
 _MAX_CHARACTERS = 1500  # of a prompt and of a completion
-_MAX_TOKENS = 300  # that are shown of a completion
 _MAX_PROMPTS = 8
 _MAX_EVALUATIONS = 4  # that are shown beside each other
-# From these log-probs down, a token has the next color.
-_RARE = (-0.5, -1.0, -2.0, -4.0)
 _RECENT = 8  # generation batches in which prompts of two runs are looked for
 _BINS = 20
 
@@ -175,6 +175,7 @@ class ShownCompletion:
     """A completion, with texts that are safe to show."""
 
     group: int
+    rollout: int
     key: str  # the whole prompt, by which prompts are found in another batch
     prompt: str
     completion: str
@@ -183,7 +184,8 @@ class ShownCompletion:
     rewards: dict[str, float]  # by the name of the reward; those that are None are left out
     advantage: float | None
     is_cut_off: bool
-    tokens: list[tuple[str, float]]  # text and log-prob of each; empty if they are not known
+    ending: str  # of an episode
+    turns: tuple[ShownTurn, ...] = ()  # with their tokens; a single completion is one turn
 
     def changes(self, before: ShownCompletion) -> list[tuple[str, bool]]:
         """The pieces of the completion, and whether an earlier completion of the prompt lacks them."""
@@ -200,11 +202,7 @@ class SideBySide:
     columns: tuple[str, ...]
     pairs: Sequence[tuple[ShownCompletion, ...]]  # one completion for each column
     shows_changes: bool = False  # from each column to the next
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether some completion shows its tokens."""
-        return any(sample.tokens for pair in self.pairs for sample in pair)
+    scales: Sequence[Scale] = ()  # of the tokens, if they are known
 
 
 @dataclass(frozen=True)
@@ -312,7 +310,7 @@ def _by_prompt(samples: Iterable[ShownCompletion]) -> dict[str, ShownCompletion]
 def _best_and_worst(folder: Path, title: str) -> SideBySide:
     groups: dict[int, list[ShownCompletion]] = {}
     batches = _batches(folder)
-    for sample in _samples(*batches[-1], _text_of_tokens(folder)) if batches else []:
+    for sample in _samples(*batches[-1]) if batches else []:
         if math.isfinite(sample.reward):
             groups.setdefault(sample.group, []).append(sample)
     pairs = [
@@ -321,7 +319,22 @@ def _best_and_worst(folder: Path, title: str) -> SideBySide:
     ]
     pairs.sort(key=lambda pair: pair[1].reward - pair[0].reward)
     differing = [pair for pair in pairs if pair[0].reward > pair[1].reward]
-    return SideBySide(title, ("best", "worst"), (differing or pairs)[:_MAX_PROMPTS])
+    return _with_turns(SideBySide(title, ("best", "worst"), (differing or pairs)[:_MAX_PROMPTS]), folder, batches)
+
+
+def _with_turns(table: SideBySide, folder: Path, batches: Sequence[tuple[int, list[Path]]]) -> SideBySide:
+    """The table with the turns and tokens of its completions, which are those of the last batch."""
+    if not table.pairs:
+        return table
+    step, paths = batches[-1]
+    wanted = {(sample.group, sample.rollout) for pair in table.pairs for sample in pair}
+    found = turns_of(folder, paths, wanted, first=step - 1)
+    pairs = [
+        tuple(replace(sample, turns=tuple(found.turns.get((sample.group, sample.rollout), ()))) for sample in pair)
+        for pair in table.pairs
+    ]
+    has_tokens = any(turn.tokens for turns in found.turns.values() for turn in turns)
+    return replace(table, pairs=pairs, scales=found.scales if has_tokens else ())
 
 
 def _batches(folder: Path) -> list[tuple[int, list[Path]]]:
@@ -342,56 +355,29 @@ def _evaluations(folder: Path) -> list[tuple[int, list[Path]]]:
     return sorted(paths.items())
 
 
-# From the ids of a completion, the text of each.
-_TextOf = Callable[[Sequence[int]], list[str]]
+def _samples(step: int, paths: Iterable[Path]) -> list[ShownCompletion]:
+    return [sample for path in paths for sample in _read(step, path)]
 
 
-def _text_of_tokens(folder: Path) -> _TextOf | None:
-    """By the tokenizer of the last checkpoint, or of the folder; None if there is none."""
-    checkpoint = last_checkpoint(folder)
-    files = [at / "tokenizer.json" for at in (checkpoint, folder) if at is not None]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-
-    def text_of(ids: Sequence[int]) -> list[str]:
-        whole = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in range(len(ids) + 1)]
-        return [after[len(before) :] for before, after in pairwise(whole)]
-
-    return text_of
-
-
-def _samples(step: int, paths: Iterable[Path], text_of: _TextOf | None = None) -> list[ShownCompletion]:
-    return [sample for path in paths for sample in _read(step, path, text_of)]
-
-
-def _read(step: int, path: Path, text_of: _TextOf | None) -> Iterator[ShownCompletion]:
+def _read(step: int, path: Path) -> Iterator[ShownCompletion]:
     """The rows of a file, one for each rollout; none if it has been deleted meanwhile or is damaged."""
     try:
         schema = pq.read_schema(path)
         parts = json.loads((schema.metadata or {}).get(b"prefrl", b"{}")).get("parts", [])
         names = list(dict.fromkeys(name for part in parts for name in part["rewards"]))
-        columns = (*_COLUMNS, *names, *(() if text_of is None else _OF_TOKENS))
-        wanted = [name for name in columns if name in schema.names]
+        wanted = [name for name in (*_COLUMNS, *names) if name in schema.names]
         rows = pq.read_table(path, columns=wanted).to_pylist()
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
         return
-    # The tokens of an episode are in several rows, with those of its tools and of its user between them.
-    episodes = {(row.get("group"), row.get("rollout")) for row in rows if row.get("turn", 0)}
-    for row in rows:
-        if row.get("turn", 0) == 0:
-            has_tokens = text_of is not None and (row.get("group"), row.get("rollout")) not in episodes
-            yield _sample(step, row, names, text_of if has_tokens else None)
+    yield from (_sample(step, row, names) for row in rows if row.get("turn", 0) == 0)
 
 
-def _sample(step: int, row: Mapping[str, Any], names: Sequence[str], text_of: _TextOf | None) -> ShownCompletion:
+def _sample(step: int, row: Mapping[str, Any], names: Sequence[str]) -> ShownCompletion:
     prompt = str(row.get("prompt", ""))
     rewards = {name: float(row[name]) for name in names if isinstance(row.get(name), int | float)}
     return ShownCompletion(
         group=row.get("group", 0),
+        rollout=row.get("rollout", 0),
         key=prompt,
         prompt=_ending(prompt),
         completion=printable(str(row.get("completion", "")), max_characters=_MAX_CHARACTERS),
@@ -400,19 +386,21 @@ def _sample(step: int, row: Mapping[str, Any], names: Sequence[str], text_of: _T
         rewards=rewards,
         advantage=row.get("advantage"),
         is_cut_off=row.get("finish_reason") == "length",
-        tokens=_tokens(row, text_of) if text_of is not None and row.get("logprobs") else [],
+        ending=_ending_of(row),
     )
 
 
-def _tokens(row: Mapping[str, Any], text_of: _TextOf) -> list[tuple[str, float]]:
-    ids, logprobs = (row[name][:_MAX_TOKENS] for name in _OF_TOKENS)
-    texts = [printable(text) for text in text_of(ids)]
-    return [(text, logprob) for text, logprob in zip(texts, logprobs, strict=True) if logprob is not None]
+def _color(scale: Scale, level: int) -> str:
+    """The class of a level of a quantity in the style."""
+    return f"{scale.key}{'_' if level < 0 else ''}{abs(level)}"
 
 
-def _rarity(logprob: float) -> int:
-    """0 for a token that was likely when it was sampled, 4 for a rare one."""
-    return sum(logprob <= bound for bound in _RARE)
+def _ending_of(row: Mapping[str, Any]) -> str:
+    """How an episode ended, and what it called; empty for a single completion."""
+    if row.get("stop_reason") is None:
+        return ""
+    calls = f", {row['num_calls']} calls, {row['num_failed_calls']} of them failed" if row["num_calls"] else ""
+    return f"{row['environment']}, ended by {row['stop_reason']}{calls}"
 
 
 def _ending(prompt: str) -> str:

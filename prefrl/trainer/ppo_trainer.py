@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,8 @@ class PPOTrainer(OnlineTrainer[CriticBatch]):
         output = self._policy_loss(batch, scores)
         value = critic_loss(self.args, batch, values)
         weight = 1.0 if self.policy_learns else 0.0
-        return LossOutput(weight * output.total + value.total, output.metrics | value.metrics)
+        total = weight * output.total + value.total
+        return replace(output, total=total, metrics=output.metrics | value.metrics)
 
     # The critic is part of the model that HuggingFace trains, and its parameters are in the optimizer's last groups.
 

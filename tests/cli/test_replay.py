@@ -195,6 +195,7 @@ def test_a_run_whose_rate_followed_evaluations_is_refused(tmp_path: Path, capsys
         {"eval_strategy": "steps", "eval_steps": 2, "warmup_evaluations": 1},
         {"eval_strategy": "steps", "eval_steps": 2, "reduce_on_plateau": 1},
         {"profile": True, "profile_kwargs": {"wait": 0}},
+        {"journal_tokens": True},
     ],
     ids=str,
 )

@@ -88,6 +88,15 @@ def test_the_loss_of_an_evaluation_contains_it(tmp_path: Path) -> None:
     assert found["eval_aux_loss"] > 1
 
 
+def test_an_evaluation_predicts_the_same_with_it(tmp_path: Path) -> None:
+    found: list[Any] = []
+    evaluation: dict[str, Any] = {"model": mixture_of("sft"), "eval_dataset": dataset_of("sft", 4)}
+    evaluation["compute_metrics"] = lambda given: found.append(given.predictions) or {}
+    for coef in (0.5, 0.0):
+        make_trainer("sft", tmp_path, **evaluation, router_aux_loss_coef=coef).evaluate()
+    assert found[0].tolist() == found[1].tolist()
+
+
 class StopAfterOneStep(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         control.should_training_stop = True

@@ -231,6 +231,7 @@ NEUTRAL = {
     "num_completions_to_print",  # test_summary
     "log_unique_prompts",  # test_summary
     "journal_keep",  # test_survival
+    "journal_tokens",  # test_journal_tokens
     "router_replay",  # test_mixtures
 }
 # Where an algorithm has another default.

@@ -94,6 +94,57 @@ function showValues(plot, svg, curves, names, [first, last]) {
   });
 }
 
+// The values of a token, as its title has them: [name, value] of each quantity.
+function valuesOf(token) {
+  return token.title.split(", ").map((part) => [part.slice(0, part.lastIndexOf(" ")), part.slice(part.lastIndexOf(" ") + 1)]);
+}
+
+// Shows the values of the token that the arrow keys have reached, or that was clicked on.
+function showToken(tokens, token) {
+  const all = [...tokens.children];
+  tokens.querySelector(".here")?.classList.remove("here");
+  token.classList.add("here");
+  token.scrollIntoView({ block: "nearest" });
+  tokens.nextElementSibling.textContent = `token ${all.indexOf(token) + 1} of ${all.length}, ${JSON.stringify(token.textContent)}: ${token.title}`;
+}
+
+document.addEventListener("keydown", (event) => {
+  const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!move || !event.target.matches(".tokens[tabindex]")) return;
+  event.preventDefault();
+  const all = [...event.target.children], place = all.findIndex((token) => token.classList.contains("here"));
+  showToken(event.target, all[Math.min(all.length - 1, Math.max(0, place < 0 ? 0 : place + move))]);
+});
+document.addEventListener("click", (event) => {
+  if (event.target.matches(".tokens[tabindex] > span")) showToken(event.target.parentElement, event.target);
+});
+
+// Fills a table of the values of tokens, when it is opened.
+function fillTable(details) {
+  if (!details.open || details.querySelector("table")) return;
+  const tokens = [...details.parentElement.querySelectorAll(".tokens > span")], table = document.createElement("table");
+  const names = [...new Set(tokens.flatMap((token) => valuesOf(token).map(([name]) => name)))];
+  const row = (tag, cells) => {
+    const line = table.insertRow();
+    cells.forEach((text, i) => {
+      const cell = document.createElement(tag);
+      if (i !== 1) cell.className = "n";
+      if (tag === "th") cell.scope = "col";
+      cell.textContent = text;
+      line.append(cell);
+    });
+  };
+  row("th", ["number", "token", ...names]);
+  tokens.forEach((token, i) => {
+    const values = Object.fromEntries(valuesOf(token));
+    row("td", [i + 1, JSON.stringify(token.textContent), ...names.map((name) => values[name] ?? "-")]);
+  });
+  const scroll = document.createElement("div");
+  scroll.className = "scroll";
+  scroll.append(table);
+  details.append(scroll);
+}
+
 // What the reader has chosen in the controls, which stay when the page is replaced.
 function chosen() {
   const hidden = [...document.querySelectorAll("[data-run]:not(:checked)")].map((box) => Number(box.dataset.run));
@@ -124,6 +175,9 @@ function drawAll(root = document) {
     const folded = figure.closest("details");
     if (!folded || folded.open) draw(figure, data.curves[figure.dataset.metric], data.names, view);
   });
+  document.body.dataset.color = document.getElementById("color").value;
+  root.querySelectorAll(".as-table").forEach(fillTable);
+  if (root instanceof Element && root.matches(".as-table")) fillTable(root);
   filter(view);
 }
 
@@ -139,9 +193,13 @@ async function refresh(state) {
         if (same) same.open = details.open;
       }
       const metric = document.activeElement.closest(".chart")?.dataset.metric;
+      const tokens = document.activeElement.closest(".tokens"), place = [...(tokens?.children ?? [])].findIndex((token) => token.classList.contains("here"));
       document.querySelector("main").replaceWith(fresh);
       drawAll();
       if (metric) fresh.querySelector(`.chart[data-metric="${CSS.escape(metric)}"] svg`)?.focus({ preventScroll: true });
+      const same = tokens && fresh.querySelector(`#${tokens.parentElement.id} > .tokens`);
+      same?.focus({ preventScroll: true });
+      if (same?.children[place]) showToken(same, same.children[place]);
     } else if (answer.status !== 304) throw new Error(String(answer.status));
     const status = document.getElementById("status");
     status.textContent = status.dataset.state;

@@ -26,6 +26,7 @@ from prefrl.trainer.features.replay import router_replay
 from prefrl.trainer.features.router import RouterLoss, router_loss
 from prefrl.trainer.features.shared_device import SharedDevice
 from prefrl.trainer.features.sizes import EvaluationSize, automatic_sizes
+from prefrl.trainer.features.tokens import token_record
 from prefrl.trainer.features.uploads import uploaded_checkpoints
 from prefrl.trainer.parts import Part, Run
 
@@ -75,6 +76,7 @@ def parts_of(run: Run) -> list[Part]:
         moving_average(run),
         soup_of_checkpoints(run),
         uploaded_checkpoints(args),
+        token_record(args),
     ]
     add_early_stopping(run)
     return [part for part in found if part is not None]

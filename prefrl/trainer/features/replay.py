@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -76,4 +77,4 @@ class ReplayedRouters(Part):
             replay.counts = None
         num_known, num_changed = torch.stack([each.to(counts[0]) for each in counts]).sum(0)
         metrics = {"sampling/routes_changed": Mean(num_changed, num_known)}
-        return LossOutput(output.total, output.metrics | metrics, output.predictions)
+        return replace(output, metrics=output.metrics | metrics)

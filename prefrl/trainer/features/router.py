@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from transformers import PreTrainedModel
@@ -63,4 +64,4 @@ class RouterLoss(Part):
         row_items = run.row_items(batch)
         total = (row_items[batch.on_device(batch.response_row)] * shares * record.losses).sum()
         metrics = {"aux_loss": Mean(total.detach(), row_items.sum())}
-        return LossOutput(output.total + self.coef * total, output.metrics | metrics)
+        return replace(output, total=output.total + self.coef * total, metrics=output.metrics | metrics)

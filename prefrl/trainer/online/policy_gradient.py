@@ -233,7 +233,7 @@ class PolicyGradient:
             entropy_weights=batch.trainable * scale,
             old_logprobs=scores.found.get("old_logprobs"),
             entropies=scores.found.get("entropies"),
-            **{name: scores.found.get(name) for name in self.objective.reference_needs},
+            **{name: scores.found.get(name) for name in self.objective.kept_scores},
             **critic,
         )
 

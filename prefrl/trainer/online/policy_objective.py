@@ -86,6 +86,9 @@ class PolicyObjective:
         # The scores of reference and teacher that the loss reads. "full" compares whole distributions.
         full: list[ScoreNeed] = ["ref_hidden"] if any(each.estimator == "full" for each in in_loss) else []
         self.reference_needs: frozenset[ScoreNeed] = frozenset([*(each.score for each in in_loss), *full])
+        # Those in a batch: also what only the reward reads, if it is recorded.
+        in_reward = {each.score for each in self.in_reward} if args.journal_tokens else set()
+        self.kept_scores: frozenset[ScoreNeed] = self.reference_needs | in_reward
 
     def _compared(self, args: PolicyGradientConfig) -> tuple[list[Compared], list[Compared]]:
         """The models that the policy is compared with in the loss, and those in the reward."""
@@ -183,7 +186,7 @@ class PolicyObjective:
             metrics["kl_coef"] = Mean(self.beta, 1)
         if self.bonus is not None:
             metrics["entropy_coef"] = Mean(self.bonus.coef, 1)
-        return LossOutput(total=total, metrics=metrics)
+        return LossOutput(total=total, metrics=metrics, logprobs=scores.logprobs.detach())
 
     def metrics_without_pass(self, batch: PolicyBatch) -> dict[str, Metric]:
         """Metrics of rows with zero advantage, which are left out of the forward pass; on the host.

@@ -13,6 +13,7 @@ import pytest
 from prefrl.scripts.report import LivePage, serve
 from prefrl.scripts.report_page import page
 from tests.unit.scripts.test_report import rollout, run_folder, write_batch, write_metrics
+from tests.unit.scripts.test_report_tokens import REFERENCE, with_tokens, write_episode, write_record
 
 pytestmark = pytest.mark.browser
 
@@ -109,3 +110,112 @@ def test_a_live_page_changes_and_what_the_reader_chose_stays(shown: Any, tmp_pat
         assert shown.locator("#completions article:visible").count() == 1
         assert shown.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Curve of reward.")
         server.shutdown()
+
+
+COLORS = ["logprob", "ratio", "advantage", "kl", "teacher_kl"]
+
+
+def backgrounds(tab: Any) -> list[str]:
+    """Of the tokens of the first completion."""
+    spans = tab.locator(".tokens[tabindex]").first.locator("span")
+    return spans.evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
+
+
+def test_tokens_have_the_colors_of_the_chosen_quantity_and_its_legend(shown: Any, tmp_path: Path) -> None:
+    folder = with_tokens(tmp_path / "run")
+    write_record(folder, 2, {"ref_logprobs": REFERENCE})
+    opened(shown, [folder], tmp_path / "page.html")
+    shown.locator("#tokens-0-0-0 > summary").click()
+    found = {}
+    for color in COLORS:
+        shown.get_by_label("colors of tokens").select_option(color)
+        found[color] = backgrounds(shown)
+        assert shown.locator(".of-color:visible").count() == 1
+        legend = shown.locator(f'[data-of="{color}"]')
+        assert legend.is_visible()
+        keys = legend.locator(".key span").evaluate_all("all => all.map(key => getComputedStyle(key).backgroundColor)")
+        assert {*found[color]} <= {*keys, "rgba(0, 0, 0, 0)"}
+        assert len({*keys}) == len(keys)
+    none = "rgba(0, 0, 0, 0)"
+    assert [background == none for background in found["ratio"]] == [True, False, False]  # 1, e, 1 / e
+    assert found["ratio"][1] != found["ratio"][2]
+    assert [background == none for background in found["kl"]] == [True, False, False]
+    assert found["teacher_kl"] == [none] * 3
+    assert shown.get_by_text("None is shown: teacher_kl_coef is 0: no teacher.").is_visible()
+
+
+def test_values_of_tokens_are_read_with_the_keyboard_and_in_a_table(shown: Any, tmp_path: Path) -> None:
+    folder = with_tokens(tmp_path / "run")
+    write_record(folder, 2, {})
+    opened(shown, [folder], tmp_path / "page.html")
+    shown.locator("#tokens-0-0-0 > summary").focus()
+    shown.keyboard.press("Enter")
+    shown.keyboard.press("Tab")
+    status = shown.locator("#tokens-0-0-0 [role=status]")
+    for move, expected in (
+        ("Right", 'token 1 of 3, "a": '),
+        ("Right", 'token 2 of 3, "<": '),
+        ("Left", "token 1 of 3"),
+    ):
+        shown.keyboard.press(f"Arrow{move}")
+        assert status.inner_text().startswith(expected)
+    assert status.inner_text().endswith("log-prob -0.25, ratio 1, advantage 0.5")
+    shown.keyboard.press("Tab")
+    shown.keyboard.press("Enter")
+    rows = shown.locator("#table-0-0-0 tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(c => c.textContent))"
+    )
+    assert rows[0] == ["number", "token", "log-prob", "ratio", "advantage"]
+    assert rows[2:] == [["2", '"<"', "-3", "2.718", "-1"], ["3", '"b"', "-9", "0.3679", "2"]]
+
+
+def test_turns_of_an_episode_are_listed(shown: Any, tmp_path: Path) -> None:
+    folder = with_tokens(tmp_path / "run")
+    write_episode(folder)
+    opened(shown, [folder], tmp_path / "page.html")
+    shown.locator("#turns-0-0-0 > summary").click()
+    turns = shown.locator("#turns-0-0-0 > ol > li")
+    assert turns.count() == 2
+    assert "and?" in turns.first.inner_text()
+    turns.last.locator("summary").first.click()
+    assert turns.last.locator(".tokens span").inner_text() == "b"
+
+
+def test_the_token_that_was_reached_stays_while_a_live_page_changes(shown: Any, tmp_path: Path) -> None:
+    folder = with_tokens(tmp_path / "run")
+    live = LivePage([folder])
+    with serve(live, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shown.goto(f"http://127.0.0.1:{server.server_port}{live.path}")
+        shown.get_by_label("colors of tokens").select_option("ratio")
+        assert "None is shown: not recorded." in shown.locator('[data-of="ratio"]').inner_text()
+        shown.locator("#tokens-0-0-0 > summary").click()
+        shown.locator("#tokens-0-0-0 .tokens").focus()
+        shown.keyboard.press("ArrowRight")
+        shown.keyboard.press("ArrowRight")
+        write_record(folder, 2, {})
+        shown.locator("#tokens-0-0-0 [role=status]", has_text="ratio 2.718").wait_for(timeout=60_000)
+        shown.keyboard.press("ArrowRight")
+        assert shown.locator("#tokens-0-0-0 [role=status]").inner_text().startswith('token 3 of 3, "b"')
+        assert shown.evaluate("document.body.dataset.color") == "ratio"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_violation(chromium: Any, tmp_path: Path, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    folder = with_tokens(tmp_path / "run")
+    write_record(folder, 2, {"ref_logprobs": REFERENCE})
+    several = tmp_path / "several.html"
+    several.write_text(page(folders_of_two_runs(tmp_path / "two")), encoding="utf-8")
+    # The policy of the page lets nothing else in, and so not axe.
+    tab = chromium.new_context(color_scheme=scheme, bypass_csp=True).new_page()
+    for file in (tmp_path / "one.html", several):
+        opened(tab, [folder], file) if file != several else tab.goto(file.as_uri())
+        tab.evaluate("document.querySelectorAll('details').forEach(details => { details.open = true; })")
+        for color in COLORS if file != several else COLORS[:1]:
+            tab.get_by_label("colors of tokens").select_option(color)
+            found = Axe().run(tab)
+            assert found.violations_count == 0, found.generate_report()
+    tab.context.close()

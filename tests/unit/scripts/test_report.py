@@ -13,7 +13,6 @@ import socket
 import stat
 import subprocess
 import threading
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from prefrl.scripts.report import LivePage, serve
 from prefrl.scripts.report_page import histograms_of, page, side_by_side
 from prefrl.scripts.report_record import events_of, read_run, state_of, thinned
 from prefrl.types import Completion, Rollout, Turn
-from tests.assets import tiny_tokenizer
 from tests.patience import PATIENCE
 
 HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e"
@@ -205,21 +203,6 @@ def test_evaluations_are_spread_over_the_run_and_show_what_is_new(tmp_path: Path
     assert [sample.step for sample in columns] == [0, 15, 30, 45]
     assert columns[1].changes(columns[0]) == [("so it is ", False), ("15", True), (" <i>", False)]
     assert "<pre>so it is <ins>45</ins> &lt;i&gt;</pre>" in page([folder])
-
-
-def test_tokens_have_their_texts_and_log_probs(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
-    tiny_tokenizer(chat_template=None).save_pretrained(folder / "checkpoint-3")
-    ids = tiny_tokenizer(chat_template=None)("a<b")["input_ids"]
-    tokens = Completion(ids, "stop", [-0.25, -3.0, -9.0], [True] * 3, [0] * 3)
-    several = replace(rollout(1, "a<b", 1.0), turns=[Turn([1, 2], tokens), Turn([1, 2], tokens)])
-    write_batch(folder, 2, [replace(rollout(0, "a<b", 1.0), turns=[Turn([1, 2], tokens)]), several])
-    (episode, _), (single, _) = sorted(side_by_side([folder], ["run"])[0].pairs, key=lambda pair: len(pair[0].tokens))
-    assert single.tokens == [("a", -0.25), ("<", -3.0), ("b", -9.0)]
-    assert episode.tokens == [], "they are those of a part of the conversation"
-    text = page([folder])
-    spans = re.findall(r'<span class="(q\d)" title="log-prob (.*?)">(.*?)</span>', text)
-    assert spans[:3] == [("q0", "-0.25", "a"), ("q3", "-3", "&lt;"), ("q4", "-9", "b")]
 
 
 def test_what_is_empty_equal_or_long_can_be_read(tmp_path: Path) -> None:
