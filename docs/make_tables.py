@@ -56,7 +56,7 @@ KEY_PAGES = {
     ),
     "auto_size_kwargs": "batch_sizes.md",
     "profile_kwargs": "profiling.md",
-    "teacher_weights_kwargs": "trainers/distillation.md",
+    **dict.fromkeys(("teacher_weights_kwargs", "teacher_server_kwargs"), "trainers/distillation.md"),
     **dict.fromkeys(("checkpoint_kwargs", "upload_kwargs"), "checkpoints.md"),
     **dict.fromkeys(("eval_sampling_kwargs", "pass_at_k_kwargs"), "evaluation.md"),
     **dict.fromkeys(
@@ -183,7 +183,7 @@ def keys_of(names: Collection[str]) -> str:
     lines = ["| option | with | key | value | default | meaning |", "|---|---|---|---|---|---|"]
     options = {
         option.name: option
-        for config in ("GRPO", "Distillation")
+        for config in ("GRPO", "PPO", "DPO", "Distillation")
         for option in kwargs_options(load(f"prefrl.{config}Config"))
     }
     for option in options.values():

@@ -28,7 +28,7 @@ PYTHON = """#!/bin/bash
 until [[ $1 == launch || $1 == vllm-serve ]]; do shift; done
 exec "$(dirname "$0")/prefrl" "$@"
 """
-CLUSTER = ("--nodes", "4", "--server_nodes", "2", "--vllm_args", "--max_model_len 4096")
+CLUSTER = ("--nodes", "4", "--server_nodes", "2", "--vllm_args", "--max_model_len 4096", "--run_name", "a\nexit: 1")
 
 
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Path:
@@ -124,6 +124,13 @@ JOBSET = {
         "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
     },
 }
+
+
+def test_folders_with_spaces_stand_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    text = written(folder, monkeypatch, "--write", "slurm").read_text(encoding="utf-8")
+    assert f"#SBATCH --chdir='{folder}'\n#SBATCH --output='{folder}/runs/My_run/slurm-%j.log'\n" in text
 
 
 def fits(value: Any, schema: Any) -> bool:

@@ -28,6 +28,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from prefrl.losses.preference.pairwise import CPO_LOSSES, PAIR_LOSSES, PairLoss
 from prefrl.options.fields import listed_fields
+from prefrl.options.params import kwargs_options
 from prefrl.registry import REGISTRY, Algorithm
 from prefrl.scripts.arguments.launch import launch_options
 from prefrl.scripts.inputs import read
@@ -64,6 +65,14 @@ def test_option_tables_are_those_of_the_configs(page: Path) -> None:
     """Else run `python docs/make_tables.py`."""
     text = page.read_text(encoding="utf-8")
     assert module(ROOT / "docs/make_tables.py").render(text) == text
+
+
+def test_keys_stand_on_the_page_that_the_line_of_their_option_links_to() -> None:
+    tables: Any = module(ROOT / "docs/make_tables.py")
+    for row in REGISTRY.values():
+        for option in kwargs_options(row.load_config()):
+            page = ROOT / "docs" / tables.KEY_PAGES.get(option.name, "losses.md")
+            assert f"\n| `{option.name}` | " in page.read_text(encoding="utf-8").partition("<!-- keys:")[2], page
 
 
 def test_each_algorithm_has_its_option_table() -> None:

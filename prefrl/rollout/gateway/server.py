@@ -259,14 +259,20 @@ async def _body(request: Request, limit: int) -> dict[str, Any]:
         if len(whole) > limit:
             raise too_large
     try:
-        body = json.loads(whole)
+        body = json.loads(whole, parse_int=_integer)
         if b"\\ud" in whole.lower():  # half of a character, which no tokenizer takes
             json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {reason_of(error)}") from error
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     return body
+
+
+def _integer(digits: str) -> int:
+    """A number that a float can be, so that any number of a request can be compared with its bounds."""
+    float(value := int(digits))
+    return value
 
 
 def _form_of(request: Request) -> WireFormat:

@@ -170,6 +170,11 @@ def start_commands(job: Job, start: Path) -> list[str]:
     return [*([secret] if job.serve is not None else []), f"kubectl apply -f {shlex.quote(str(start))}"]
 
 
+def _written_by(job: Job) -> str:
+    """A comment, each line of which is one."""
+    return f"# Written by: {shlex.join(['prefrl', 'launch', *job.words])}".replace("\n", "\n# ")
+
+
 def _yaml(values: Any) -> str:
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
@@ -179,15 +184,15 @@ def script(job: Job, config: Path) -> str:
     nodes, servers = job.cluster.nodes, job.cluster.server_nodes
     lines = [
         "#!/bin/bash",
-        f"# Written by: {shlex.join(['prefrl', 'launch', *job.words])}",
+        _written_by(job),
         "# Options of sbatch, such as --time and --partition, go before the name of this file, the run's after it.",
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={nodes + servers}",
         "#SBATCH --ntasks-per-node=1",
         *([f"#SBATCH --gpus-per-node={job.cluster.gpus_per_node}"] if job.uses_gpus else []),
         *(["#SBATCH --no-kill"] if servers > 1 else []),
-        f"#SBATCH --chdir={Path.cwd()}",
-        f"#SBATCH --output={job.folder}/slurm-%j.log",
+        f"#SBATCH --chdir={shlex.quote(str(Path.cwd()))}",
+        f"#SBATCH --output={shlex.quote(f'{job.folder}/slurm-%j.log')}",
         "set -euo pipefail",
         "",
         f"TRAINER_PYTHON=${{TRAINER_PYTHON:-{shlex.quote(sys.executable)}}}",
@@ -246,8 +251,8 @@ def manifest(job: Job, config: Path) -> str:
         "replicatedJobs": jobs,
     }
     head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": job.name}}
-    words = [shlex.join(["prefrl", "launch", *job.words]), *start_commands(job, config.with_name("launch.k8s.yaml"))]
-    comment = f"# Written by: {words[0]}\n# Start it with:\n" + "".join(f"#   {line}\n" for line in words[1:])
+    lines = start_commands(job, config.with_name("launch.k8s.yaml"))
+    comment = f"{_written_by(job)}\n# Start it with:\n" + "".join(f"#   {line}\n" for line in lines)
     return comment + _yaml(head | {"spec": spec})
 
 

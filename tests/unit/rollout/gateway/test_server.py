@@ -161,6 +161,7 @@ def test_a_request_that_waits_is_told_that_the_episode_is_over(served: Served, w
         (KEYS[0], {"content": b"\xff\xfe"}, 400, "the body is not JSON"),
         (KEYS[0], {"content": b"[" * 90_000}, 400, "the body is not JSON"),
         (KEYS[0], {"content": b'{"messages": [{"role": "user", "content": "\\ud800"}]}'}, 400, "the body is not JSON"),
+        (KEYS[0], {"content": b'{"temperature": 1' + b"0" * 400 + b"}"}, 400, "the body is not JSON: OverflowError"),
         (KEYS[0], {"json": []}, 400, "the body is not a JSON object"),
         (KEYS[0], {"json": {}}, 400, "messages=None: must be a JSON array"),
         (KEYS[1], {"json": {}}, 400, "input=None: must be a JSON array"),
