@@ -10,7 +10,7 @@ from pathlib import Path
 from prefrl.scripts import demo
 from prefrl.scripts.main import main as prefrl
 
-STEPS = 220  # the demo takes 400
+STEPS = 160  # the demo takes 400
 REQUIRED_GAIN = 0.15
 REQUIRED_GAIN_OF_REAL_MODEL = 0.2
 

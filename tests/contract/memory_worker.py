@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest.mock import patch
@@ -257,6 +258,7 @@ def measure(cases: Sequence[Case]) -> list[float]:
 def _main() -> None:
     prctl_disable_huge_pages = 41
     ctypes.CDLL(None).prctl(prctl_disable_huge_pages, 1, 0, 0, 0)
+    import_module("tests.imported")  # once, for all processes
     gc.freeze()  # a collection would copy what the processes share
     for values in ast.literal_eval(sys.argv[1]):
         child = os.fork()

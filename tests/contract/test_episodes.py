@@ -19,7 +19,7 @@ LEARNING = {
     "optim": "adamw_torch",
     "learning_rate": 1e-3,
     "entropy_coef": 0.03,
-    "per_device_train_batch_size": 192,
+    "per_device_train_batch_size": 96,
     "num_generations": 4,
     "max_completion_length": 16,
     "max_turns": 2,
@@ -38,7 +38,7 @@ def learner(folder: Path, environment: type, **options: Any) -> Any:
 
 
 def test_a_random_policy_learns_to_look_up_and_then_to_answer(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"reward": episodes.looked_up, "tool_parser": episodes.act, "max_steps": 30}
+    options: dict[str, Any] = {"reward": episodes.looked_up, "tool_parser": episodes.act, "max_steps": 24}
     options["seed"] = 1  # some seeds take longer
     trainer = learner(tmp_path, episodes.LookUp, **options)
     trainer.train()
@@ -48,7 +48,7 @@ def test_a_random_policy_learns_to_look_up_and_then_to_answer(tmp_path: Path) ->
 
 
 def test_a_random_policy_learns_to_guess_in_two_turns(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"reward": None, "turn_credit": "return", "learning_rate": 2e-3, "max_steps": 20}
+    options: dict[str, Any] = {"reward": None, "turn_credit": "return", "learning_rate": 2e-3, "max_steps": 15}
     trainer = learner(tmp_path, episodes.Guess, **options)
     trainer.train()
     rewards = rewards_of(trainer)

@@ -150,7 +150,7 @@ def expected(name: str, with_adapter: bool, folder: Path) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize(
     ("name", "use_reentrant", "with_adapter"),
-    [(name, False, False) for name in REGISTRY]
+    [(name, False, False) for name in (*REPRESENTATIVES, "online_dpo", "distillation")]
     + [(name, True, True) for name in REPRESENTATIVES]
     + [(name, kind, not kind) for name in ("sft", "grpo") for kind in (False, True)],
 )

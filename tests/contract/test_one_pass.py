@@ -197,7 +197,6 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
-        *((name, {}) for name in REGISTRY),
         ("sft", {"assistant_only_loss": False, "completion_only_loss": True, "loss_type": "dft"}),
         ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "use_weighting": True}),
         ("grpo", {"beta": 0.1, "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
@@ -207,6 +206,7 @@ class NoWaiting(TorchDispatchMode):
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "default",
 )
 def test_a_step_does_not_wait_for_the_device(algorithm: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Without options, test_pretend.py tells for every trainer."""
     trainer = make_trainer(algorithm, tmp_path, max_steps=2, **options)
     verdict_of(trainer.policy)
     assert train_inside(trainer, lambda _: NoWaiting()) == 2

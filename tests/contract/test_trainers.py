@@ -71,7 +71,8 @@ def test_users_model_is_trained_in_place_and_gives_equal_outputs_when_saved(name
     assert f"prefrl\n- {name}" in (tmp_path / "saved" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
+# And those with a reference or a teacher of their own.
+@pytest.mark.parametrize("name", [*REPRESENTATIVES, "online_dpo", "distillation"])
 def test_lora_moves_the_adapter_alone(name: str, tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     trainer = make_trainer(name, tmp_path, peft_config=config)
@@ -130,7 +131,7 @@ def test_workers_of_the_loader_are_forks_whatever_the_default_of_python_is(tmp_p
         multiprocessing.set_start_method(before, force=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*REPRESENTATIVES, "online_dpo"])
 def test_rows_left_over_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, tmp_path, rows=11, max_steps=-1, num_train_epochs=2)
     trainer.train()
