@@ -93,11 +93,12 @@ KL_RULES = (
         example("grpo", kl_in="reward", kl_estimator="full"),
     ),
 )
-JOURNAL_RULES = unset(
-    {"journal_tokens": True},
-    lambda o: o.journal_keep == 0,
-    "journal_keep=0: no completions are kept. Set journal_keep above 0.",
-    example("grpo", journal_keep=0),
+JOURNAL_RULES = (
+    when(
+        lambda o: o.journal_tokens and o.journal_keep == 0,
+        "journal_tokens=True has no effect because journal_keep=0: no completions are kept. Set journal_keep above 0.",
+        example("grpo", journal_tokens=True, journal_keep=0),
+    ),
 )
 TEACHER_RULES = (
     *unset(

@@ -125,7 +125,7 @@ class Journal:
             return
         try:
             files = self._files() if self._known is None else self._known
-            write_entry(Entry(self._run, generation, step, parts), self.path_of(step))
+            write_table(_table(Entry(self._run, generation, step, parts)), self.path_of(step))
         except OSError as error:
             raise CheckpointError(
                 f"the rollouts of step {step} cannot be written to {self.folder}: {error}. Free space or lower "

@@ -103,6 +103,7 @@ class BatchTokens:
 # From the ids of a completion, the text of each.
 TextOf = Callable[[Sequence[int]], list[str]]
 _MAX_TOKENS = 300  # that are shown of a completion
+_MAX_TURNS = 20
 _MAX_CHARACTERS = 1500  # of a turn
 _FILE = re.compile(r"tokens_(\d+)(?:_rank\d+of\d+)?")
 _COLUMNS = ("group", "rollout", "turn", "turn_text", "turn_reward", "prompt_ids", "completion_ids", "logprobs")
@@ -143,12 +144,16 @@ def turns_of(
     record = _Record.read(folder, run, groups, first=first, end=end)
     turns: dict[tuple[int, int], list[ShownTurn]] = {}
     for key, of_rollout in groupby(rows, key=lambda row: (row["group"], row["rollout"])):
-        num_left = _MAX_TOKENS
-        for row in of_rollout if key in wanted else ():
-            turn = _turn(row, text_of, record, num_left)
-            num_left -= len(turn.tokens)
-            turns.setdefault(key, []).append(turn)
-    every = [token.values for shown in turns.values() for turn in shown for token in turn.tokens]
+        if key not in wanted:
+            continue
+        num_left, every_turn = _MAX_TOKENS, list(of_rollout)
+        shown = turns[key] = []
+        for row in every_turn[:_MAX_TURNS]:
+            shown.append(_turn(row, text_of, record, num_left))
+            num_left -= len(shown[-1].tokens)
+        if len(every_turn) > _MAX_TURNS:
+            shown.append(ShownTurn(f"{len(every_turn) - _MAX_TURNS} more turns are not shown", None, [], None))
+    every = [token.values for of_rollout in turns.values() for turn in of_rollout for token in turn.tokens]
     return BatchTokens(turns, [_fitted(scale, every, record) for scale in SCALES.values()])
 
 

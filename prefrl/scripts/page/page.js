@@ -175,7 +175,9 @@ function drawAll(root = document) {
     const folded = figure.closest("details");
     if (!folded || folded.open) draw(figure, data.curves[figure.dataset.metric], data.names, view);
   });
-  document.body.dataset.color = document.getElementById("color").value;
+  const color = document.getElementById("color");
+  document.body.dataset.color = color.value;
+  color.parentElement.hidden = !document.querySelector(".tokens[tabindex]");
   root.querySelectorAll(".as-table").forEach(fillTable);
   if (root instanceof Element && root.matches(".as-table")) fillTable(root);
   filter(view);

@@ -130,9 +130,13 @@ def test_the_tokens_of_a_turn_are_found_behind_those_before_it(tmp_path: Path) -
     assert two.tokens[0].values == {"logprob": -1.0, "ratio": pytest.approx(math.exp(-2.0)), "advantage": 2.0}
     assert "and?" in one.text
     text = page([folder])
-    assert "2 turns, Talk, ended by max_turns, 3 calls, 1 of them failed" in text
+    assert "turns: Talk, ended by max_turns, 3 calls, 1 of them failed" in text
     turns = text[text.index("<ol>") : text.index("</ol>")]
-    assert turns.index("<pre>one") < turns.index("<pre>two") < turns.index('aria-label="Tokens of turn 2 of the best')
+    assert (
+        turns.index("assistant: one")
+        < turns.index("assistant: two")
+        < turns.index('aria-label="Tokens of turn 2 of the best')
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,6 +201,26 @@ def test_look_writes_the_numbers_where_it_has_no_colors(tmp_path: Path, capsys: 
     (folder / "tokenizer.json").unlink()
     assert main(["look", str(folder), "--best", "1", "--tokens", "ratio"]) == 2
     assert "tokens='ratio': " in capsys.readouterr().err
+
+
+def test_a_page_with_many_turns_and_tokens_is_small(tmp_path: Path) -> None:
+    folder = with_tokens(tmp_path / "run")
+    ids, said = IDS * 40, [{"role": "assistant", "content": "<" * 2000}] * 30
+    spoken = Completion(ids, "stop", [-1.23456] * 120, [True] * 120, [0] * 120)
+    episode = Episode("Talk", "max_turns", [0.5] * 30)
+    played = [
+        replace(rollout(i // 2, "x", float(i)), text=said, turns=[Turn([1, 2], spoken)] * 30, episode=episode)
+        for i in range(40)
+    ]
+    write_batch(folder, 2, played)
+    rows = {"response_ids": ids, "sampling_logprobs": [-1.1] * 120, "advantages": [0.123456] * 120}
+    for group in range(20):
+        row = {"group": group, "logprobs": [-1.2] * 120, "ref_logprobs": [-1.3] * 120}
+        write_record(folder, 2 + group, {**rows, **row, "teacher_logprobs": [-1.4] * 120})
+    text = page([folder])
+    assert text.count('title="log-prob -1.235, ratio 0.9048') == 16 * 300
+    assert text.count("<pre>10 more turns are not shown</pre>") == 16
+    assert len(text.encode()) < 3e6
 
 
 def test_a_page_without_a_tokenizer_has_no_tokens(tmp_path: Path) -> None:
