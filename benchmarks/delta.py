@@ -2,6 +2,7 @@
 
     python -m benchmarks.delta bytes    share of weights that change in a step, and bytes of their message
     python -m benchmarks.delta link     a real vLLM server behind a link of 10 Mbit/s; needs root, ip and tc
+    python -m benchmarks.delta shards   CPU seconds of a comparison under ZeRO-3, by each rank or by the first alone
 
 The policy has float32 weights and Adam; its server has bfloat16. A step is that of a policy gradient: the log-probs
 of sampled completions, times random advantages. Results are written to `results/delta.json`, and with `--write-docs`
@@ -20,19 +21,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import replace_between_markers
+from prefrl import distributed
 from prefrl.generation.server import INFO_PATH, ServerInfo
 from prefrl.generation.weights.delta import HostCopy
 from prefrl.generation.weights.sync import WeightSync
 from prefrl.http import Http
 from prefrl.models.export import PolicyWeights
 from prefrl.scripts.demo import cached_smollm2
+from tests.contract.cases import make_trainer
+from tests.distributed.backends import enter, leave_training
+from tests.launch import launch
 from tests.vllm.server import KEY, Server
 
 RESULTS = Path(__file__).parent / "results" / "delta.json"
@@ -43,6 +49,10 @@ LINK_RATE = 1e-6
 STEPS = 6
 ROWS, TOKENS = 8, 24  # completions of a step, and tokens of each
 TIMEOUT = 3600.0
+# A Llama of 33 million weights, and how many change before a comparison of shards.
+SHARDED = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
+SHARDED |= {"vocab_size": 49152, "tie_word_embeddings": True}
+CHANGED = 0.01
 NAMESPACE, INSIDE, OUTSIDE = "prefrl-trainer", "10.77.31.2", "10.77.31.1"
 RATE = "10mbit"
 
@@ -63,6 +73,15 @@ class Sync:
     step: int  # before it; 0: the first transfer, of all weights
     megabytes: float
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One comparison of partitioned weights with those before."""
+
+    by_ranks: bool  # each compares its shard; otherwise rank 0 compares all weights, which are gathered
+    megabytes: float  # of the message
+    cpu_seconds: list[float]  # of each rank
 
 
 class Training:
@@ -138,6 +157,45 @@ def train_behind_link(url: str) -> list[Sync]:
     return rows
 
 
+def measure_shards() -> list[Comparison]:
+    """Two processes under ZeRO-3, over gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = launch("benchmarks.delta", "rank", folder, result=Path(folder, "result"))
+    return [Comparison(**row) for row in rows]
+
+
+def compare_shards(folder: Path) -> None:
+    """In each rank: both ways in turn, after steps that change one weight in a hundred. Rank 0 writes the result."""
+    backend = enter("zero3", folder)
+    leave_training()
+    accelerator = make_trainer("sft", folder / "trainer", **backend).accelerator
+    leave_training()
+    model, twin = (LlamaForCausalLM(LlamaConfig(**SHARDED)) for _ in range(2))
+    distributed.prepare_frozen(accelerator, model)
+    random, rows = torch.Generator().manual_seed(0), []
+    sides = {by_ranks: (PolicyWeights(model), HostCopy()) for by_ranks in (True, False)}
+    for number in range(STEPS + 1):
+        for own, value in zip(model.parameters(), twin.parameters(), strict=True):
+            value.data *= 1 + 0.05 * (torch.rand(value.shape, generator=random) < CHANGED)
+            distributed.load_whole(own, value.detach())
+        for by_ranks, (weights, copy) in sides.items():
+            sizes: list[int] = []
+            torch.distributed.barrier()
+            began = time.process_time()
+            weights.lead(partial(read, weights, copy, sizes, by_ranks=by_ranks))
+            seconds = distributed.gather_objects(time.process_time() - began)
+            if number:  # the first message has all weights
+                rows.append(Comparison(by_ranks, sum(sizes) / 1e6, seconds))
+    if distributed.is_main():
+        torch.save([asdict(row) for row in rows], folder / "result")
+
+
+def read(weights: PolicyWeights, copy: HostCopy, sizes: list[int], *, by_ranks: bool) -> None:
+    """Read a message, and note the bytes of its parts."""
+    message = (copy.changes_of if by_ranks else copy.changes)(weights, dtype=torch.bfloat16)
+    sizes += [part.nbytes for _, part in message]
+
+
 @contextmanager
 def link() -> Iterator[None]:
     """A network namespace that is connected to this one by a slow link, removed at the end."""
@@ -161,7 +219,11 @@ def run(*words: str) -> None:
     subprocess.run(" ".join(words).split(), check=True)
 
 
-PARTS: dict[str, Callable[[], list[Any]]] = {"bytes": measure_bytes, "link": measure_link}
+PARTS: dict[str, Callable[[], list[Any]]] = {
+    "bytes": measure_bytes,
+    "link": measure_link,
+    "shards": measure_shards,
+}
 
 
 def tables(stored: dict[str, Any]) -> str:
@@ -190,19 +252,32 @@ def tables(stored: dict[str, Any]) -> str:
             f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f}) |",
         ]
         parts.append("\n".join(lines))
+    if "shards" in stored:
+        lines = [
+            "| who compares, under ZeRO-3 | CPU seconds of rank 0, median (range) | of rank 1 |",
+            "| --- | --- | --- |",
+        ]
+        for by_ranks, name in ((False, "rank 0, which gathers all weights"), (True, "each rank its shard")):
+            ranks = zip(*(row["cpu_seconds"] for row in stored["shards"] if row["by_ranks"] is by_ranks), strict=True)
+            cells = (f"{statistics.median(rank):.2f} ({min(rank):.2f} to {max(rank):.2f})" for rank in ranks)
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=[*PARTS, "trainer"], help="what to measure")
-    parser.add_argument("url", nargs="?", help="of the server, for the trainer behind the link")
+    parser.add_argument("part", nargs="?", choices=[*PARTS, "trainer", "rank"], help="what to measure")
+    parser.add_argument("url", nargs="?", help="of the server, for the trainer behind the link, or a rank's folder")
     parser.add_argument("--write-docs", action="store_true", help="put the stored results into docs/vllm.md")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     if arguments.part == "trainer":
         print(json.dumps([asdict(row) for row in train_behind_link(arguments.url)]))
+        return 0
+    if arguments.part == "rank":
+        compare_shards(Path(arguments.url))
         return 0
     found = [] if arguments.part is None else [asdict(row) for row in PARTS[arguments.part]()]
     stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
