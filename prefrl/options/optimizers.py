@@ -52,6 +52,10 @@ class NamedOptimizer:
     fsdp2: bool = True
 
 
+def _torch(class_name: str, decay: Literal["L2", "decoupled", "none"], *keys: str, **more: Any) -> NamedOptimizer:
+    return NamedOptimizer("torch", class_name, decay, keys, **more)
+
+
 def _bitsandbytes(class_name: str, decay: Literal["L2", "none"], *keys: str, **more: Any) -> NamedOptimizer:
     return NamedOptimizer("bitsandbytes", class_name, decay, (*keys, "min_8bit_size"), fsdp2=False, **more)
 
@@ -61,19 +65,18 @@ _EIGHT_BITS = {"optim_bits": 8}
 _PAGED = {"is_paged": True}
 
 OPTIMIZERS: dict[str, NamedOptimizer] = {
-    "adam": NamedOptimizer("torch", "Adam", "L2", ("amsgrad", _DECOUPLES)),
-    "amsgrad": NamedOptimizer("torch", "Adam", "L2", (_DECOUPLES,), fixed={"amsgrad": True}),
-    "adadelta": NamedOptimizer("torch", "Adadelta", "L2", ("rho", "eps"), reads=()),
-    "adamax": NamedOptimizer("torch", "Adamax", "L2"),
-    "nadam": NamedOptimizer("torch", "NAdam", "L2", ("momentum_decay", _DECOUPLES)),
-    "radam": NamedOptimizer("torch", "RAdam", "L2", (_DECOUPLES,)),
-    "rprop": NamedOptimizer("torch", "Rprop", "none", ("etas", "step_sizes"), reads=(), fsdp2=False),
-    "asgd": NamedOptimizer("torch", "ASGD", "L2", ("lambd", "alpha", "t0"), reads=()),
-    "muon": NamedOptimizer(
-        "torch",
+    "adam": _torch("Adam", "L2", "amsgrad", _DECOUPLES),
+    "amsgrad": _torch("Adam", "L2", _DECOUPLES, fixed={"amsgrad": True}),
+    "adadelta": _torch("Adadelta", "L2", "rho", "eps", reads=()),
+    "adamax": _torch("Adamax", "L2"),
+    "nadam": _torch("NAdam", "L2", "momentum_decay", _DECOUPLES),
+    "radam": _torch("RAdam", "L2", _DECOUPLES),
+    "rprop": _torch("Rprop", "none", "etas", "step_sizes", reads=(), fsdp2=False),
+    "asgd": _torch("ASGD", "L2", "lambd", "alpha", "t0", reads=()),
+    "muon": _torch(
         "MuonWithAdamW",
         "decoupled",
-        ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "adamw_lr"),
+        *("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "adamw_lr"),
         elementwise=False,
     ),
     "lamb": NamedOptimizer(
