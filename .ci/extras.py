@@ -75,7 +75,7 @@ PROMISES = {
     "liger": Promise(
         ("TRITON_INTERPRET=1 python fused.py",), "use_liger_kernel=True, which needs a GPU: kernels were interpreted"
     ),
-    "agents": Promise((f"prefrl grpo --agent talk.py:talk {QUESTIONS}",)),
+    "agents": Promise((f"prefrl grpo --agent talk.py:talk {QUESTIONS} --dataset_name asked.jsonl",)),
     "agent-clients": Promise(("python clients.py", EXAMPLE.format("grpo_coding_agent", ", num_generations=2"))),
     "deepspeed": Promise(
         (f"prefrl launch sft --accelerate_config zero2 --num_processes 2 --dataset_name texts.jsonl {TINY}",)
@@ -126,7 +126,7 @@ from urllib import request
 
 
 def talk(row, client):
-    body = {"model": client.model, "messages": [{"role": "user", "content": row["prompt"]}], "max_tokens": 4}
+    body = {"model": client.model, "messages": [{"role": "user", "content": row["question"]}], "max_tokens": 4}
     headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
     asked = request.Request(f"{client.base_url}/chat/completions", json.dumps(body).encode(), headers)
     with request.urlopen(asked) as answer:
@@ -297,6 +297,7 @@ def environment(root: Path) -> Iterator[Path]:
         shutil.copy(ROOT / "tests/interpreter.py", folder)
         rows = [{"prompt": f"{i} + 1 =", "answer": f"{i + 1}", "solution": f"${i + 1}$"} for i in range(8)]
         write(folder / "questions.jsonl", rows)
+        write(folder / "asked.jsonl", [{"question": row["prompt"], "answer": row["answer"]} for row in rows])
         write(folder / "texts.jsonl", [{"text": "1 + 1 = 2"}] * 8)
         write(folder / "pairs.jsonl", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 8)
         for script, text in SCRIPTS.items():
