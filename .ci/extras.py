@@ -75,8 +75,8 @@ PROMISES = {
     "liger": Promise(
         ("TRITON_INTERPRET=1 python fused.py",), "use_liger_kernel=True, which needs a GPU: kernels were interpreted"
     ),
-    "agents": Promise((EXAMPLE.format("grpo_coding_agent", ", num_generations=2"),)),
-    "agent-clients": Promise(("python clients.py",)),
+    "agents": Promise((f"prefrl grpo --agent talk.py:talk {QUESTIONS} --dataset_name asked.jsonl",)),
+    "agent-clients": Promise(("python clients.py", EXAMPLE.format("grpo_coding_agent", ", num_generations=2"))),
     "deepspeed": Promise(
         (f"prefrl launch sft --accelerate_config zero2 --num_processes 2 --dataset_name texts.jsonl {TINY}",)
     ),
@@ -119,6 +119,19 @@ GYM = """
 from prefrl.rewards import reasoning_gym_dataset
 
 reasoning_gym_dataset("chain_sum", size=8, seed=0).to_json("q.jsonl")
+"""
+TALK = """
+import json
+from urllib import request
+
+
+def talk(row, client):
+    body = {"model": client.model, "messages": [{"role": "user", "content": row["question"]}], "max_tokens": 4}
+    headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+    asked = request.Request(f"{client.base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with request.urlopen(asked) as answer:
+        text = json.load(answer)["choices"][0]["message"]["content"]
+    return float(row["answer"] in text)
 """
 EIGHT = """
 import torch
@@ -245,6 +258,7 @@ demo.convert(path, pathlib.Path("converted"))
 SCRIPTS = {
     "bco.py": BCO,
     "gym.py": GYM,
+    "talk.py": TALK,
     "eight.py": EIGHT,
     "fused.py": FUSED,
     "clients.py": CLIENTS,
@@ -283,6 +297,7 @@ def environment(root: Path) -> Iterator[Path]:
         shutil.copy(ROOT / "tests/interpreter.py", folder)
         rows = [{"prompt": f"{i} + 1 =", "answer": f"{i + 1}", "solution": f"${i + 1}$"} for i in range(8)]
         write(folder / "questions.jsonl", rows)
+        write(folder / "asked.jsonl", [{"question": row["prompt"], "answer": row["answer"]} for row in rows])
         write(folder / "texts.jsonl", [{"text": "1 + 1 = 2"}] * 8)
         write(folder / "pairs.jsonl", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 8)
         for script, text in SCRIPTS.items():

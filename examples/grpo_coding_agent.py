@@ -1,7 +1,7 @@
 """GRPO of a coding agent in a sandbox: python examples/grpo_coding_agent.py [--model_name_or_path MODEL].
 
-The agent is examples/coding_agent.py, a program of its own, which needs openai. Each episode has a folder with a
-function and its tests; the reward is 1 if hidden tests pass on what the agent has made of the function.
+The agent is examples/coding_agent.py, a program of its own, which needs `pip install openai`. Each episode has a
+folder with a function and its tests; the reward is 1 if hidden tests pass on what the agent has made of the function.
 """
 
 import argparse
