@@ -42,7 +42,7 @@ LUDWIG: dict[str, Counterpart] = {
     ),
     "layers_to_freeze_regex": becomes("freeze: [expression]", lambda value: {"freeze": [value]}, "freeze"),
     "base_learning_rate": instead("use learning_rates, which gives some parameters other rates"),
-    "preset": instead("use preset, which sets the options of a paper; docs/trainers/grpo.md lists its names"),
+    "preset": instead("use preset, which sets the options of a paper; docs/papers.md lists its names"),
     "loss_balancing": instead(
         "use reward_balance for the rewards of online trainers, or loss_balance for several losses of DPO"
     ),
