@@ -116,6 +116,11 @@ class ProfileParams(Params):
     memory_snapshot: bool = opt(False, "Also write the history of the GPU's memory in these steps.")
 
 
+def _lacks_history(o: Any) -> bool:
+    known = ("cuda", "unknown")  # unknown: the command's early checks
+    return bool(o.profile and o.profile_params.memory_snapshot and o.device.type not in known)
+
+
 def _names_no_process(o: Any) -> bool:
     ranks = o.profile_params.ranks if o.profile else None
     return ranks is not None and (not ranks or not all(0 <= rank < o.world_size for rank in ranks))
@@ -123,9 +128,7 @@ def _names_no_process(o: Any) -> bool:
 
 PROFILE_RULES = (
     when(
-        lambda o: (
-            o.profile and o.profile_params.memory_snapshot and o.device.type not in ("cuda", "unknown")
-        ),  # unknown: the command's early checks
+        _lacks_history,
         "profile_kwargs: memory_snapshot=True: only the memory of CUDA devices has a history, and this run is on the "
         "{where}. Set profile_memory=True, which traces allocations on every device.",
         example("sft", profile=True, profile_kwargs={"memory_snapshot": True}),

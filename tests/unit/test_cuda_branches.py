@@ -224,7 +224,6 @@ def test_phases_are_as_long_as_the_gpu_works_on_them_and_are_read_when_they_have
     "trainer.memory:free_memory",
     "trainer.memory:_used",
     "trainer.memory:_peak",
-    "scripts.checkup.resources:_free",
     "scripts.checkup.resources:_available",
     "scripts.checkup.resources:_device_memory",
 )
@@ -241,13 +240,14 @@ def test_memory_is_that_of_the_own_gpu(gpus: Gpus) -> None:
     assert memory.load_of_gradients == pytest.approx(1 / (79 / 2 - 3))
     assert free_memory(torch.device("cuda", 5)) == 74 * GIB
     place = "on Pretend H300"
-    assert resources._free(OWN) == (76 * GIB, place)
     subject: Any = SimpleNamespace(plan=None, config=options(world_size=COUNT))
     assert resources._available(subject) == (76 * GIB, place)
     subject.config.world_size += 1
     assert resources._device_memory(subject) == own.total
     others = " of this machine; the devices of other machines are taken to have as much"
     assert resources._available(subject) == (76 * GIB, place + others)
+    subject.config.device = torch.device("cpu")
+    assert resources._available(subject)[1] == "on this machine"
 
 
 @reaches("generation.vllm.sleep:Sleep.wake")
@@ -636,6 +636,9 @@ def test_commands_name_and_choose_gpus(
     lines = capsys.readouterr().out.splitlines()
     assert "- CUDA of torch: 13.0" in lines
     assert [line for line in lines if "GPU" in line] == [f"- GPU {i}: Pretend H{i}00, 80 GiB" for i in range(COUNT)]
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert commands.env([]) == 0
+    assert "- GPU: Apple's, which torch calls mps" in capsys.readouterr().out.splitlines()
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert get_kbit_device_map() == {"": 3}
     assert visible_gpus({}) == [str(number) for number in range(COUNT)]
