@@ -310,7 +310,7 @@ def prepare_prompt_dataset(
     if column := _prompt_ids_column(dataset):
         if tools is not None:
             raise DataError(
-                f"column {column!r} holds token ids: with tools or environment_factory, prompts are lists of messages "
+                f"column {column!r} holds token ids: with tools, environments or an agent, prompts are lists of messages "
                 "in the column 'prompt'"
             )
         tokenizer = tokenizer_of(processing_class)
@@ -405,7 +405,7 @@ def _prompt_ids_column(dataset: AnyDataset) -> str | None:
 def _check_episodes(dataset: AnyDataset, dataset_format: Format) -> None:
     if dataset_format.style != "conversational":
         raise DataError(
-            "column 'prompt' holds text: with tools or environment_factory, prompts are lists of messages, such as "
+            "column 'prompt' holds text: with tools, environments or an agent, prompts are lists of messages, such as "
             '[{"role": "user", "content": "..."}]'
         )
     column = image_column(dataset)

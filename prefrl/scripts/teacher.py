@@ -293,7 +293,9 @@ class _Parts:
         mark = parts.folder / _RUN
         if not mark.exists():
             parts.folder.mkdir(exist_ok=True)
-            mark.write_text(json.dumps({"digest": digest}), encoding="utf-8")
+            aside = mark.with_suffix(".part")  # a kill leaves the mark whole, or none
+            aside.write_text(json.dumps({"digest": digest}), encoding="utf-8")
+            aside.replace(mark)
         elif json.loads(mark.read_text(encoding="utf-8")).get("digest") != digest:
             raise ConfigError(
                 f"output_file={str(output)!r}: {parts.folder} has parts of a run that was stopped and had another "
