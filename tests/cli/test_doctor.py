@@ -262,7 +262,7 @@ GRPO += ["--per_device_train_batch_size", "2"]
 def test_an_impossible_plan_is_a_problem_and_does_not_begin(
     words: list[str], message: str, workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resources, "_free", lambda _: (200_000, "here"))
+    monkeypatch.setattr(resources, "_available", lambda _: (200_000, "here"))
     found, _ = checked(words[0], model_folder, *words[1:])
     problems = [text for entries in found.values() for level, text in entries if level == "problem"]
     argv = [*words, "--model_name_or_path", str(model_folder), "--use_cpu", "--output_dir", "out"]
@@ -275,7 +275,7 @@ def test_an_impossible_plan_is_a_problem_and_does_not_begin(
 def test_memory_that_is_found_by_trial_or_shared_is_no_problem(
     words: list[str], workspace: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resources, "_free", lambda _: (0, "here"))
+    monkeypatch.setattr(resources, "_available", lambda _: (0, "here"))
     found, _ = checked(*SFT[:1], model_folder, *SFT[1:], *words)
     assert found["Memory and time"][0][0] == "warning"
 
@@ -554,7 +554,7 @@ def test_memory_that_an_awake_server_has_is_not_missed(
     script, config = options_of(REGISTRY["grpo"], read(REGISTRY["grpo"], words))
     subject = Subject(REGISTRY["grpo"], script, config)
     rows = subject.tokenized(Dataset.from_list([{"prompt": "1+1=", "answer": "2"}]))
-    monkeypatch.setattr(resources, "_free", lambda device: (0, "here"))
+    monkeypatch.setattr(resources, "_available", lambda _: (0, "here"))
     with pytest.raises(ConfigError, match="are free here"):
         resources.check_memory(subject, rows, Batches.of(subject, 1))
     monkeypatch.setenv("PREFRL_NUM_PROCESSES", "1")
