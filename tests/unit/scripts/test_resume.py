@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 
 from prefrl.errors import ConfigError
+from prefrl.registry import uncollected
 from prefrl.run.checkpoints import publish, staging_folder
 from prefrl.run.folder import STARTS, Identity, Start, write_identity
 from prefrl.scripts import commands
-from prefrl.scripts.declaration import uncollected
 
 OPTIONS = ["sft", "--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "run"]
 
