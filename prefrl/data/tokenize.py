@@ -310,8 +310,8 @@ def prepare_prompt_dataset(
     if column := _prompt_ids_column(dataset):
         if tools is not None:
             raise DataError(
-                f"column {column!r} holds token ids: with tools, environments or an agent, prompts are lists of messages "
-                "in the column 'prompt'"
+                f"column {column!r} holds token ids: with tools, environments or an agent, prompts are lists of "
+                "messages in the column 'prompt'"
             )
         tokenizer = tokenizer_of(processing_class)
         encode_row = _TokenizedPromptRow(tokenizer, column, num_ids_of(tokenizer), *limits)
