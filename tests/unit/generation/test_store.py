@@ -21,7 +21,7 @@ from prefrl.http import Refused
 from tests.unit.generation.scripted import A, B, ScriptedHttp, info
 from tests.unit.generation.test_delta import Weights
 
-PLACE = "memory://bucket/run"
+PLACE = "memory://weights/run"
 MEMORY = fsspec.filesystem("memory")
 
 
@@ -79,7 +79,7 @@ def assert_have(servers: Servers, weights: Weights, *urls: str) -> None:
 
 def messages() -> list[str]:
     """The messages in the store, by their numbers."""
-    return sorted({path.split("/")[-2] for path in MEMORY.find("/bucket/run")})
+    return sorted({path.split("/")[-2] for path in MEMORY.find("/weights/run")})
 
 
 def test_all_weights_are_written_once_and_a_server_that_comes_later_reads_what_is_there(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_server_with_other_weights_begins_with_all_of_them_in_the_same_sync(
 def test_files_that_are_not_the_trainers_are_not_loaded_and_written_anew(servers: Servers, sync: WeightSync) -> None:
     weights = Weights()
     send(sync, weights, A)
-    (path,) = MEMORY.find("/bucket/run")
+    (path,) = MEMORY.find("/weights/run")
     content = bytearray(MEMORY.cat_file(path))
     content[-1] ^= 1  # of a weight
     MEMORY.pipe_file(path, bytes(content))
