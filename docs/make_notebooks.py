@@ -17,7 +17,16 @@ DOCS = Path(__file__).parent
 NOTEBOOKS = DOCS / "notebooks"
 BLOCK = re.compile(r"^(?:<!-- no-run: [^\n]+ -->\n)?```(python|bash|sh|yaml|text)\n(.*?)^```\n", re.M | re.S)
 LINK = re.compile(r"\]\((?!https:)([^)#]+)")
-START = "# Paths are those of a clone, whose notebooks are in docs/notebooks.\n%cd ../.."
+START = """\
+# Paths are those of a clone, whose notebooks are in docs/notebooks.
+# Where there is none, as in Colab, the last release is installed and unpacked.
+from pathlib import Path
+
+if not Path("../../examples").exists():
+    !pip download -q --no-deps --no-binary prefrl prefrl
+    !pip install -q prefrl-*.tar.gz && tar xzf prefrl-*.tar.gz
+    %cd -q {next(Path().glob("prefrl-*/docs/notebooks"))}
+%cd ../.."""
 
 
 def pages() -> list[Path]:

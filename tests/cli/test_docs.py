@@ -349,6 +349,33 @@ def test_cells_run_in_their_order(name: str, tmp_path: Path, monkeypatch: pytest
             shell.run_cell(code).raise_error()
 
 
+def test_a_notebook_without_a_clone_gets_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Colab, which has only the notebook."""
+
+    def system(line: str) -> None:
+        lines.append(line)
+        (tmp_path / "prefrl-1.0/docs/notebooks").mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    shell = InteractiveShell()
+    monkeypatch.setattr(shell, "system", system)
+    shell.run_cell(MAKER.START).raise_error()
+    assert [line.split()[:2] for line in lines] == [["pip", "download"], ["pip", "install"]]
+    assert Path.cwd() == tmp_path / "prefrl-1.0"
+
+
+def test_notebooks_can_be_opened_in_colab_where_github_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = module(ROOT / "docs/site_hooks.py")
+    for page in MAKER.pages():
+        text = page.read_text(encoding="utf-8")
+        monkeypatch.delenv("PREFRL_REPOSITORY", raising=False)
+        assert "colab" not in hooks.on_page_markdown(text)
+        monkeypatch.setenv("PREFRL_REPOSITORY", "https://github.com/owner/name")
+        link = f"https://colab.research.google.com/github/owner/name/blob/main/docs/notebooks/{page.stem}.ipynb"
+        assert f"({link})" in hooks.on_page_markdown(text)
+
+
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.M | re.S)
 PROGRAMS = {
     *("prefrl", "accelerate", "python", "python3", "pip", "make", "sbatch", "curl"),
