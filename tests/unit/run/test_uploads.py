@@ -124,9 +124,7 @@ class Buckets(MemoryFileSystem):
         super().pipe_file(path, value, **options)
 
 
-def test_a_bucket_that_is_not_there_is_not_made(
-    tmp_path: Path, memory: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bucket_that_is_not_there_is_not_made(tmp_path: Path, memory: Any, caplog: pytest.LogCaptureFixture) -> None:
     fsspec.register_implementation("buckets", Buckets, clobber=True)
     checkpoint = save(tmp_path / "run", 3)
     failed = {}
