@@ -174,7 +174,7 @@ def start_commands(job: Job, start: Path) -> list[str]:
 
 
 def _written_by(job: Job) -> str:
-    """A comment, each line of which is one. YAML knows more line breaks than `\n`, and refuses some characters."""
+    r"""A comment, each line of which is one. YAML knows more line breaks than `\n`, and refuses some characters."""
     words = shlex.join(["prefrl", "launch", *job.words])
     return f"# Written by: {printable(words)}".replace("\n", "\n# ")
 
